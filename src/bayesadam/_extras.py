@@ -1,0 +1,41 @@
+"""Optional packages, and the extra that installs each."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from bayesadam.errors import MissingExtraError
+
+# import name → extra; None marks the light packages that a plain install already brings for the command line.
+EXTRA_OF: dict[str, str | None] = {
+    "matplotlib": None,
+    "rich": None,
+    "typer": None,
+    "accelerate": "transformers",
+    "gpytorch": "gp",
+    "lightning": "lightning",
+    "peft": "transformers",
+    "ray": "ray",
+    "sklearn": "sklearn",
+    "transformers": "transformers",
+}
+
+
+def require(module: str) -> ModuleType:
+    """Import `module`, or say which install brings it.
+
+    >>> require("math").__name__
+    'math'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        if error.name is not None and error.name.partition(".")[0] != package:
+            raise
+        extra = EXTRA_OF.get(package)
+        target = f"bayesadam[{extra}]" if extra else "bayesadam" if package in EXTRA_OF else package
+        raise MissingExtraError(
+            f"this needs the package {package!r}, which is not installed: pip install '{target}'", name=package
+        ) from error

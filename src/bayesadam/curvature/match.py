@@ -1,0 +1,348 @@
+"""Which state belongs to which parameter: by identity for a live optimiser, by name or checked order for a saved one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam.curvature.reader import Group, State, StateReader
+from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
+from bayesadam.errors import MatchError, StateError
+
+_WRAPPER_PREFIXES = ("_orig_mod.", "module.")
+_FROZEN = "frozen (requires_grad is False)"
+_UNTRAINED = "never received a gradient"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter with the optimiser state that was kept for it."""
+
+    name: str
+    parameter: nn.Parameter
+    state: State
+    group: Group
+    reader: StateReader
+
+
+@dataclass(frozen=True)
+class Match:
+    """The parameters whose state is known, and those left out with the reason."""
+
+    entries: tuple[Entry, ...]
+    omitted: Mapping[str, str]
+    strangers: int = 0
+    optimizers: tuple[str, ...] = field(default=())
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile, DataParallel and DistributedDataParallel, so that names are its own."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def match_optimizers(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], reader: str | StateReader | None = None
+) -> Match:
+    """Match live optimisers to the model's parameters by identity; tied weights appear once, under their first name."""
+    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    if not names:
+        raise MatchError(f"{type(model).__name__} has no parameters")
+    optimizer_list = [_inner(o) for o in _listed(optimizers)]
+    entries: dict[str, Entry] = {}
+    omitted: dict[str, str] = {}
+    refusals: list[str] = []
+    strangers = 0
+    for optimizer in optimizer_list:
+        record = _resolve(optimizer, reader)
+        refusal = refuse(record, type(optimizer).__name__) if record.statistic == "none" else None
+        if refusal:
+            refusals.append(refusal)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    strangers += 1
+                elif name in entries:
+                    raise MatchError(
+                        f"parameter {name!r} is trained by two of the optimisers given; pass only the one whose second "
+                        "moment is to be used"
+                    )
+                elif refusal:
+                    omitted[name] = f"trained by {type(optimizer).__name__}, which keeps no second moment per weight"
+                else:
+                    _take(entries, omitted, name, parameter, optimizer.state.get(parameter, {}), group, record)
+    if strangers and not entries and not omitted:
+        raise MatchError(
+            f"none of the {strangers} parameters of {_class_names(optimizer_list)} belongs to this "
+            f"{type(model).__name__}: pass the model that this optimiser trained (a copied or re-created model has "
+            "new parameters; use Posterior.from_state_dict with optimizer.state_dict() for it)"
+        )
+    if len(refusals) == len(optimizer_list):
+        raise StateError(refusals[0])
+    return _finished(
+        model,
+        entries,
+        omitted,
+        strangers,
+        tuple(type(o).__name__ for o in optimizer_list),
+        _class_names(optimizer_list),
+    )
+
+
+def match_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    reader: str | StateReader,
+    param_names: Sequence[str] | None = None,
+) -> Match:
+    """Match a saved optimiser state to the model's parameters.
+
+    Names are used where the state has them (keys that are names, or `param_names` in its groups) or the caller gives
+    them, in the optimiser's order. A state of one group without names follows `model.parameters()`, frozen ones
+    included or not, as its length says. Several groups without names have no known order and are refused unless the
+    shapes leave one answer. Every shape is checked.
+    """
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
+        found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise MatchError(
+            f"not an optimiser's state dict: it needs 'state' and 'param_groups', found {found}. Pass what "
+            "optimizer.state_dict() returned, for instance checkpoint['optimizer']"
+        )
+    record = reader_named(reader) if isinstance(reader, str) else reader
+    if record.statistic == "none":
+        raise StateError(refuse(record, record.name))
+    parameters = dict(unwrap(model).named_parameters())
+    states: Mapping[Any, State] = state_dict["state"]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    named = _names_of(state_dict, states, keys, parameters, param_names)
+    groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
+    entries: dict[str, Entry] = {}
+    omitted: dict[str, str] = {}
+    for key in keys:
+        name = named[key]
+        _take(entries, omitted, name, parameters[name], states.get(key, {}), groups[key], record)
+    return _finished(model, entries, omitted, 0, (record.name,), f"this {record.name!r} state dict")
+
+
+def refuse(reader: StateReader, class_name: str) -> str:
+    """Why an optimiser without a second moment gives no posterior, and what would."""
+    return f"{class_name} keeps no second moment per weight; {reader.advice}"
+
+
+def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    listed = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in listed:
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            raise MatchError(
+                f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
+                "Posterior.from_state_dict"
+            )
+    if not listed:
+        raise MatchError("no optimiser was given: the list is empty")
+    return listed  # type: ignore[return-value]
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The torch optimiser inside a trainer's wrapper (Accelerate and Lightning keep it in `.optimizer`)."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _inner(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _resolve(optimizer: Optimizer, reader: str | StateReader | None) -> StateReader:
+    if isinstance(reader, StateReader):
+        return reader
+    if reader is not None:
+        return reader_named(reader)
+    found = reader_of(optimizer)
+    if found is None:
+        keys = sorted({str(key) for state in optimizer.state.values() for key in state})
+        similar = readers_with_key(keys)
+        hint = f"; its keys {keys} look like {similar}: pass reader={similar[0]!r} if that is right" if similar else ""
+        raise StateError(
+            f"no reader is registered for {type(optimizer).__module__}.{type(optimizer).__qualname__}{hint}. "
+            "Describe it with bayesadam.curvature.register(StateReader(...))"
+        )
+    return found
+
+
+def _class_names(optimizers: Sequence[Optimizer]) -> str:
+    return " and ".join(type(o).__name__ for o in optimizers)
+
+
+def _take(
+    entries: dict[str, Entry],
+    omitted: dict[str, str],
+    name: str,
+    parameter: nn.Parameter,
+    state: State,
+    group: Group,
+    reader: StateReader,
+) -> None:
+    # Some optimisers fill in counters, or sums at step 0, before the first gradient.
+    untrained = not any(isinstance(value, Tensor) for value in state.values()) or reader.steps(state, group) == 0
+    if not parameter.requires_grad:
+        omitted[name] = _FROZEN
+    elif untrained and reader.statistic != "identity":
+        omitted[name] = _UNTRAINED
+    else:
+        check_parameter(name, parameter)
+        entries[name] = Entry(name, parameter, state, group, reader)
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Refuse parameters that no real Gaussian can be put on."""
+    if parameter.is_meta:
+        raise MatchError(f"parameter {name!r} is on the meta device and has no values: materialise the model first")
+    if parameter.is_complex():
+        raise MatchError(
+            f"parameter {name!r} is complex ({parameter.dtype}): freeze it, or store it as two real tensors"
+        )
+    if parameter.is_quantized or not parameter.is_floating_point() or parameter.element_size() == 1:
+        raise MatchError(
+            f"parameter {name!r} is quantised or not floating point ({parameter.dtype}): freeze it with "
+            "requires_grad_(False), and it is left out"
+        )
+
+
+def _finished(
+    model: nn.Module,
+    entries: dict[str, Entry],
+    omitted: dict[str, str],
+    strangers: int,
+    optimizers: tuple[str, ...],
+    source: str,
+) -> Match:
+    order = [name for name, _ in unwrap(model).named_parameters()]
+    for name, parameter in unwrap(model).named_parameters():
+        if name not in entries and name not in omitted:
+            omitted[name] = "not in the optimiser" if parameter.requires_grad else _FROZEN
+    if not entries:
+        reasons = Counter(omitted.values())
+        if _UNTRAINED in reasons:
+            raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
+        told = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        raise StateError(f"{source} leaves no parameter to read: {told}")
+    return Match(
+        tuple(entries[name] for name in order if name in entries),
+        {name: omitted[name] for name in order if name in omitted},
+        strangers,
+        optimizers,
+    )
+
+
+def _names_of(
+    state_dict: Mapping[str, Any],
+    states: Mapping[Any, State],
+    keys: list[Any],
+    parameters: Mapping[str, nn.Parameter],
+    param_names: Sequence[str] | None,
+) -> dict[Any, str]:
+    """The parameter name behind each key of a state dict."""
+    repeated = [key for key, count in Counter(keys).items() if count > 1]
+    unlisted = [key for key in states if key not in set(keys)]
+    if repeated or unlisted:
+        raise MatchError(
+            f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
+        )
+    groups = state_dict["param_groups"]
+    if param_names is not None:
+        names = [_strip(name, parameters) for name in param_names]
+        source = "param_names"
+    elif all(isinstance(key, str) for key in keys):
+        names = [_strip(key, parameters) for key in keys]
+        source = "the names in the state dict"
+    elif all("param_names" in group for group in groups):
+        names = [_strip(name, parameters) for group in groups for name in group["param_names"]]
+        source = "the names in the state dict"
+    else:
+        names = _names_by_order(groups, states, keys, parameters)
+        source = "the order of model.parameters()"
+    if len(names) != len(keys):
+        raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    unknown = [name for name in names if name not in parameters]
+    if doubled or unknown:
+        raise MatchError(
+            f"by {source}, {(unknown or doubled)[:4]} "
+            f"{'are no parameters of this model' if unknown else 'are named twice'}: is it another model's state?"
+        )
+    for key, name in zip(keys, names, strict=True):
+        shape = _shape_of(states.get(key, {}))
+        if shape is not None and shape != parameters[name].shape:
+            raise MatchError(
+                f"by {source}, the state under key {key!r} has shape {tuple(shape)} but parameter {name!r} has "
+                f"{tuple(parameters[name].shape)}: it is another model's state, or in another order. Pass "
+                "param_names=[...], the parameter names in the order in which the optimiser was given them"
+            )
+    return dict(zip(keys, names, strict=True))
+
+
+def _strip(name: str, parameters: Mapping[str, nn.Parameter]) -> str:
+    """`name` without the prefixes that torch.compile and data parallelism put before it."""
+    while name not in parameters:
+        prefix = next((p for p in _WRAPPER_PREFIXES if p in name), None)
+        if prefix is None:
+            return name
+        name = name.replace(prefix, "", 1)
+    return name
+
+
+def _names_by_order(
+    groups: Sequence[Group], states: Mapping[Any, State], keys: list[Any], parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    every = list(parameters)
+    trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    names = next((names for names in (every, trainable) if len(names) == len(keys)), None)
+    if names is None:
+        raise MatchError(
+            f"the state dict holds {len(keys)} parameters, the model {len(every)} ({len(trainable)} of them trainable): "
+            "it is another model's state, or was built over a part of this one. Pass param_names=[...], the parameter "
+            "names in the order in which the optimiser was given them"
+        )
+    if len(groups) == 1:
+        return names
+    # Groups may hold the parameters in any order: only shapes that occur once can tell which is which.
+    by_shape: dict[torch.Size, str] = {parameters[name].shape: name for name in names}
+    shapes = [_shape_of(states.get(key, {})) for key in keys]
+    if len(by_shape) == len(names) and all(shape in by_shape for shape in shapes):
+        return [by_shape[shape] for shape in shapes if shape is not None]
+    raise MatchError(
+        f"the state dict has {len(groups)} parameter groups and no names, so its order is not known and equal shapes "
+        "could be confused. Pass param_names=[...], the parameter names in the order in which the optimiser was given "
+        "them, or load it into an optimiser built as in training and use Posterior.from_optimizer"
+    )
+
+
+# Entries that have the parameter's own shape, in every optimiser that has them.
+_SHAPED_KEYS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "square_avg",
+    "sum",
+    "exp_inf",
+    "exp_avg_var",
+    "exp_hessian_diag_sq",
+    "variance",
+)
+
+
+def _shape_of(state: State) -> torch.Size | None:
+    """The shape of the parameter behind a state, where one of its tensors tells."""
+    for key in (*_SHAPED_KEYS, "state2", "state1"):
+        if isinstance(state.get(key), Tensor):
+            return state[key].shape  # type: ignore[no-any-return]
+    if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
+        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
+    return None

@@ -1,0 +1,128 @@
+"""The curvature V_t of a model, by parameter name, out of an optimiser or its saved state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam.curvature.match import Entry, Match, match_optimizers, match_state_dict
+from bayesadam.curvature.reader import StateReader, second_moment, stored_statistic
+from bayesadam.errors import MatchError, StateError
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """The second moments v̂ of a model's gradients, and where they came from; everything by parameter name.
+
+    Attributes:
+        second_moment: v̂, bias-corrected, float32 (float64 for float64 parameters).
+        steps: t, the steps behind each, or None where the optimiser does not count.
+        weight_decay: λ of the parameter's group.
+        reader: the name of the record that read it.
+        omitted: the parameters of the model that have no curvature, with the reason.
+    """
+
+    second_moment: Mapping[str, Tensor]
+    steps: Mapping[str, float | None]
+    weight_decay: Mapping[str, float]
+    reader: Mapping[str, str]
+    omitted: Mapping[str, str]
+
+
+def read_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    reader: str | StateReader | None = None,
+    bias_correction: bool = True,
+) -> Curvature:
+    """Read v̂ off one live optimiser, or several that share a model; nothing of theirs is changed.
+
+    Args:
+        model: the model they train.
+        optimizer: the optimiser, or a list of them (Muon and AdamW, say).
+        reader: overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
+        bias_correction: False leaves moving averages as the optimiser keeps them.
+    """
+    return _read(match_optimizers(model, optimizer, reader), bias_correction)
+
+
+def read_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    optimizer: str | StateReader = "adam",
+    param_names: Sequence[str] | None = None,
+    bias_correction: bool = True,
+) -> Curvature:
+    """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
+    return _read(match_state_dict(model, state_dict, optimizer, param_names), bias_correction)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type a posterior is kept in: float32, or float64 for float64 parameters."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, Tensor]:
+    """The stored statistic's (smallest, largest) entry as one tensor, and v̂."""
+    parameter, reader = entry.parameter, entry.reader
+    dtype = working_dtype(parameter.dtype)
+    if reader.statistic == "identity":
+        return torch.ones(2, dtype=dtype), torch.ones_like(parameter, dtype=dtype, requires_grad=False)
+    steps = reader.steps(entry.state, entry.group)
+    if steps is not None and not (math.isfinite(steps) and steps >= 1):
+        raise StateError(f"parameter {entry.name!r} has a step count of {steps}: it has not been trained yet")
+    try:
+        stored = stored_statistic(reader, entry.state, entry.group, parameter.shape, dtype)
+        if stored.shape != parameter.shape:
+            raise MatchError(
+                f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
+                f"{tuple(parameter.shape)}: the state belongs to another model"
+            )
+        extremes = torch.stack(torch.aminmax(stored)) if stored.numel() else torch.zeros(2, dtype=dtype)
+        return extremes, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
+    except KeyError as missing:
+        raise StateError(
+            f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
+            f"{sorted(map(str, entry.state))}, its group {sorted(map(str, entry.group))}. Name the optimiser that wrote "
+            "it (optimizer='adamw', 'adagrad', …)"
+        ) from None
+
+
+def _read(match: Match, bias_correction: bool) -> Curvature:
+    with torch.no_grad():
+        read = {entry.name: read_entry(entry, bias_correction=bias_correction) for entry in match.entries}
+    _check_values({name: extremes for name, (extremes, _) in read.items()}, match)
+    return Curvature(
+        second_moment={entry.name: read[entry.name][1].to(entry.parameter.device) for entry in match.entries},
+        steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
+        weight_decay={entry.name: float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in match.entries},
+        reader={entry.name: entry.reader.name for entry in match.entries},
+        omitted=match.omitted,
+    )
+
+
+def _check_values(extremes: Mapping[str, Tensor], match: Match) -> None:
+    """Refuse second moments that are negative, NaN or infinite; one transfer a device, not one a tensor."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, pair in extremes.items():
+        by_device.setdefault(pair.device, []).append(name)
+    for names in by_device.values():
+        table = torch.stack([extremes[name].float() for name in names]).cpu()
+        bad = ~torch.isfinite(table).all(dim=1) | (table[:, 0] < 0)
+        if bad.any():
+            index = int(bad.nonzero()[0])
+            low, high = table[index].tolist()
+            reader = next(entry.reader for entry in match.entries if entry.name == names[index])
+            raise StateError(
+                f"the second moment of parameter {names[index]!r} ({reader.key!r}) ranges from {low:g} to {high:g}: it "
+                "must be finite and not negative. Training met a non-finite gradient or the file is damaged; go back "
+                "to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
+            )

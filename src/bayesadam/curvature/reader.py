@@ -1,0 +1,184 @@
+"""How one optimiser keeps its second moment, as a record, and the arithmetic that turns it into v̂."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import StateError
+
+State = Mapping[str, Any]
+Group = Mapping[str, Any]
+Statistic = Literal["average", "sum", "root", "factored", "quantised", "identity", "none"]
+
+
+@dataclass(frozen=True)
+class StateReader:
+    """Where an optimiser keeps V_t and what must be done to it; the paper's section 2, one record an optimiser.
+
+    | `statistic` | stored s                          | v̂                                   |
+    |-------------|-----------------------------------|--------------------------------------|
+    | average     | s ← β s + (1−β) g², from s₀       | (s − βᵗ s₀) / (1 − βᵗ)               |
+    | sum         | s ← s + g², from s₀               | (s − s₀) / t                         |
+    | root        | s ← max(β s, abs(g))              | s²                                   |
+    | factored    | rows R and columns C of g²        | R C / mean(R)                        |
+    | quantised   | an average, in 8-bit blocks       | dequantised, then as an average      |
+    | identity    | nothing                           | 1 (the paper's OGD row)              |
+    | none        | nothing that would do             | refused, with `advice`               |
+
+    Attributes:
+        name: how the reader is asked for in `from_state_dict(..., optimizer=name)`.
+        classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
+        statistic: the kind of number stored, as in the table.
+        key: where the state of one parameter keeps it.
+        decay: the entry of the parameter group that is β, with an index where it is a tuple.
+        bias_correction: whether 1 − βᵗ is to be divided out (the average starts from a constant).
+        start: s₀, as a number or as the name of an entry of the parameter group.
+        step: whether t is kept per parameter (`"state"`) or per group (`"group"`).
+        coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
+        decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
+        maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
+        centre_key: the average gradient that is squared and subtracted where the group says `centered`.
+        read: a function (state, group, parameter shape) → s, for layouts no field describes.
+        advice: what a user of an optimiser with no second moment can do instead.
+        note: a remark for the docs and for `doctor`.
+    """
+
+    name: str
+    classes: tuple[str | type, ...]
+    statistic: Statistic = "average"
+    key: str = ""
+    decay: tuple[str, int | None] | None = None
+    bias_correction: bool = False
+    start: float | str = 0.0
+    step: Literal["state", "group"] = "state"
+    coupled_decay: bool = False
+    decoupled_flag: str | None = None
+    maximum_key: str | None = None
+    centre_key: str | None = None
+    read: Callable[[State, Group, torch.Size], Tensor] | None = None
+    advice: str = ""
+    note: str = ""
+
+    def class_names(self) -> tuple[str, ...]:
+        """The qualified names of `classes`."""
+        return tuple(c if isinstance(c, str) else f"{c.__module__}.{c.__qualname__}" for c in self.classes)
+
+    def beta(self, group: Group) -> float | None:
+        """β of the moving average, or None where there is none."""
+        if self.decay is None:
+            return None
+        entry, index = self.decay
+        value = group[entry] if index is None else group[entry][index]
+        return float(value)
+
+    def steps(self, state: State, group: Group) -> float | None:
+        """t, the number of steps behind the state, or None where the optimiser does not count."""
+        value = (group if self.step == "group" else state).get("step")
+        return None if value is None else float(value)
+
+    def couples_decay(self, group: Group) -> bool:
+        """Whether this group's weight decay is part of the squared gradient."""
+        decoupled = self.decoupled_flag is not None and bool(group.get(self.decoupled_flag, False))
+        return self.coupled_decay and not decoupled and float(group.get("weight_decay", 0.0) or 0.0) != 0.0
+
+
+def stored_statistic(reader: StateReader, state: State, group: Group, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The number the optimiser keeps, s, one entry a weight, in `dtype` and in memory of its own.
+
+    Raises:
+        KeyError: the state lacks an entry; its argument is that entry's name.
+    """
+    if reader.read is not None:
+        return reader.read(state, group, shape).to(dtype, copy=True)
+    if reader.statistic == "factored":
+        return _factored(state, dtype)
+    if reader.statistic == "quantised":
+        return _dequantised(state, reader.key, dtype)
+    key = reader.maximum_key if reader.maximum_key is not None and group.get("amsgrad") else reader.key
+    stored: Tensor = state[key]
+    return (stored.to_dense() if stored.is_sparse else stored).detach().to(dtype, copy=True)
+
+
+def second_moment(
+    stored: Tensor, reader: StateReader, state: State, group: Group, *, bias_correction: bool = True
+) -> Tensor:
+    """v̂ from the stored statistic, in place: the table in `StateReader`.
+
+    With `bias_correction=False` an average is left as the optimiser keeps it.
+    """
+    steps = reader.steps(state, group)
+    if reader.statistic == "root":
+        return stored.square_()
+    if reader.statistic == "sum":
+        if steps is None:
+            raise KeyError("step")
+        return stored.sub_(_start(reader, group)).div_(steps)
+    correct = bias_correction and reader.bias_correction
+    remaining = 0.0
+    if correct:
+        beta = reader.beta(group)
+        if beta is None or steps is None:
+            raise KeyError("step" if steps is None else "decay")
+        # 1 − βᵗ without cancellation for β near 1.
+        remaining = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+        start = _start(reader, group)
+        if start:
+            stored = stored.sub_(start * (1.0 - remaining)).clamp_(min=0.0)
+        stored = stored.div_(remaining)
+    if reader.centre_key is not None and group.get("centered"):
+        centre = state[reader.centre_key].detach().to(stored)
+        if correct:
+            centre = centre / remaining
+        # Rounding can leave a variance a hair below zero.
+        stored = stored.addcmul_(centre, centre, value=-1.0).clamp_(min=0.0)
+    return stored
+
+
+def _start(reader: StateReader, group: Group) -> float:
+    return float(group[reader.start]) if isinstance(reader.start, str) else reader.start
+
+
+def _factored(state: State, dtype: torch.dtype) -> Tensor:
+    """Adafactor: R C / mean(R) for matrices, the plain average for vectors."""
+    if state.get("variance") is not None:
+        return state["variance"].detach().to(dtype, copy=True)  # type: ignore[no-any-return]
+    rows, columns = state["row_var"].detach().to(dtype), state["col_var"].detach().to(dtype)
+    scale = rows.mean(dim=-2, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+    estimate: Tensor = (rows / scale) @ columns
+    return estimate
+
+
+# bitsandbytes has used these block lengths for its optimiser states.
+_BLOCK_LENGTHS = (256, 2048)
+_QUANT_STATE = "__bnb_optimizer_quant_state__"
+
+
+def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
+    """Block-wise 8-bit state: code book entry × the block's largest absolute value; small tensors stay 32-bit."""
+    state = {**state, **state.get(_QUANT_STATE, {})}
+    stored: Tensor = state[key]
+    if stored.dtype != torch.uint8:
+        return stored.detach().to(dtype, copy=True)
+    suffix = key.removeprefix("state")
+    if f"absmax{suffix}" not in state and f"max{suffix}" in state:
+        raise StateError(
+            f"{key!r} is 8-bit without blocks (bitsandbytes with block_wise=False), a layout that is not read: "
+            "train with block_wise=True, or with a 32-bit optimiser"
+        )
+    codes: Tensor = state[f"qmap{suffix}"]
+    largest: Tensor = state[f"absmax{suffix}"]
+    lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
+    if len(lengths) != 1:
+        raise StateError(
+            f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, which fits "
+            f"{'several' if lengths else 'none'} of the known block lengths {_BLOCK_LENGTHS}"
+        )
+    scales = largest.to(dtype).repeat_interleave(lengths[0])[: stored.numel()]
+    values: Tensor = codes.to(dtype)[stored.flatten().long()]
+    return values.mul_(scales).view(stored.shape)

@@ -1,0 +1,238 @@
+"""One record per optimiser: where its second moment is. `register` adds a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from bayesadam.curvature.reader import StateReader
+from bayesadam.errors import SettingError
+
+_BETA2 = ("betas", 1)
+
+
+def _adam(name: str, *classes: str, coupled_decay: bool = False, decoupled_flag: str | None = None) -> StateReader:
+    return StateReader(
+        name,
+        classes,
+        key="exp_avg_sq",
+        decay=_BETA2,
+        bias_correction=True,
+        maximum_key="max_exp_avg_sq",
+        coupled_decay=coupled_decay,
+        decoupled_flag=decoupled_flag,
+    )
+
+
+_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
+_OGD_ADVICE = (
+    "its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
+    f"reader='ogd', or {_TRAIN_WITH}"
+)
+
+_BUILT_IN: tuple[StateReader, ...] = (
+    _adam("adam", "torch.optim.adam.Adam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
+    _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
+    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
+    _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
+    _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
+    StateReader(
+        "adagrad",
+        ("torch.optim.adagrad.Adagrad",),
+        statistic="sum",
+        key="sum",
+        start="initial_accumulator_value",
+        coupled_decay=True,
+    ),
+    StateReader(
+        "rmsprop",
+        ("torch.optim.rmsprop.RMSprop",),
+        key="square_avg",
+        decay=("alpha", None),
+        bias_correction=True,
+        centre_key="grad_avg",
+        coupled_decay=True,
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights "
+        "would look flat.",
+    ),
+    StateReader(
+        "adadelta",
+        ("torch.optim.adadelta.Adadelta",),
+        key="square_avg",
+        decay=("rho", None),
+        bias_correction=True,
+        coupled_decay=True,
+    ),
+    StateReader(
+        "adamax",
+        ("torch.optim.adamax.Adamax",),
+        statistic="root",
+        key="exp_inf",
+        decay=_BETA2,
+        coupled_decay=True,
+        note="A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
+    ),
+    StateReader(
+        "adafactor",
+        ("torch.optim._adafactor.Adafactor",),
+        statistic="factored",
+        key="row_var, col_var or variance",
+        note="Rank-one per matrix. Its average starts from the first gradient, so nothing is to be corrected.",
+    ),
+    StateReader(
+        "lamb",
+        ("timm.optim.lamb.Lamb",),
+        key="exp_avg_sq",
+        decay=_BETA2,
+        bias_correction=True,
+        step="group",
+        note="Decay is added after the moments, so v is the data's alone. Lamb clips the global gradient norm.",
+    ),
+    StateReader(
+        "adan",
+        ("timm.optim.adan.Adan",),
+        key="exp_avg_sq",
+        decay=("betas", 2),
+        bias_correction=True,
+        step="group",
+        note="Averages (g + β₂ Δg)², the gradient with Nesterov's look-ahead.",
+    ),
+    StateReader(
+        "rmsproptf",
+        ("timm.optim.rmsprop_tf.RMSpropTF",),
+        key="square_avg",
+        decay=("alpha", None),
+        bias_correction=True,
+        start=1.0,
+        centre_key="grad_avg",
+        coupled_decay=True,
+        decoupled_flag="decoupled_decay",
+        note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
+    ),
+    StateReader(
+        "adabelief",
+        ("timm.optim.adabelief.AdaBelief",),
+        key="exp_avg_var",
+        decay=_BETA2,
+        bias_correction=True,
+        maximum_key="max_exp_avg_var",
+        coupled_decay=True,
+        decoupled_flag="decoupled_decay",
+        note="A centred second moment, to which AdaBelief adds eps at every step.",
+    ),
+    StateReader(
+        "adahessian",
+        ("timm.optim.adahessian.Adahessian",),
+        key="exp_hessian_diag_sq",
+        decay=_BETA2,
+        bias_correction=True,
+        note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
+    ),
+    StateReader(
+        "adam8bit",
+        (
+            "bitsandbytes.optim.adam.Adam",
+            "bitsandbytes.optim.adam.Adam8bit",
+            "bitsandbytes.optim.adam.Adam32bit",
+            "bitsandbytes.optim.adam.PagedAdam",
+            "bitsandbytes.optim.adam.PagedAdam8bit",
+            "bitsandbytes.optim.adam.PagedAdam32bit",
+            "bitsandbytes.optim.adamw.AdamW",
+            "bitsandbytes.optim.adamw.AdamW8bit",
+            "bitsandbytes.optim.adamw.AdamW32bit",
+            "bitsandbytes.optim.adamw.PagedAdamW",
+            "bitsandbytes.optim.adamw.PagedAdamW8bit",
+            "bitsandbytes.optim.adamw.PagedAdamW32bit",
+        ),
+        statistic="quantised",
+        key="state2",
+        decay=_BETA2,
+        bias_correction=True,
+        note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+    ),
+    StateReader(
+        "ogd",
+        (),
+        statistic="identity",
+        note="V = 1 for every weight: the posterior is isotropic and knows nothing of the data.",
+    ),
+    StateReader("sgd", ("torch.optim.sgd.SGD",), statistic="none", advice=_OGD_ADVICE),
+    StateReader("rprop", ("torch.optim.rprop.Rprop",), statistic="none", advice=_TRAIN_WITH),
+    StateReader("asgd", ("torch.optim.asgd.ASGD",), statistic="none", advice=_TRAIN_WITH),
+    StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), statistic="none", advice=_TRAIN_WITH),
+    StateReader(
+        "muon",
+        ("torch.optim._muon.Muon", "timm.optim.muon.Muon"),
+        statistic="none",
+        advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
+        f"posterior.omitted; otherwise {_TRAIN_WITH}",
+    ),
+    StateReader(
+        "lion",
+        ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
+        statistic="none",
+        advice=_TRAIN_WITH,
+    ),
+    StateReader("lars", ("timm.optim.lars.Lars",), statistic="none", advice=_TRAIN_WITH),
+    StateReader(
+        "novograd",
+        ("timm.optim.nvnovograd.NvNovoGrad",),
+        statistic="none",
+        advice=f"it keeps one number a layer, not one a weight; {_TRAIN_WITH}",
+    ),
+)
+
+_registry: dict[str, StateReader] = {reader.name: reader for reader in _BUILT_IN}
+
+
+def registered() -> tuple[StateReader, ...]:
+    """Every known reader, the user's own included."""
+    return tuple(_registry.values())
+
+
+def register(reader: StateReader, *, replace: bool = False) -> StateReader:
+    """Add a reader for an optimiser of your own; later readers win where two name the same class.
+
+    >>> from bayesadam.curvature import StateReader, register
+    >>> mine = StateReader("mine", ("my_package.MyAdam",), key="second", decay=("betas", 1), bias_correction=True)
+    >>> register(mine, replace=True).name
+    'mine'
+    """
+    if reader.name in _registry and not replace:
+        raise SettingError(
+            f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
+        )
+    if reader.statistic not in ("identity", "none") and not reader.key and reader.read is None:
+        raise SettingError(f"reader {reader.name!r} needs a `key` or a `read` function to find its second moment")
+    if reader.bias_correction and reader.decay is None:
+        raise SettingError(f"reader {reader.name!r} asks for a bias correction but names no `decay` (its β)")
+    _registry[reader.name] = reader
+    return reader
+
+
+def reader_named(name: str) -> StateReader:
+    """The reader called `name`, in any case: `"adam"`, `"AdamW"`."""
+    try:
+        return _registry[name.lower()]
+    except KeyError:
+        raise SettingError(
+            f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}. "
+            "Add your own with bayesadam.curvature.register(StateReader(...))"
+        ) from None
+
+
+def reader_of(optimizer: Optimizer) -> StateReader | None:
+    """The reader for a live optimiser: the nearest class of its ancestry that a record names."""
+    by_class = {name: reader for reader in _registry.values() for name in reader.class_names()}
+    for cls in type(optimizer).__mro__:
+        reader = by_class.get(f"{cls.__module__}.{cls.__qualname__}")
+        if reader is not None:
+            return reader
+    return None
+
+
+def readers_with_key(keys: Iterable[str]) -> list[str]:
+    """Names of the readers whose key is among `keys`: a hint for error messages."""
+    present = set(keys)
+    return [r.name for r in _registry.values() if present & set(r.key.replace(" or ", ", ").split(", "))]

@@ -1,0 +1,266 @@
+"""What is wrong or notable about a model and its optimiser, before anyone trusts a posterior read off them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bayesadam.curvature.match import Entry, Match, match_optimizers
+from bayesadam.curvature.read import read_entry
+from bayesadam.curvature.reader import StateReader
+from bayesadam.errors import BayesAdamError
+
+Severity = Literal["error", "warning", "note"]
+_MARKS = {"error": "✗", "warning": "!", "note": "·"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One remark.
+
+    Attributes:
+        code: a stable word to test for, such as `"few-steps"`.
+        severity: `"error"`, no posterior can be read; `"warning"`, one can but mind this; `"note"`.
+        message: the remark in words, with what to do.
+        parameters: the parameters concerned; empty where all are.
+        data: the numbers behind the words.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    parameters: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, worst first; prints as a short report."""
+
+    summary: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong: notes alone."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    def codes(self) -> tuple[str, ...]:
+        """The findings' codes, in order."""
+        return tuple(finding.code for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{_MARKS[f.severity]} {f.code}: {f.message}" for f in self.findings]
+        return "\n".join([self.summary, *lines])
+
+
+def doctor(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    n_data: float | None = None,
+    reader: str | StateReader | None = None,
+) -> Diagnosis:
+    """Examine a model and the optimiser that trained it; never raises on what it finds.
+
+    Args:
+        model: the model.
+        optimizer: its optimiser, or a list of them.
+        n_data: N, to put a number on the prior that the weight decay implies.
+        reader: as in `Posterior.from_optimizer`.
+    """
+    try:
+        match = match_optimizers(model, optimizer, reader)
+    except BayesAdamError as error:
+        return Diagnosis(
+            f"{type(model).__name__}: no posterior can be read", (Finding("unreadable", "error", str(error)),)
+        )
+    examined = [_examine(entry) for entry in match.entries]
+    findings = [
+        *_values(examined),
+        *_steps(match),
+        *_dead(examined),
+        *_coupled_decay(examined, match),
+        *_prior(match, n_data, sum(e.zeros for e in examined)),
+        *_low_precision(match),
+        *_left_out(match),
+        *_reader_notes(match),
+    ]
+    order = list(_MARKS)
+    findings.sort(key=lambda finding: order.index(finding.severity))
+    weights = sum(entry.parameter.numel() for entry in match.entries)
+    summary = (
+        f"{type(model).__name__} trained by {' and '.join(match.optimizers)}: {weights:,} weights in "
+        f"{len(match.entries)} parameters have a second moment"
+    )
+    return Diagnosis(summary, tuple(findings))
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """What one parameter's second moment looks like."""
+
+    name: str
+    numel: int
+    zeros: int = 0
+    bad: int = 0
+    error: str = ""
+    decay_share: float = 0.0
+
+
+def _examine(entry: Entry) -> _Examined:
+    numel = entry.parameter.numel()
+    try:
+        with torch.no_grad():
+            _, v = read_entry(entry)
+            bad = int((~torch.isfinite(v) | (v < 0)).sum())
+            share = 0.0
+            if entry.reader.couples_decay(entry.group) and numel:
+                decayed = (float(entry.group["weight_decay"]) * entry.parameter.to(v)).square()
+                share = float((decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).median())
+            return _Examined(entry.name, numel, int((v == 0).sum()), bad, "", share)
+    except BayesAdamError as error:
+        return _Examined(entry.name, numel, error=str(error))
+
+
+def _values(examined: Sequence[_Examined]) -> Iterator[Finding]:
+    for result in examined:
+        if result.error:
+            yield Finding("unreadable", "error", result.error, (result.name,))
+    bad = {result.name: result.bad for result in examined if result.bad}
+    if bad:
+        yield Finding(
+            "bad-values",
+            "error",
+            f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training met a "
+            "non-finite gradient; go back to a checkpoint before that",
+            tuple(bad),
+            {"entries": bad},
+        )
+
+
+def _steps(match: Match) -> Iterator[Finding]:
+    short: dict[str, tuple[float, float]] = {}
+    for entry in match.entries:
+        steps, beta = entry.reader.steps(entry.state, entry.group), entry.reader.beta(entry.group)
+        if steps is not None and beta is not None and 0 < beta < 1 and steps < 1 / (1 - beta):
+            short[entry.name] = (steps, 1 / (1 - beta))
+    if short:
+        steps, memory = min(short.values())
+        yield Finding(
+            "few-steps",
+            "warning",
+            f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start of "
+            "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂",
+            tuple(short),
+            {"steps": steps, "memory": memory},
+        )
+
+
+def _dead(examined: Sequence[_Examined]) -> Iterator[Finding]:
+    zeros = {result.name: result.zeros for result in examined if result.zeros}
+    total = sum(result.numel for result in examined)
+    if zeros and total:
+        count = sum(zeros.values())
+        yield Finding(
+            "zero-curvature",
+            "warning",
+            f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. Without a "
+            "prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate",
+            tuple(zeros),
+            {"zeros": zeros, "share": count / total},
+        )
+
+
+def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Finding]:
+    coupled = {
+        entry.name: float(entry.group["weight_decay"])
+        for entry in match.entries
+        if entry.reader.couples_decay(entry.group)
+    }
+    if coupled:
+        shares = {result.name: result.decay_share for result in examined if result.name in coupled}
+        yield Finding(
+            "coupled-decay",
+            "warning",
+            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks into "
+            f"v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is {max(shares.values()):.1%} of v). "
+            "AdamW, or decoupled_weight_decay=True, keeps v the data's alone",
+            tuple(coupled),
+            {"weight_decay": coupled, "median_share_of_v": shares},
+        )
+
+
+def _prior(match: Match, n_data: float | None, zeros: int) -> Iterator[Finding]:
+    decays = sorted({float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in match.entries})
+    told = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
+    without = decays[0] == 0.0
+    yield Finding(
+        "implied-prior",
+        "warning" if without and zeros else "note",
+        f"the weight decay implies a prior precision δ of {told}"
+        + ("; δ = 0 is the paper's equation to the letter, with no prior at all" if without else ""),
+        data={"weight_decay": decays, "prior_precision": [n_data * d for d in decays] if n_data else None},
+    )
+
+
+def _low_precision(match: Match) -> Iterator[Finding]:
+    coarse: dict[str, str] = {}
+    for entry in match.entries:
+        stored, beta = entry.state.get(entry.reader.key), entry.reader.beta(entry.group)
+        if not isinstance(stored, torch.Tensor) or beta is None or not stored.is_floating_point():
+            continue
+        if stored.element_size() < 4 and 1 - beta < torch.finfo(stored.dtype).eps:
+            coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
+    if coarse:
+        yield Finding(
+            "low-precision-state",
+            "warning",
+            f"{len(coarse)} second moments are kept in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
+            "average that changes by less than its last digit stands still. Keep the optimiser's state in float32",
+            tuple(coarse),
+            {"dtype": coarse},
+        )
+
+
+def _left_out(match: Match) -> Iterator[Finding]:
+    if match.omitted:
+        reasons = Counter(match.omitted.values())
+        yield Finding(
+            "left-out",
+            "note",
+            "not in the posterior: " + "; ".join(f"{count} parameters, {reason}" for reason, count in reasons.items()),
+            tuple(match.omitted),
+            {"omitted": dict(match.omitted)},
+        )
+    if match.strangers:
+        yield Finding(
+            "foreign-parameters",
+            "note",
+            f"the optimiser also trains {match.strangers} parameters that are not this model's",
+            data={"count": match.strangers},
+        )
+
+
+def _reader_notes(match: Match) -> Iterator[Finding]:
+    for reader in {entry.reader.name: entry.reader for entry in match.entries}.values():
+        if reader.note:
+            yield Finding("optimizer", "note", f"{reader.name}: {reader.note}", data={"reader": reader.name})
+    betas = {beta for entry in match.entries if (beta := entry.reader.beta(entry.group)) is not None}
+    if len(betas) > 1:
+        yield Finding(
+            "mixed-memory",
+            "note",
+            f"β₂ differs between groups ({min(betas):g} to {max(betas):g}): their v average over different stretches",
+            data={"betas": sorted(betas)},
+        )

@@ -1,0 +1,5 @@
+"""Optimisers."""
+
+from bayesadam.optim.badam import Badam
+
+__all__ = ["Badam"]

@@ -1,0 +1,119 @@
+"""The diagonal Gaussian: one precision a weight, w v̂ᵖ + δ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bayesadam.posterior.formulas import precision, shrunk_mean
+from bayesadam.posterior.noise import draw, stream_seed
+from bayesadam.posterior.settings import Settings
+from bayesadam.posterior.structure import Named
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
+
+    second_moment: Mapping[str, Tensor]
+    kind = "diagonal"
+
+    def precision(self, name: str, settings: Settings) -> Tensor:
+        """The precision of every weight of one parameter."""
+        return precision(self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power)
+
+    def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
+        """θ in the map form, w c/(w c + δ) θ in the likelihood form."""
+        if settings.form == "map":
+            return dict(mode)
+        return {
+            name: shrunk_mean(
+                theta, self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power
+            )
+            for name, theta in mode.items()
+        }
+
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
+        return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
+
+    def sample(
+        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """μ + ε (w v̂ᵖ + δ)^(-1/2), in one pass over θ and v̂."""
+        return {
+            name: draw(
+                theta,
+                self.second_moment[name],
+                weight=settings.weight,
+                delta=settings.prior_precision[name],
+                power=settings.power,
+                shrink=settings.form == "likelihood",
+                seed=stream_seed(seed, name),
+                n=n,
+                dtype=dtypes[name],
+            )
+            for name, theta in mode.items()
+        }
+
+    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """Σ ½ log(λ/2π) − ½ λ (θ − μ)², λ the precision; sums in float64."""
+        mean = self.mean(mode, settings)
+        total: Tensor | float = 0.0
+        for name, mu in mean.items():
+            prec = self.precision(name, settings)
+            quadratic = (values[name].to(mu) - mu).square_().mul_(prec)
+            terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
+            dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
+            part = terms.sum(dim=dims, dtype=_wide(terms)) if dims else terms.to(_wide(terms))
+            total = total + (part if isinstance(total, float) else part.to(total.device))
+        return torch.as_tensor(total)
+
+    def entropy(self, settings: Settings) -> Tensor:
+        """Σ ½ log(2πe/λ)."""
+        total: Tensor | float = 0.0
+        for name in self.second_moment:
+            logs = self.precision(name, settings).log_()
+            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - logs.sum(dtype=_wide(logs)))
+            total = total + (part if isinstance(total, float) else part.to(total.device))
+        return torch.as_tensor(total)
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """Weights with v̂ = 0 and δ = 0."""
+        flat = {}
+        for name, count in self._zeros.items():
+            delta = settings.prior_precision[name]
+            if isinstance(delta, Tensor):
+                count = int(((self.second_moment[name] == 0) & (delta.to(self.second_moment[name].device) == 0)).sum())
+            elif delta > 0:
+                count = 0
+            if count:
+                flat[name] = count
+        return flat
+
+    @cached_property
+    def _zeros(self) -> dict[str, int]:
+        counts = [(v == 0).sum() for v in self.second_moment.values()]
+        return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """v̂ under `second_moment`."""
+        return {"second_moment": dict(self.second_moment)}
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """The same second moments elsewhere."""
+        return type(self)({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The type sums over many weights are taken in; Apple's MPS has no float64."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64

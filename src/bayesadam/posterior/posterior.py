@@ -1,0 +1,386 @@
+"""The posterior: a Gaussian over a model's weights, by parameter name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam._version import __version__
+from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
+from bayesadam.curvature.match import check_parameter, unwrap
+from bayesadam.curvature.read import working_dtype
+from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
+from bayesadam.posterior import storage
+from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.noise import fresh_seed
+from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
+from bayesadam.posterior.structure import Structure
+
+_STRUCTURES = ("diagonal",)
+_SETTING_NAMES = tuple(f.name for f in fields(Settings))
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
+
+    With c = v̂ᵖ the optimiser's curvature, w = s N B^(2p−1) and δ the prior precision (paper, equation 10):
+
+        map form         μ = θ_t                      Σ = (w c + δ)⁻¹
+        likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
+
+    Frozen: `replace` returns a new one that shares its tensors. It keeps its own copy of the weights, so training may
+    go on. Build it with `from_optimizer` or `from_state_dict`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 2)).square().mean().backward()
+    ...     optimizer.step()
+    >>> posterior = Posterior.from_optimizer(model, optimizer, n_data=160)
+    >>> posterior.sample(3)["weight"].shape
+    torch.Size([3, 1, 2])
+
+    Attributes:
+        model: the model; only `sampled` and `copy_mean_to_model` touch it.
+        mode: θ_t, the trained weights, by name.
+        structure: the curvature, diagonal or richer.
+        settings: N, δ, p and the rest.
+        omitted: parameters of the model that are not in the posterior, with the reason.
+    """
+
+    model: nn.Module
+    mode: Mapping[str, Tensor]
+    structure: Structure
+    settings: Settings
+    omitted: Mapping[str, str]
+
+    # --- building -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        n_data: float,
+        *,
+        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        form: Form = "map",
+        structure: str = "diagonal",
+        reader: str | StateReader | None = None,
+    ) -> Posterior:
+        """Read the posterior off a live optimiser; no data, no change to either.
+
+        Args:
+            model: the trained model.
+            optimizer: the optimiser that trained it, or a list of several over one model.
+            n_data: N, the number of training examples.
+            prior_precision: δ, one number or one per parameter name; None takes N × the weight decay of each
+                parameter's group, 0.0 is the paper's equation to the letter.
+            power: p of the curvature v̂ᵖ; the paper's is 1/2.
+            batch_size: examples behind one gradient; needed for power=1.
+            form: `"map"` or `"likelihood"`.
+            structure: `"diagonal"`.
+            reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
+        """
+        _check_structure(structure)
+        curvature = read_optimizer(model, optimizer, reader=reader)
+        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        model: nn.Module,
+        state_dict: Mapping[str, Any],
+        n_data: float,
+        *,
+        optimizer: str | StateReader = "adam",
+        param_names: Sequence[str] | None = None,
+        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        form: Form = "map",
+        structure: str = "diagonal",
+    ) -> Posterior:
+        """The same from `optimizer.state_dict()`, with the model's weights as they are now.
+
+        Args:
+            model: the model, its trained weights loaded.
+            state_dict: what the optimiser's `state_dict()` returned.
+            n_data: N, the number of training examples.
+            optimizer: the name of the optimiser that wrote it, or a reader.
+            param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
+            prior_precision: as in `from_optimizer`.
+            power: as in `from_optimizer`.
+            batch_size: as in `from_optimizer`.
+            form: as in `from_optimizer`.
+            structure: as in `from_optimizer`.
+        """
+        _check_structure(structure)
+        curvature = read_state_dict(model, state_dict, optimizer=optimizer, param_names=param_names)
+        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+
+    @classmethod
+    def _from_curvature(
+        cls,
+        model: nn.Module,
+        curvature: Curvature,
+        n_data: float,
+        prior_precision: Precision | Mapping[str, Precision] | None,
+        power: float,
+        batch_size: int | None,
+        form: Form,
+    ) -> Posterior:
+        moments = curvature.second_moment
+        parameters = dict(unwrap(model).named_parameters())
+        mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
+        shapes = {name: v.shape for name, v in moments.items()}
+        # N is checked before it multiplies the weight decay.
+        unit = Settings(n_data, {}, power, batch_size, form)
+        if prior_precision is None:
+            prior_precision = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
+        settings = replace(unit, prior_precision=spread_prior(prior_precision, shapes))
+        return cls(unwrap(model), mode, Diagonal(moments), settings, curvature.omitted)
+
+    # --- what it says -------------------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """μ by parameter name."""
+        return self.structure.mean(self.mode, self.settings)
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
+        return self.structure.variance(self.settings)
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """The square root of `variance`."""
+        return {name: variance.sqrt_() for name, variance in self.variance.items()}
+
+    def snr(self) -> dict[str, Tensor]:
+        """Signal to noise |μ|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
+        stddev = self.stddev
+        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+
+    @property
+    def n_data(self) -> float:
+        """N."""
+        return self.settings.n_data
+
+    @property
+    def prior_precision(self) -> Mapping[str, Precision]:
+        """δ by parameter name."""
+        return self.settings.prior_precision
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights the posterior is over."""
+        return sum(theta.numel() for theta in self.mode.values())
+
+    # --- drawing and scoring ------------------------------------------------------------------------------------
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draws from q, in the types of the model's parameters.
+
+        Args:
+            n: the number of draws, a leading dimension; None for one draw without it.
+            generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
+                alone, not on the order of the parameters nor on what else is in the posterior.
+        """
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+        self._require_proper()
+        with torch.no_grad():
+            return self.structure.sample(
+                self.mode, self.settings, seed=fresh_seed(generator), n=n, dtypes=self._parameter_dtypes()
+            )
+
+    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept."""
+        self._require_proper()
+        missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
+        if missing or unknown:
+            raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
+        batch_shapes = set()
+        for name, theta in self.mode.items():
+            shape = params[name].shape
+            split = len(shape) - theta.dim()
+            if split < 0 or shape[split:] != theta.shape:
+                raise MatchError(
+                    f"{name!r} has shape {tuple(shape)}; expected (..., {', '.join(map(str, theta.shape))})"
+                )
+            batch_shapes.add(shape[:split])
+        if len(batch_shapes) > 1:
+            raise MatchError(f"the parameters have different leading dimensions: {sorted(map(tuple, batch_shapes))}")
+        return self.structure.log_prob(params, self.mode, self.settings)
+
+    def entropy(self) -> Tensor:
+        """H[q] in nats."""
+        self._require_proper()
+        return self.structure.entropy(self.settings)
+
+    @contextmanager
+    def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
+        """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
+
+        The parameters' own memory is set aside, not written to, so what comes back is the very same bits.
+        """
+        draw = self.sample(generator=generator)
+        parameters = self._parameters()
+        originals = {name: parameters[name].data for name in draw}
+        holders = [
+            (m, key, b, b.clone()) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
+        ]
+        try:
+            for name, values in draw.items():
+                parameters[name].data = values.to(originals[name].device)
+            yield self.model
+        finally:
+            for name, data in originals.items():
+                parameters[name].data = data
+            with torch.no_grad():
+                for module, key, buffer, values in holders:
+                    module._buffers[key] = buffer.copy_(values)
+
+    def copy_mean_to_model(self) -> None:
+        """Write μ into the model's parameters, for good."""
+        parameters = self._parameters()
+        with torch.no_grad():
+            for name, mu in self.mean.items():
+                parameters[name].copy_(mu)
+
+    # --- changing, moving, saving -------------------------------------------------------------------------------
+
+    def replace(self, **changes: Any) -> Posterior:
+        """A new posterior with some settings changed: n_data, prior_precision, power, batch_size, form, scale."""
+        unknown = sorted(changes.keys() - set(_SETTING_NAMES))
+        if unknown:
+            raise SettingError(f"cannot replace {unknown}; the settings are {', '.join(_SETTING_NAMES)}")
+        if "prior_precision" in changes:
+            shapes = {name: theta.shape for name, theta in self.mode.items()}
+            changes["prior_precision"] = spread_prior(changes["prior_precision"], shapes)
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
+        """The same posterior on another device or in another floating type; the model stays where it is."""
+        if dtype is not None and dtype not in (torch.float32, torch.float64):
+            raise SettingError(f"a posterior is kept in float32 or float64, not {dtype}; draws follow the parameters")
+        mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
+        prior = {
+            name: delta.to(device=device, dtype=dtype) if isinstance(delta, Tensor) else delta
+            for name, delta in self.prior_precision.items()
+        }
+        settings = replace(self.settings, prior_precision=prior)
+        return replace(self, mode=mode, structure=self.structure.to(device, dtype), settings=settings)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the posterior to one safetensors file, in place of an older one only once it is complete."""
+        tensors = {f"mode.{name}": theta for name, theta in self.mode.items()}
+        for role, named in self.structure.tensors().items():
+            tensors |= {f"{role}.{name}": tensor for name, tensor in named.items()}
+        numbers: dict[str, float] = {}
+        for name, delta in self.prior_precision.items():
+            if isinstance(delta, Tensor):
+                tensors[f"prior_precision.{name}"] = delta
+            else:
+                numbers[name] = delta
+        header = {
+            "version": __version__,
+            "structure": self.structure.kind,
+            "parameters": list(self.mode),
+            "settings": {
+                **{key: getattr(self.settings, key) for key in _SETTING_NAMES if key != "prior_precision"},
+                "prior_precision": numbers,
+            },
+            "omitted": dict(self.omitted),
+        }
+        storage.write(path, tensors, header)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
+        """Read a saved posterior for `model`, whose weights are not changed (see `copy_mean_to_model`)."""
+        tensors, header = storage.read(path)
+        try:
+            names: list[str] = header["parameters"]
+            kind: str = header["structure"]
+            stored: dict[str, Any] = dict(header["settings"])
+            mode = {name: tensors[f"mode.{name}"] for name in names}
+            moments = {name: tensors[f"second_moment.{name}"] for name in names} if kind == "diagonal" else {}
+            numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
+            prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
+        if kind not in _STRUCTURES:
+            raise FileError(f"{path} holds a {kind!r} posterior; this version reads {', '.join(_STRUCTURES)}")
+        parameters = dict(unwrap(model).named_parameters())
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise MatchError(
+                f"{path} is another model's posterior: {type(model).__name__} has no parameters {missing[:4]}"
+            )
+        for name in names:
+            check_parameter(name, parameters[name])
+            for tensor in (mode[name], moments[name]):
+                if tensor.shape != parameters[name].shape:
+                    raise MatchError(
+                        f"{path} is another model's posterior: {name!r} has shape {tuple(tensor.shape)} in the file and "
+                        f"{tuple(parameters[name].shape)} in the model"
+                    )
+                if not bool(torch.isfinite(tensor).all()):
+                    raise FileError(f"{path} is damaged: {name!r} has entries that are not finite")
+            if bool((moments[name] < 0).any()):
+                raise FileError(f"{path} is damaged: the second moment of {name!r} has negative entries")
+
+        def place(name: str, tensor: Tensor) -> Tensor:
+            return tensor.to(parameters[name].device, working_dtype(tensor.dtype))
+
+        mode = {name: place(name, theta) for name, theta in mode.items()}
+        moments = {name: place(name, v) for name, v in moments.items()}
+        settings = Settings(**stored, prior_precision=spread_prior(prior, {n: t.shape for n, t in mode.items()}))
+        return cls(unwrap(model), mode, Diagonal(moments), settings, header.get("omitted", {}))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"Posterior({type(self.model).__name__}, {self.structure.kind}, {self.n_weights:,} weights in "
+            f"{len(self.mode)} parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
+        )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        parameters = dict(self.model.named_parameters())
+        for name, theta in self.mode.items():
+            if name not in parameters or parameters[name].shape != theta.shape:
+                raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(theta.shape)}")
+        return parameters
+
+    def _parameter_dtypes(self) -> dict[str, torch.dtype]:
+        parameters = self._parameters()
+        return {name: parameters[name].dtype for name in self.mode}
+
+    def _require_proper(self) -> None:
+        flat = self.structure.flat_weights(self.settings)
+        if flat:
+            name, count = next(iter(flat.items()))
+            raise ImproperError(
+                f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
+                f"{name!r}: {count} of {self.mode[name].numel()}). Their gradient was never other than zero: dead units "
+                "or constant inputs. Give them a prior, posterior.replace(prior_precision=...), or calibrate"
+            )
+
+
+def _check_structure(structure: str) -> None:
+    if structure not in _STRUCTURES:
+        raise SettingError(f"structure must be one of {_STRUCTURES}, got {structure!r}")

@@ -1,0 +1,102 @@
+"""The numbers that turn curvature into precision, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import SettingError
+
+Form = Literal["map", "likelihood"]
+Precision = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """N, δ, p and the rest of  precision = w c + δ,  with c = v̂ᵖ and the weight  w = s N B^(2p−1).
+
+    At p = 1/2 the batch size drops out and w c = N v̂^(1/2), the paper's equation; at p = 1 it is the
+    Laplace-consistent N B v̂, since v is the square of a *mean* of B gradients.
+
+    Attributes:
+        n_data: N, the number of data points (or of the paper's pseudo-observations).
+        prior_precision: δ by parameter name, a number or a tensor of the parameter's shape.
+        power: p.
+        batch_size: B, needed for p = 1; None counts as 1.
+        form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean w c/(w c + δ) θ.
+        scale: s, what calibration multiplies N by.
+    """
+
+    n_data: float
+    prior_precision: Mapping[str, Precision]
+    power: float = 0.5
+    batch_size: int | None = None
+    form: Form = "map"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("n_data", self.n_data, "the number of training examples")
+        _positive("scale", self.scale, "a factor on n_data")
+        _positive("power", self.power, "the paper's is 0.5")
+        if self.batch_size is not None:
+            _positive("batch_size", self.batch_size, "the number of examples behind one gradient")
+        elif self.power == 1:
+            raise SettingError(
+                "power=1 needs batch_size, the number of examples behind one gradient: the Laplace-consistent precision "
+                "is N B v"
+            )
+        if self.form not in get_args(Form):
+            raise SettingError(f"form must be one of {get_args(Form)}, got {self.form!r}")
+        for name, delta in self.prior_precision.items():
+            check_prior(name, delta)
+
+    @property
+    def weight(self) -> float:
+        """w = s N B^(2p−1), the factor before v̂ᵖ."""
+        return self.scale * self.n_data * math.pow(self.batch_size or 1, 2 * self.power - 1)
+
+
+def check_prior(name: str, delta: object) -> None:
+    """Refuse prior precisions that are negative or not finite."""
+    if isinstance(delta, Tensor):
+        if not bool((torch.isfinite(delta) & (delta >= 0)).all()):
+            raise SettingError(f"the prior precision of {name!r} has entries that are negative or not finite")
+    elif not isinstance(delta, int | float) or not math.isfinite(delta) or delta < 0:
+        raise SettingError(f"the prior precision of {name!r} must be finite and at least 0, got {delta!r}")
+
+
+def spread_prior(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Precision]:
+    """δ by parameter name from one number for all, or from a mapping that names every parameter."""
+    if not isinstance(prior, Mapping):
+        if isinstance(prior, Tensor) and prior.numel() == 1:
+            prior = float(prior)
+        check_prior("every parameter", prior)
+        return {name: prior if isinstance(prior, Tensor) else float(prior) for name in shapes}
+    missing, unknown = sorted(shapes.keys() - prior.keys()), sorted(prior.keys() - shapes.keys())
+    if missing or unknown:
+        raise SettingError(
+            f"prior_precision must name each parameter of the posterior once: missing {missing[:4]}, unknown {unknown[:4]}"
+        )
+    spread: dict[str, Precision] = {}
+    for name, shape in shapes.items():
+        delta = prior[name]
+        check_prior(name, delta)
+        if isinstance(delta, Tensor) and delta.numel() != 1:
+            if delta.shape != shape:
+                raise SettingError(
+                    f"the prior precision of {name!r} has shape {tuple(delta.shape)}, the parameter {tuple(shape)}"
+                )
+            spread[name] = delta.detach()
+        else:
+            spread[name] = float(delta)
+    return spread
+
+
+def _positive(name: str, value: object, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
