@@ -122,12 +122,16 @@ def _examine(entry: Entry) -> _Examined:
     numel = entry.parameter.numel()
     try:
         with torch.no_grad():
-            _, v = read_entry(entry)
+            extremes, v = read_entry(entry)
             bad = int((~torch.isfinite(v) | (v < 0)).sum())
+            if not bad and not bool(torch.isfinite(extremes).all() & (extremes >= 0).all()):
+                # Squaring or clamping hid it; the reader refuses it all the same.
+                bad = 1
             share = 0.0
             if entry.reader.couples_decay(entry.group) and numel:
                 decayed = (float(entry.group["weight_decay"]) * entry.parameter.to(v)).square()
-                share = float((decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).median())
+                shares = (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
+                share = float(shares.median())
             return _Examined(entry.name, numel, int((v == 0).sum()), bad, "", share)
     except BayesAdamError as error:
         return _Examined(entry.name, numel, error=str(error))
@@ -153,7 +157,7 @@ def _steps(match: Match) -> Iterator[Finding]:
     short: dict[str, tuple[float, float]] = {}
     for entry in match.entries:
         steps, beta = entry.reader.steps(entry.state, entry.group), entry.reader.beta(entry.group)
-        if steps is not None and beta is not None and 0 < beta < 1 and steps < 1 / (1 - beta):
+        if steps is not None and beta is not None and 0 < beta < 1 and steps * (1 - beta) < 1 - 1e-9:
             short[entry.name] = (steps, 1 / (1 - beta))
     if short:
         steps, memory = min(short.values())

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam.curvature.reader import Group, State, StateReader
+from bayesadam.curvature.reader import Group, State, StateReader, opened
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
 from bayesadam.errors import MatchError, StateError
 
-_WRAPPER_PREFIXES = ("_orig_mod.", "module.")
+_WRAPPER_PREFIXES = ("_orig_mod", "module")
 _FROZEN = "frozen (requires_grad is False)"
 _UNTRAINED = "never received a gradient"
 
@@ -63,8 +63,9 @@ def match_optimizers(
     entries: dict[str, Entry] = {}
     omitted: dict[str, str] = {}
     refusals: list[str] = []
+    owners: dict[str, int] = {}
     strangers = 0
-    for optimizer in optimizer_list:
+    for index, optimizer in enumerate(optimizer_list):
         record = _resolve(optimizer, reader)
         refusal = refuse(record, type(optimizer).__name__) if record.statistic == "none" else None
         if refusal:
@@ -74,7 +75,7 @@ def match_optimizers(
                 name = names.get(id(parameter))
                 if name is None:
                     strangers += 1
-                elif name in entries:
+                elif owners.setdefault(name, index) != index:
                     raise MatchError(
                         f"parameter {name!r} is trained by two of the optimisers given; pass only the one whose second "
                         "moment is to be used"
@@ -191,7 +192,7 @@ def _take(
     reader: StateReader,
 ) -> None:
     # Some optimisers fill in counters, or sums at step 0, before the first gradient.
-    untrained = not any(isinstance(value, Tensor) for value in state.values()) or reader.steps(state, group) == 0
+    untrained = not _holds_tensors(state) or reader.steps(state, group) == 0
     if not parameter.requires_grad:
         omitted[name] = _FROZEN
     elif untrained and reader.statistic != "identity":
@@ -199,6 +200,12 @@ def _take(
     else:
         check_parameter(name, parameter)
         entries[name] = Entry(name, parameter, state, group, reader)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(inner) for inner in value.values())
+    return isinstance(value, Tensor)
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -291,12 +298,13 @@ def _names_of(
 
 def _strip(name: str, parameters: Mapping[str, nn.Parameter]) -> str:
     """`name` without the prefixes that torch.compile and data parallelism put before it."""
-    while name not in parameters:
-        prefix = next((p for p in _WRAPPER_PREFIXES if p in name), None)
+    parts = name.split(".")
+    while ".".join(parts) not in parameters:
+        prefix = next((p for p in _WRAPPER_PREFIXES if p in parts[:-1]), None)
         if prefix is None:
             return name
-        name = name.replace(prefix, "", 1)
-    return name
+        parts.remove(prefix)
+    return ".".join(parts)
 
 
 def _names_by_order(
@@ -340,6 +348,7 @@ _SHAPED_KEYS = (
 
 def _shape_of(state: State) -> torch.Size | None:
     """The shape of the parameter behind a state, where one of its tensors tells."""
+    state = opened(state)
     for key in (*_SHAPED_KEYS, "state2", "state1"):
         if isinstance(state.get(key), Tensor):
             return state[key].shape  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam.curvature.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.curvature.reader import StateReader, second_moment, stored_statistic
+from bayesadam.curvature.reader import StateReader, second_moment, start_of, stored_statistic
 from bayesadam.errors import MatchError, StateError
 
 
@@ -87,6 +87,8 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
                 f"{tuple(parameter.shape)}: the state belongs to another model"
             )
         extremes = torch.stack(torch.aminmax(stored)) if stored.numel() else torch.zeros(2, dtype=dtype)
+        if reader.statistic == "sum" and stored.numel():
+            extremes -= start_of(reader, entry.group)
         return extremes, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
     except KeyError as missing:
         raise StateError(

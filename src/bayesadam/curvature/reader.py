@@ -74,8 +74,8 @@ class StateReader:
         if self.decay is None:
             return None
         entry, index = self.decay
-        value = group[entry] if index is None else group[entry][index]
-        return float(value)
+        value = group.get(entry)
+        return None if value is None else float(value if index is None else value[index])
 
     def steps(self, state: State, group: Group) -> float | None:
         """t, the number of steps behind the state, or None where the optimiser does not count."""
@@ -118,16 +118,16 @@ def second_moment(
     if reader.statistic == "sum":
         if steps is None:
             raise KeyError("step")
-        return stored.sub_(_start(reader, group)).div_(steps)
+        return stored.sub_(start_of(reader, group)).div_(steps)
     correct = bias_correction and reader.bias_correction
     remaining = 0.0
     if correct:
         beta = reader.beta(group)
         if beta is None or steps is None:
-            raise KeyError("step" if steps is None else "decay")
+            raise KeyError("step" if steps is None or reader.decay is None else reader.decay[0])
         # 1 − βᵗ without cancellation for β near 1.
         remaining = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
-        start = _start(reader, group)
+        start = start_of(reader, group)
         if start:
             stored = stored.sub_(start * (1.0 - remaining)).clamp_(min=0.0)
         stored = stored.div_(remaining)
@@ -140,7 +140,8 @@ def second_moment(
     return stored
 
 
-def _start(reader: StateReader, group: Group) -> float:
+def start_of(reader: StateReader, group: Group) -> float:
+    """s₀."""
     return float(group[reader.start]) if isinstance(reader.start, str) else reader.start
 
 
@@ -159,9 +160,15 @@ _BLOCK_LENGTHS = (256, 2048)
 _QUANT_STATE = "__bnb_optimizer_quant_state__"
 
 
+def opened(state: State) -> State:
+    """The state with what bitsandbytes' `state_dict()` hides one level down, for FSDP's sake, where it is when live."""
+    hidden = state.get(_QUANT_STATE)
+    return state if hidden is None else {**state, **hidden}
+
+
 def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     """Block-wise 8-bit state: code book entry × the block's largest absolute value; small tensors stay 32-bit."""
-    state = {**state, **state.get(_QUANT_STATE, {})}
+    state = opened(state)
     stored: Tensor = state[key]
     if stored.dtype != torch.uint8:
         return stored.detach().to(dtype, copy=True)
@@ -174,10 +181,11 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     codes: Tensor = state[f"qmap{suffix}"]
     largest: Tensor = state[f"absmax{suffix}"]
     lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
-    if len(lengths) != 1:
+    # Two lengths fit only a tensor of a single block, for which they say the same.
+    if not lengths:
         raise StateError(
-            f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, which fits "
-            f"{'several' if lengths else 'none'} of the known block lengths {_BLOCK_LENGTHS}"
+            f"{key!r} has {stored.numel()} entries in {largest.numel()} blocks, which fits none of the known block "
+            f"lengths {_BLOCK_LENGTHS}"
         )
     scales = largest.to(dtype).repeat_interleave(lengths[0])[: stored.numel()]
     values: Tensor = codes.to(dtype)[stored.flatten().long()]

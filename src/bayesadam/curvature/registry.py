@@ -25,6 +25,19 @@ def _adam(name: str, *classes: str, coupled_decay: bool = False, decoupled_flag:
     )
 
 
+def _eight_bit(name: str, stem: str, module: str) -> StateReader:
+    """bitsandbytes' family of one Adam: plain or paged, with an 8-bit or a 32-bit state."""
+    return StateReader(
+        name,
+        tuple(f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")),
+        statistic="quantised",
+        key="state2",
+        decay=_BETA2,
+        bias_correction=True,
+        note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
+    )
+
+
 _TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
 _OGD_ADVICE = (
     "its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
@@ -75,7 +88,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     ),
     StateReader(
         "adafactor",
-        ("torch.optim._adafactor.Adafactor",),
+        ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"),
         statistic="factored",
         key="row_var, col_var or variance",
         note="Rank-one per matrix. Its average starts from the first gradient, so nothing is to be corrected.",
@@ -129,28 +142,8 @@ _BUILT_IN: tuple[StateReader, ...] = (
         bias_correction=True,
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
-    StateReader(
-        "adam8bit",
-        (
-            "bitsandbytes.optim.adam.Adam",
-            "bitsandbytes.optim.adam.Adam8bit",
-            "bitsandbytes.optim.adam.Adam32bit",
-            "bitsandbytes.optim.adam.PagedAdam",
-            "bitsandbytes.optim.adam.PagedAdam8bit",
-            "bitsandbytes.optim.adam.PagedAdam32bit",
-            "bitsandbytes.optim.adamw.AdamW",
-            "bitsandbytes.optim.adamw.AdamW8bit",
-            "bitsandbytes.optim.adamw.AdamW32bit",
-            "bitsandbytes.optim.adamw.PagedAdamW",
-            "bitsandbytes.optim.adamw.PagedAdamW8bit",
-            "bitsandbytes.optim.adamw.PagedAdamW32bit",
-        ),
-        statistic="quantised",
-        key="state2",
-        decay=_BETA2,
-        bias_correction=True,
-        note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
-    ),
+    _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
+    _eight_bit("adamw8bit", "AdamW", "bitsandbytes.optim.adamw"),
     StateReader(
         "ogd",
         (),
@@ -163,7 +156,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), statistic="none", advice=_TRAIN_WITH),
     StateReader(
         "muon",
-        ("torch.optim._muon.Muon", "timm.optim.muon.Muon"),
+        ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
         statistic="none",
         advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
         f"posterior.omitted; otherwise {_TRAIN_WITH}",
@@ -199,7 +192,7 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
     >>> register(mine, replace=True).name
     'mine'
     """
-    if reader.name in _registry and not replace:
+    if reader.name.lower() in _registry and not replace:
         raise SettingError(
             f"a reader named {reader.name!r} exists already: choose another name, or pass replace=True to override it"
         )
@@ -207,7 +200,7 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
         raise SettingError(f"reader {reader.name!r} needs a `key` or a `read` function to find its second moment")
     if reader.bias_correction and reader.decay is None:
         raise SettingError(f"reader {reader.name!r} asks for a bias correction but names no `decay` (its β)")
-    _registry[reader.name] = reader
+    _registry[reader.name.lower()] = reader
     return reader
 
 

@@ -1,0 +1,96 @@
+"""One draw from the posterior of a large model, against plain eager torch in the same run.
+
+    python benchmarks/sample.py [--weights 100_000_000] [--device cuda]
+
+On CUDA it prints milliseconds, the peak memory of a draw and the floor set by memory traffic (θ and v̂ read once, the
+draw written once); on a CPU the ratio to eager code alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from timing import cuda_milliseconds, interleaved, ratio
+
+N, DELTA = 60_000, 100.0
+
+
+def posterior_of(weights: int, device: str) -> ba.Posterior:
+    """A posterior over `weights` float32 weights: four matrices and a vector, after one Adam step."""
+    torch.manual_seed(0)
+    sizes = [weights // 2, weights // 4, weights // 8, weights // 8 - 1000, 1000]
+    model = nn.ParameterDict({f"p{i}": nn.Parameter(torch.randn(size, device=device)) for i, size in enumerate(sizes)})
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=DELTA)
+
+
+def eager(posterior: ba.Posterior) -> dict[str, Tensor]:
+    """The draw as one would write it by hand."""
+    moments = posterior.structure.tensors()["second_moment"]
+    return {
+        name: theta + torch.randn_like(theta) * (N * moments[name].sqrt() + DELTA).rsqrt()
+        for name, theta in posterior.mode.items()
+    }
+
+
+def check(posterior: ba.Posterior) -> None:
+    """The draw has the posterior's moments; a fast wrong draw is worth nothing."""
+    draw = posterior.sample(generator=torch.Generator().manual_seed(0))
+    for name, theta in posterior.mode.items():
+        standard = (draw[name] - theta) / posterior.variance[name].sqrt()
+        count = standard.numel()
+        mean, variance = float(standard.mean(dtype=torch.float64)), float(standard.double().var())
+        assert abs(mean) < 5 / count**0.5, (name, mean)
+        assert abs(variance - 1) < 5 * (2 / count) ** 0.5, (name, variance)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--weights", type=int, default=100_000_000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    posterior = posterior_of(options.weights, options.device)
+    print(f"{posterior.n_weights:,} float32 weights, {options.device}, torch {torch.__version__}")
+    check(posterior)
+    if options.device == "cuda":
+        on_cuda(posterior)
+        return
+    seconds = interleaved(
+        {"ours": posterior.sample, "eager": lambda: eager(posterior)}, rounds=options.rounds, warmup=1
+    )
+    print(f"draw over plain eager code: {ratio(seconds, 'ours', 'eager'):.3f} (target: at most 1)")
+
+
+def on_cuda(posterior: ba.Posterior) -> None:
+    """Time and memory of one draw on the current CUDA device."""
+    largest = max(theta.numel() for theta in posterior.mode.values()) * 4
+    size = posterior.n_weights * 4
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    draw = posterior.sample()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - size
+    del draw
+    # What the floor costs on this very machine: two tensors read, one written.
+    a, b, out = (torch.randn(posterior.n_weights, device="cuda") for _ in range(3))
+    floor = cuda_milliseconds(lambda: torch.add(a, b, out=out))
+    ours = cuda_milliseconds(posterior.sample)
+    by_hand = cuda_milliseconds(lambda: eager(posterior))
+    print(f"{torch.cuda.get_device_name()}: read two, write one {floor:.3f} ms; plain eager {by_hand:.3f} ms")
+    print(f"memory beside the draw itself: {extra / 2**20:.1f} MiB, the largest tensor is {largest / 2**20:.1f} MiB")
+    print(f"draw over plain eager code: {ours / by_hand:.3f}")
+    print(f"one draw: {ours:.3f} ms (target: at most 0.65)")
+
+
+if __name__ == "__main__":
+    main()
