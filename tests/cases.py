@@ -1,0 +1,40 @@
+"""Small trained networks shared by the tests."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for wide, narrow in itertools.pairwise(sizes):
+        layers += [nn.Linear(wide, narrow), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 30, batch: int = 8, seed: int = 0
+) -> None:
+    """A few steps on random regression data; every parameter gets a gradient that is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    first = next(model.parameters())
+    for _ in range(steps):
+        x = torch.randn(batch, first.shape[1], generator=generator).to(first)
+        optimizer.zero_grad()
+        out: Tensor = model(x)
+        (out - x.sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+def trained(
+    *sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0, **adam: object
+) -> tuple[nn.Sequential, torch.optim.Adam]:
+    """An MLP and the Adam that trained it."""
+    torch.manual_seed(seed)
+    model = mlp(*(sizes or (3, 5, 2))).to(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), **adam)  # type: ignore[arg-type]
+    train(model, optimizer, seed=seed)
+    return model, optimizer

@@ -1,0 +1,394 @@
+"""The doctor names what is wrong with a model and its optimiser, and says nothing of what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.curvature import StateReader, read_optimizer
+from cases import mlp, train, trained
+
+
+def finding(diagnosis: ba.Diagnosis, code: str) -> ba.Finding:
+    assert diagnosis.codes().count(code) == 1, str(diagnosis)
+    return next(f for f in diagnosis.findings if f.code == code)
+
+
+def healthy(**adam: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Trained for longer than its memory of ten steps, decoupled decay, every unit alive."""
+    torch.manual_seed(0)
+    model = mlp(3, 4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"betas": (0.9, 0.9), **adam})
+    train(model, optimizer, steps=30)
+    return model, optimizer
+
+
+def test_a_healthy_optimiser_gets_the_implied_prior_and_no_more() -> None:
+    model, optimizer = healthy(weight_decay=0.1)
+    diagnosis = ba.doctor(model, optimizer)
+    assert diagnosis.codes() == ("implied-prior",)
+    assert diagnosis.healthy
+    assert diagnosis.summary == "Sequential trained by AdamW: 21 weights in 4 parameters have a second moment"
+
+
+# --- the prior ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_implied_prior_is_n_times_the_decay() -> None:
+    model, optimizer = healthy(weight_decay=0.1)
+    told = finding(ba.doctor(model, optimizer, n_data=500), "implied-prior")
+    assert told.severity == "note"
+    assert "N × 0.1 = 50" in told.message
+    assert told.data == {"weight_decay": [0.1], "prior_precision": [50.0]}
+    without = finding(ba.doctor(model, optimizer), "implied-prior")
+    assert without.data["prior_precision"] is None
+    assert "N × 0.1" in without.message
+    assert "no prior at all" not in without.message
+
+
+def test_every_decay_is_listed() -> None:
+    model = mlp(3, 4, 1)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.2)
+    train(model, optimizer, steps=3)
+    told = finding(ba.doctor(model, optimizer, n_data=10), "implied-prior")
+    assert told.data == {"weight_decay": [0.0, 0.2], "prior_precision": [0.0, 2.0]}
+    assert "no prior at all" in told.message
+
+
+@pytest.mark.parametrize(("weight_decay", "severity"), [(0.0, "warning"), (0.1, "note")])
+def test_no_prior_is_a_warning_only_where_curvature_is_missing_too(weight_decay: float, severity: str) -> None:
+    model, optimizer = healthy(weight_decay=weight_decay)
+    assert finding(ba.doctor(model, optimizer), "implied-prior").severity == "note"
+    optimizer.state[model[0].weight]["exp_avg_sq"][0] = 0.0
+    assert finding(ba.doctor(model, optimizer), "implied-prior").severity == severity
+
+
+# --- the moments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "found"), [(3, True), (9, True), (11, False), (30, False)])
+def test_few_steps_are_those_below_the_memory(steps: int, found: bool) -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9))
+    train(model, optimizer, steps=steps)
+    diagnosis = ba.doctor(model, optimizer)
+    assert ("few-steps" in diagnosis.codes()) == found
+    if found:
+        few = finding(diagnosis, "few-steps")
+        assert few.severity == "warning"
+        assert few.data["steps"] == steps
+        assert few.data["memory"] == pytest.approx(10)
+        assert few.parameters == ("0.weight", "0.bias")
+        assert f"{steps} steps against a memory of" in few.message
+
+
+def test_an_optimiser_without_a_memory_never_has_too_few_steps() -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    train(model, optimizer, steps=1)
+    assert "few-steps" not in ba.doctor(model, optimizer).codes()
+
+
+def test_dead_units_have_no_curvature() -> None:
+    torch.manual_seed(0)
+    model = mlp(3, 4, 1, activation=nn.ReLU)
+    with torch.no_grad():
+        model[0].weight[1] = 0.0
+        model[0].bias[1] = -1.0
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), lr=1e-4)
+    train(model, optimizer, steps=30)
+    diagnosis = ba.doctor(model, optimizer)
+    zero = finding(diagnosis, "zero-curvature")
+    assert zero.severity == "warning"
+    # Three weights in, one bias, one weight out.
+    assert zero.data["zeros"] == {"0.weight": 3, "0.bias": 1, "2.weight": 1}
+    assert zero.data["share"] == pytest.approx(5 / 21)
+    assert zero.parameters == ("0.weight", "0.bias", "2.weight")
+    assert "5 of 21 weights (23.8%)" in zero.message
+    assert "prior_precision > 0" in zero.message
+    assert not diagnosis.healthy
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_bad_values_are_an_error(bad: float) -> None:
+    model, optimizer = healthy()
+    optimizer.state[model[2].weight]["exp_avg_sq"][0, :2] = bad
+    diagnosis = ba.doctor(model, optimizer)
+    told = finding(diagnosis, "bad-values")
+    assert told.severity == "error"
+    assert told.parameters == ("2.weight",)
+    assert told.data == {"entries": {"2.weight": 2}}
+    assert "'2.weight'" in told.message
+    assert "checkpoint" in told.message
+    assert diagnosis.findings[0] is told
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "key"),
+    [
+        (torch.optim.Adam, "exp_avg_sq"),
+        (torch.optim.Adagrad, "sum"),
+        (torch.optim.RMSprop, "square_avg"),
+        (torch.optim.Adamax, "exp_inf"),
+    ],
+)
+def test_values_that_the_reader_refuses_are_found(optimizer_type: type[torch.optim.Optimizer], key: str) -> None:
+    model = mlp(3, 1)
+    optimizer = optimizer_type(model.parameters())
+    train(model, optimizer, steps=3)
+    optimizer.state[model[0].weight][key][0, 0] = -1.0
+    with pytest.raises(ba.BayesAdamError, match=r"bayesadam\.doctor"):
+        read_optimizer(model, optimizer)
+    assert finding(ba.doctor(model, optimizer), "bad-values").parameters == ("0.weight",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "beta", "found"),
+    [
+        (torch.bfloat16, 0.999, True),
+        (torch.bfloat16, 0.9, False),
+        (torch.float16, 0.9999, True),
+        (torch.float16, 0.99, False),
+        (torch.float32, 0.999, False),
+    ],
+    ids=str,
+)
+def test_a_state_too_coarse_for_its_memory(dtype: torch.dtype, beta: float, found: bool) -> None:
+    model, optimizer = trained(3, 1, dtype=dtype, betas=(0.9, beta))
+    diagnosis = ba.doctor(model, optimizer)
+    assert ("low-precision-state" in diagnosis.codes()) == found
+    if found:
+        told = finding(diagnosis, "low-precision-state")
+        word = str(dtype).removeprefix("torch.")
+        assert told.severity == "warning"
+        assert told.data == {"dtype": {"0.weight": word, "0.bias": word}}
+        assert word in told.message
+        assert "float32" in told.message
+
+
+# --- weight decay in the moments ------------------------------------------------------------------------------------------
+
+
+def test_coupled_decay_leaks_into_the_moment() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.9), lr=0.0, weight_decay=0.5)
+    nn.init.constant_(model.weight, 4.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        # A gradient of three beside a decay of two: v = 25, of which the decay alone would be 4.
+        model(torch.tensor([[3.0, 3.0]])).sum().backward()
+        optimizer.step()
+    told = finding(ba.doctor(model, optimizer), "coupled-decay")
+    assert told.severity == "warning"
+    assert told.data["weight_decay"] == {"weight": 0.5}
+    assert told.data["median_share_of_v"]["weight"] == pytest.approx(4 / 25, rel=1e-4)
+    assert "decay up to 0.5" in told.message
+    assert "16.0% of v" in told.message
+    assert "AdamW" in told.message
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.AdamW(p, weight_decay=0.5),
+        lambda p: torch.optim.RAdam(p, weight_decay=0.5, decoupled_weight_decay=True),
+    ],
+    ids=["adam-no-decay", "adamw", "radam-decoupled"],
+)
+def test_decay_that_does_not_leak_is_not_told(build: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = mlp(3, 1)
+    optimizer = build(model.parameters())
+    train(model, optimizer, steps=3)
+    assert "coupled-decay" not in ba.doctor(model, optimizer).codes()
+
+
+def test_only_the_groups_that_couple_their_decay_are_named() -> None:
+    model = mlp(3, 4, 1)
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.Adam(groups)
+    train(model, optimizer, steps=3)
+    assert finding(ba.doctor(model, optimizer), "coupled-decay").parameters == ("0.weight", "0.bias")
+
+
+# --- what is not read -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_told_with_the_reason() -> None:
+    model, _ = healthy()
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([*model[0].parameters(), model[2].weight])
+    train(model, optimizer, steps=3)
+    told = finding(ba.doctor(model, optimizer), "left-out")
+    assert told.severity == "note"
+    assert told.data["omitted"] == {"0.bias": "frozen (requires_grad is False)", "2.bias": "not in the optimiser"}
+    assert told.parameters == ("0.bias", "2.bias")
+    assert "1 parameters, frozen" in told.message
+
+
+def test_parameters_of_other_models_are_counted() -> None:
+    model, other = mlp(3, 1), mlp(2, 2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    train(model, optimizer, steps=3)
+    told = finding(ba.doctor(model, optimizer), "foreign-parameters")
+    assert told.severity == "note"
+    assert told.data == {"count": 4}
+    assert "4 parameters that are not this model's" in told.message
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "SGD keeps no second moment"),
+        (lambda model: torch.optim.Adam(model.parameters()), "Adam has not taken a step yet"),
+        (lambda model: torch.optim.Adam(nn.Linear(2, 2).parameters()), "none of the 2 parameters of Adam belongs"),
+        (lambda model: None, "expected a torch optimiser"),
+        (lambda model: [], "the list is empty"),
+    ],
+    ids=["no-moment", "no-step", "another-model", "no-optimiser", "empty-list"],
+)
+def test_what_cannot_be_read_is_an_error_and_no_exception(build: Callable[[nn.Module], Any], words: str) -> None:
+    model = mlp(3, 1)
+    diagnosis = ba.doctor(model, build(model))
+    told = finding(diagnosis, "unreadable")
+    assert told.severity == "error"
+    assert words in told.message
+    assert diagnosis.codes() == ("unreadable",)
+    assert not diagnosis.healthy
+    assert diagnosis.summary == "Sequential: no posterior can be read"
+
+
+def test_one_parameter_that_cannot_be_read_is_named_and_the_rest_examined() -> None:
+    model, optimizer = healthy()
+    del optimizer.state[model[0].weight]["exp_avg_sq"]
+    diagnosis = ba.doctor(model, optimizer)
+    told = finding(diagnosis, "unreadable")
+    assert told.parameters == ("0.weight",)
+    assert "'exp_avg_sq'" in told.message
+    assert "implied-prior" in diagnosis.codes()
+
+
+@pytest.mark.parametrize(
+    "reader",
+    ["adam", "rmsprop", "lamb", "adam8bit", "adafactor", "nobody"],
+)
+def test_the_wrong_reader_is_an_error_and_no_exception(reader: str) -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    train(model, optimizer, steps=3)
+    diagnosis = ba.doctor(model, optimizer, reader=reader)
+    assert "unreadable" in diagnosis.codes()
+    assert not diagnosis.healthy
+
+
+# --- the optimiser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "note"),
+    [
+        (lambda p: torch.optim.RMSprop(p, alpha=0.9), "rmsprop: RMSprop's own update leaves the bias"),
+        (lambda p: torch.optim.Adamax(p), "adamax: A running maximum of |g| is an upper estimate"),
+        (lambda p: torch.optim.Adam(p), None),
+    ],
+    ids=["rmsprop", "adamax", "adam"],
+)
+def test_a_note_on_the_optimiser(build: Callable[[Any], torch.optim.Optimizer], note: str | None) -> None:
+    model = mlp(3, 1)
+    optimizer = build(model.parameters())
+    train(model, optimizer, steps=3)
+    diagnosis = ba.doctor(model, optimizer)
+    assert ("optimizer" in diagnosis.codes()) == (note is not None)
+    if note is not None:
+        told = finding(diagnosis, "optimizer")
+        assert told.severity == "note"
+        assert told.message.startswith(note)
+        assert told.data == {"reader": note.partition(":")[0]}
+
+
+def test_two_optimisers_are_told_apart() -> None:
+    model = mlp(3, 4, 1)
+    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.RMSprop(model[2].parameters())]
+    for optimizer in optimizers:
+        train(model, optimizer, steps=3)
+    diagnosis = ba.doctor(model, optimizers)
+    assert diagnosis.summary.startswith("Sequential trained by AdamW and RMSprop: 21 weights in 4 parameters")
+    assert finding(diagnosis, "mixed-memory").data == {"betas": [0.99, 0.999]}
+
+
+def test_one_memory_is_not_mixed() -> None:
+    assert "mixed-memory" not in ba.doctor(*healthy()).codes()
+
+
+def test_ogd_is_noted_to_know_nothing() -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "isotropic" in finding(ba.doctor(model, optimizer, reader="ogd"), "optimizer").message
+
+
+# --- the report -----------------------------------------------------------------------------------------------------------
+
+
+def ill() -> ba.Diagnosis:
+    """Something of every severity."""
+    model = mlp(3, 4, 1)
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.RMSprop(model.parameters(), weight_decay=0.1)
+    train(model, optimizer, steps=3)
+    optimizer.state[model[0].weight]["square_avg"][0, 0] = float("nan")
+    optimizer.state[model[2].weight]["square_avg"][0, 0] = 0.0
+    return ba.doctor(model, optimizer, n_data=100)
+
+
+def test_the_worst_comes_first() -> None:
+    diagnosis = ill()
+    severities = [f.severity for f in diagnosis.findings]
+    assert severities == sorted(severities, key=["error", "warning", "note"].index)
+    assert set(diagnosis.codes()) == {
+        "bad-values",
+        "few-steps",
+        "zero-curvature",
+        "coupled-decay",
+        "implied-prior",
+        "left-out",
+        "optimizer",
+    }
+
+
+def test_the_report_has_a_line_for_each_finding() -> None:
+    diagnosis = ill()
+    marks = {"error": "✗", "warning": "!", "note": "·"}
+    summary, *lines = str(diagnosis).split("\n")
+    assert summary == diagnosis.summary
+    assert lines == [f"{marks[f.severity]} {f.code}: {f.message}" for f in diagnosis.findings]
+
+
+def test_the_report_is_plain_data() -> None:
+    diagnosis = ill()
+    plain = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+    assert plain["summary"] == diagnosis.summary
+    assert [f["code"] for f in plain["findings"]] == list(diagnosis.codes())
+    assert plain["findings"][0]["data"] == {"entries": {"0.weight": 1}}
+
+
+def test_examining_changes_nothing() -> None:
+    model, optimizer = healthy()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moments = {name: optimizer.state[p]["exp_avg_sq"].clone() for name, p in model.named_parameters()}
+    ba.doctor(model, optimizer, n_data=10)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], moments[name])
+
+
+def test_a_reader_of_ones_own_may_lack_everything_but_a_function() -> None:
+    model, optimizer = healthy()
+    reader = StateReader("own", (), read=lambda state, group, shape: state["exp_avg_sq"])
+    assert ba.doctor(model, optimizer, reader=reader).codes() == ("implied-prior",)
