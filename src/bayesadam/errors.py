@@ -24,7 +24,7 @@ class ImproperError(BayesAdamError):
 
 
 class FileError(BayesAdamError):
-    """A saved posterior cannot be read: truncated, of a newer format, or not one of ours."""
+    """A file cannot be read (truncated, of a newer format, not one of ours) or written."""
 
 
 class MissingExtraError(BayesAdamError, ImportError):

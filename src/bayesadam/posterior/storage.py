@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bayesadam._files import replacing
 from bayesadam.errors import FileError
 
 FORMAT_VERSION = 1
 _HEADER = "bayesadam"
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place on success and vanishes otherwise."""
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
-    if target.is_dir():
-        raise FileError(f"cannot save to {target}: it is a folder")
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -71,9 +49,3 @@ def read(
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path} is truncated or not a saved posterior ({error})") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

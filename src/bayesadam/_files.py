@@ -1,0 +1,38 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bayesadam.errors import FileError
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place on success and vanishes otherwise."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
+    if target.is_dir():
+        raise FileError(f"cannot save to {target}: it is a folder")
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

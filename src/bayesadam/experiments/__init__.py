@@ -1,0 +1,1 @@
+"""What the command line runs: each experiment computes, draws, and writes `metrics.json` beside its pictures."""

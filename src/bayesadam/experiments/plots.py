@@ -1,0 +1,169 @@
+"""The look that all pictures share: one style, one colour a method, and the panels that more than one picture uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+# Okabe and Ito's palette, told apart by the colour-blind; one colour a method, the same in every picture.
+COLOURS: Mapping[str, str] = {
+    "badam": "#0072B2",
+    "gp": "#009E73",
+    "mc-dropout": "#E69F00",
+    "bbb": "#D55E00",
+    "vadam": "#CC79A7",
+    "greedy": "#56B4E9",
+    "magnitude": "#D55E00",
+    "snr": "#0072B2",
+    "snr-with-prior": "#56B4E9",
+}
+INK = "#222222"
+MUTED = "#767676"
+FAINT = "#D9D9D9"
+
+_STYLE: dict[Any, Any] = {
+    "figure.dpi": 150,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.solid_capstyle": "round",
+}
+
+
+def colour(method: str) -> str:
+    """The method's colour; grey for one without.
+
+    >>> colour("badam"), colour("unheard of")
+    ('#0072B2', '#767676')
+    """
+    return COLOURS.get(method, MUTED)
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Our style inside, whatever the user's; theirs again outside."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure in inches that lays itself out and draws to memory: no window, no pyplot, no backend chosen."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Figure) -> Callable[[Path], None]:
+    """What writes the figure to a path as PNG, whatever the path's name and the user's style."""
+
+    def write(path: Path) -> None:
+        with house_style():
+            figure.savefig(path, format="png")
+
+    return write
+
+
+def predictive_panel(
+    axes: Axes,
+    x: ArrayLike,
+    mean: ArrayLike,
+    std: ArrayLike,
+    *,
+    draws: Sequence[ArrayLike] = (),
+    truth: ArrayLike | None = None,
+    points: tuple[ArrayLike, ArrayLike] | None = None,
+    method: str = "badam",
+) -> None:
+    """A mean with a band of two standard deviations, functions drawn from the posterior, the truth and the data."""
+    shade = colour(method)
+    x, mean, std = np.asarray(x), np.asarray(mean), np.asarray(std)
+    axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=shade, alpha=0.16, linewidth=0, label="±2 sd")
+    for number, line in enumerate(draws):
+        axes.plot(x, line, color=shade, alpha=0.3, linewidth=0.5, label="weight draws" if number == 0 else None)
+    if truth is not None:
+        axes.plot(x, truth, color=INK, linewidth=1, linestyle=(0, (4, 3)), label="truth, without noise")
+    if points is not None:
+        axes.plot(*points, "o", color=INK, markersize=2.4, markeredgewidth=0, alpha=0.55, label="training data")
+    axes.plot(x, mean, color=shade, linewidth=1.8, label="mean")
+
+
+def strip_panel(
+    axes: Axes,
+    groups: Mapping[str, ArrayLike],
+    *,
+    marked: Mapping[str, ArrayLike],
+    labels: tuple[str, str],
+    seed: int = 0,
+) -> None:
+    """Two strips of dots per group on a logarithmic axis, unmarked above marked, and the group's median as a bar.
+
+    Args:
+        axes: where to draw.
+        groups: positive numbers by group; what is not positive is not drawn.
+        marked: for each group, which of its numbers are marked.
+        labels: what an unmarked and a marked dot stand for.
+        seed: of the vertical jitter, which means nothing.
+    """
+    jitter = np.random.default_rng(seed)
+    axes.set_xscale("log")
+    for row, (name, values) in enumerate(groups.items()):
+        numbers, mark = np.asarray(values).ravel(), np.asarray(marked[name]).ravel()
+        if numbers.size > 1:
+            axes.plot([np.median(numbers)] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=4)
+        alpha = 0.8 if numbers.size <= 100 else 0.35
+        for which, shade, side in ((~mark, colour("badam"), -1), (mark, MUTED, 1)):
+            height = row + side * jitter.uniform(0.04, 0.34, which.sum())
+            axes.plot(
+                numbers[which], height, "o", color=shade, alpha=alpha, markersize=2.2, markeredgewidth=0, zorder=3
+            )
+    axes.set_yticks(range(len(groups)), list(groups))
+    # The empty row below the last is the legend's.
+    axes.set_ylim(len(groups) + 0.3, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    for shade, label in zip((colour("badam"), MUTED), labels, strict=True):
+        axes.plot([], [], "o", color=shade, markersize=4, markeredgewidth=0, label=label)
+    axes.plot([], [], color=INK, linewidth=1.6, label="median of all")
+    axes.legend(loc="lower left", ncols=3, columnspacing=1.2, handletextpad=0.4)
+
+
+def pruning_panel(axes: Axes, fractions: ArrayLike, curves: Mapping[str, ArrayLike], labels: Mapping[str, str]) -> None:
+    """What is left of a network's quality against the fraction of weights removed, one curve a ranking."""
+    for name, values in curves.items():
+        axes.plot(
+            np.asarray(fractions) * 100,
+            values,
+            "o-",
+            color=colour(name),
+            markersize=3,
+            linewidth=1.5,
+            label=labels[name],
+        )

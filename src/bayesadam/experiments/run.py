@@ -1,0 +1,150 @@
+"""What every command shares: seed, folder, clock, progress, `metrics.json`, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bayesadam._files import replacing
+from bayesadam._version import __version__
+from bayesadam.errors import FileError
+from bayesadam.posterior.noise import stream_seed
+
+T = TypeVar("T")
+Writer = Callable[[Path], object]
+
+
+class Track(Protocol):
+    """Goes through a sequence as it is, and may show how far it has come."""
+
+    def __call__(self, items: Sequence[T], description: str, /) -> Iterable[T]:
+        """The items, one by one."""
+        ...
+
+
+def silent(items: Sequence[T], description: str, /) -> Iterable[T]:
+    """A `Track` that shows nothing."""
+    return items
+
+
+def generator(seed: int, purpose: str) -> torch.Generator:
+    """A generator of its own for each purpose, so that more draws for one do not change another."""
+    return torch.Generator().manual_seed(stream_seed(seed, purpose))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a command: what it was asked, when it began, where it writes.
+
+    Reports and paths go to standard output, progress to standard error. With `quiet` only the paths are printed.
+
+    Attributes:
+        command: the command's name.
+        seed: the seed.
+        out: the folder to write to.
+        settings: everything else that determines the results, as plain data.
+        device: where the work is done, such as `"cpu"`.
+        quiet: whether to print the paths alone.
+        started: the clock at the start, in seconds.
+    """
+
+    command: str
+    seed: int
+    out: Path
+    settings: Mapping[str, Any]
+    device: str = "cpu"
+    quiet: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    def prepare(self) -> None:
+        """Make the folder, so that one which cannot be written to is refused before the work and not after."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
+        except OSError as error:
+            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+
+    @contextmanager
+    def progress(self) -> Iterator[Track]:
+        """Bars with the time taken and the time left, one for each sequence tracked."""
+        columns = (
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), disable=self.quiet) as bars:
+
+            def track(items: Sequence[T], description: str, /) -> Iterable[T]:
+                return bars.track(items, total=len(items), description=description)
+
+            yield track
+
+    def show(self, *reports: RenderableType) -> None:
+        """Print tables and text, unless quiet; square brackets are text, not markup."""
+        if not self.quiet:
+            console = Console(markup=False, highlight=False)
+            for report in reports:
+                console.print(report, end="\n\n")
+
+    def metrics(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """What `metrics.json` holds."""
+        return {
+            "command": self.command,
+            "version": __version__,
+            "seed": self.seed,
+            "device": self.device,
+            "seconds": round(time.perf_counter() - self.started, 3),
+            "settings": dict(self.settings),
+            "results": dict(results),
+        }
+
+    def finish(self, files: Mapping[str, Writer], results: Mapping[str, Any]) -> tuple[Path, ...]:
+        """Write the files and `metrics.json`, all or none, then print and return their paths.
+
+        Args:
+            files: by name, such as `"demo.png"`, what writes each to the path it is given (see `plots.png`).
+            results: numbers, text, lists and mappings; what is not finite becomes null, as JSON has no word for it.
+        """
+        text = json.dumps(_plain(self.metrics(results)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        writers: dict[str, Writer] = {**files, "metrics.json": lambda path: path.write_text(text, encoding="utf-8")}
+        paths = tuple(self.out / name for name in writers)
+        try:
+            with ExitStack() as stack:
+                # None takes its place before the last is complete.
+                temporaries = [stack.enter_context(replacing(path)) for path in paths]
+                for temporary, write in zip(temporaries, writers.values(), strict=True):
+                    write(temporary)
+        except OSError as error:
+            raise FileError(f"cannot write to {self.out}: {error.strerror or error}") from None
+        for path in paths:
+            print(path)
+        return paths
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, sequences, tensors and numbers as JSON knows them.
+
+    >>> _plain({"a": (1, float("nan")), "b": torch.tensor([0.5, 2.0])})
+    {'a': [1, None], 'b': [0.5, 2.0]}
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

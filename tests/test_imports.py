@@ -1,0 +1,190 @@
+"""What may import what: the library from outside, and its floors from each other."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bayesadam import __version__
+from bayesadam._extras import EXTRA_OF, require
+from bayesadam.errors import MissingExtraError
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+
+# Everything is refused but the standard library, safetensors, numpy, torch and what `import torch` alone brings.
+BARE = """
+import sys
+import torch
+allowed = {name.partition(".")[0] for name in sys.modules} | set(sys.stdlib_module_names)
+allowed |= {"bayesadam", "numpy", "safetensors"}
+refused = []
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in allowed:
+            refused.append(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# --- from outside ---------------------------------------------------------------------------------------------------
+
+
+def test_the_library_needs_torch_numpy_and_safetensors_only():
+    # A refusal that was caught counts too: what is optional is asked for when it is needed, not on import.
+    done = python("-c", BARE + "import bayesadam\nprint(bayesadam.__version__, refused)")
+    assert done.stdout == f"{__version__} []\n", done.stderr
+
+
+def test_the_refusal_above_is_real():
+    done = python("-c", BARE + "import bayesadam.cli")
+    assert done.returncode == 1
+    assert "No module named 'typer'" in done.stderr
+
+
+def test_the_command_runs_from_a_plain_checkout():
+    done = python("-m", "bayesadam", "--version")
+    assert (done.returncode, done.stdout) == (0, f"bayesadam {__version__}\n"), done.stderr
+
+
+# --- extras ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("package", "extra"), EXTRA_OF.items())
+def test_a_missing_package_names_its_extra(package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    target = f"bayesadam[{extra}]" if extra else "bayesadam"
+    for module in (package, f"{package}.inner"):
+        with pytest.raises(MissingExtraError, match=re.escape(f"pip install '{target}'")) as caught:
+            require(module)
+        assert caught.value.name == package
+
+
+def test_a_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_inside.py").write_text("import not_to_be_found_anywhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_to_be_found_anywhere") as caught:
+        require("broken_inside")
+    assert not isinstance(caught.value, MissingExtraError)
+
+
+def test_extras_agree_with_the_packaging():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.match(r"[\w-]+", requirement).group() for requirement in requirements}
+
+    imported = {"scikit-learn": "sklearn"}
+    declared = {
+        imported.get(name, name): extra
+        for extra, requirements in project["optional-dependencies"].items()
+        if extra != "dev"
+        for name in names(requirements)
+    }
+    library = {"torch", "numpy", "safetensors"}
+    declared |= dict.fromkeys(names(project["dependencies"]) - library)
+    assert declared == EXTRA_OF
+
+
+# --- floors ---------------------------------------------------------------------------------------------------------
+
+# Lowest first; "" is the package's own __init__. A module may import from floors below its own, and from itself.
+FLOORS = (
+    {"errors", "_version"},
+    {"_extras", "_files"},
+    {"curvature", "data"},
+    {"checkpoint"},
+    {"posterior"},
+    {"predict", "prune", "doctor", "optim"},
+    {"calibrate"},
+    {"methods"},
+    {"bandits", "sklearn"},
+    {""},
+    {"experiments"},
+    {"cli"},
+    {"__main__"},
+)
+# What reaches up all the same, inside a function and so at call time alone.
+REACHES_UP = {("posterior/posterior.py", "predict")}
+FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+
+def imports(tree: ast.AST, package: str) -> set[str]:
+    """The parts of bayesadam that a module imports, anywhere in it; "" for names of the package itself."""
+    found = set()
+    for node in ast.walk(tree):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            # `from bayesadam import curvature` is the floor; `from bayesadam import Posterior` is the package.
+            targets = [f"{origin}.{alias.name}" for alias in node.names] if origin == "bayesadam" else [origin]
+        for target in targets:
+            root, _, rest = target.partition(".")
+            if root == "bayesadam":
+                part = rest.partition(".")[0]
+                found.add(part if part in FLOOR else "")
+    return found
+
+
+def modules() -> dict[str, Path]:
+    package = SOURCE / "bayesadam"
+    return {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
+
+
+def part_of(relative: str) -> str:
+    first = Path(relative).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("relative", modules())
+def test_no_floor_imports_a_higher_one(relative):
+    part = part_of(relative)
+    assert part in FLOOR, f"{relative} has no floor: give it one in FLOORS"
+    path = modules()[relative]
+    package = ".".join(path.relative_to(SOURCE).parts[:-1])
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    late = set().union(*(imports(function, package) for function in functions))
+    for function in functions:
+        function.body = []
+    found = imports(tree, package) | {other for other in late if (relative, other) not in REACHES_UP}
+    above = sorted(other or "bayesadam itself" for other in found - {part} if FLOOR[other] >= FLOOR[part])
+    assert not above, f"{relative} is on floor {FLOOR[part]} and imports {above} from its own floor or above"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("import bayesadam", {""}),
+        ("import bayesadam.doctor as d, os", {"doctor"}),
+        ("from bayesadam import Posterior, curvature", {"", "curvature"}),
+        ("from bayesadam.posterior.noise import draw", {"posterior"}),
+        ("def f():\n    from ..cli import app", {"cli"}),
+        ("from . import storage", {"posterior"}),
+        ("import torch", set()),
+    ],
+)
+def test_imports_are_found_in_every_spelling(line, expected):
+    assert imports(ast.parse(line), "bayesadam.posterior") == expected
