@@ -19,7 +19,7 @@ from bayesadam.experiments import demo
 from bayesadam.experiments.run import Run
 
 SOURCE = Path(__file__).parents[1] / "src"
-SMALL = demo.DemoSettings(steps=10, draws=5, n_test=20, n_scales=3)
+SMALL = demo.DemoSettings(steps=10, draws=5, n_test=20)
 
 
 def run(*arguments: object) -> int:

@@ -116,7 +116,7 @@ FLOORS = (
     {"checkpoint"},
     {"posterior"},
     {"predict", "prune", "doctor", "optim"},
-    {"calibrate"},
+    {"calibrate", "scores"},
     {"methods"},
     {"bandits", "sklearn"},
     {""},

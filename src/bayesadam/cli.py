@@ -54,7 +54,7 @@ def bayesadam(
 
 @app.command()
 def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> None:
-    """Train a small network with AdamW, read its posterior, scale, predict, prune: one picture, one table."""
+    """Train a small network with AdamW, read its posterior, calibrate, predict, prune: one picture, one table."""
     # Before any training, so that a missing package costs no time.
     require("matplotlib")
     from bayesadam.experiments.demo import run_demo

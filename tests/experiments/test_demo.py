@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.data import ToyData, toy_points
+from bayesadam.data import ToyData
 from bayesadam.errors import SettingError
 from bayesadam.experiments import demo as module
 from bayesadam.experiments import plots
-from bayesadam.experiments.demo import DemoSettings, choose_scale, compute, pruned_rmse, results, run_demo, scaled
+from bayesadam.experiments.demo import DemoSettings, compute, pruned_rmse, results, run_demo
 
-SMALL = DemoSettings(steps=300, draws=30, n_test=200, n_scales=7)
+SMALL = DemoSettings(steps=300, draws=10, n_test=200)
 
 
 @pytest.fixture(scope="module")
@@ -26,69 +26,7 @@ def small() -> module.Demo:
     return compute(SMALL, seed=0)
 
 
-@pytest.fixture
-def trained() -> tuple[nn.Module, ba.Posterior]:
-    """A tiny network with its unscaled posterior."""
-    model = module.make_network(8, seed=0)
-    data = toy_points(60, generator=torch.Generator().manual_seed(0))
-    optimizer = module.train_network(model, data, SMALL, torch.Generator().manual_seed(1))
-    return model, ba.Posterior.from_optimizer(model, optimizer, n_data=60)
-
-
 # --- parts ----------------------------------------------------------------------------------------------------------
-
-
-def forward_by_hand(weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    for layer in ("hidden1", "hidden2"):
-        x = np.maximum(x @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"], 0)
-    return (x @ weights["output.weight"].T + weights["output.bias"]).ravel()
-
-
-def test_draws_are_the_network_at_drawn_weights(trained):
-    _, posterior = trained
-    x = torch.linspace(-1, 1, 7).unsqueeze(1)
-    got = module.draw_functions(posterior, x, 5, torch.Generator().manual_seed(3))
-    draws = posterior.sample(5, generator=torch.Generator().manual_seed(3))
-    for k in range(5):
-        weights = {name: values[k].double().numpy() for name, values in draws.items()}
-        np.testing.assert_allclose(got[k], forward_by_hand(weights, x.double().numpy()), rtol=1e-4, atol=1e-4)
-
-
-def test_nll_is_the_gaussians():
-    y, mean, variance = torch.randn(3, 20, dtype=torch.float64).unbind()
-    variance = variance.exp()
-    expected = -torch.distributions.Normal(mean, variance.sqrt()).log_prob(y)
-    torch.testing.assert_close(module.gaussian_nll(y, mean, variance), expected)
-
-
-def test_scaling_divides_every_variance(trained):
-    _, posterior = trained
-    wide, narrow = posterior.variance, scaled(posterior, 40.0).variance
-    for name in wide:
-        torch.testing.assert_close(narrow[name] * 40, wide[name])
-
-
-def test_the_scale_is_the_smallest_within_one_standard_error(trained):
-    _, posterior = trained
-    data = toy_points(30, generator=torch.Generator().manual_seed(5))
-    scales = [10.0 ** (k / 4) for k in range(25)]
-    chosen, nlls = choose_scale(posterior, data, 0.01, scales, draws=40, seed=9)
-    x, y = data.x.double().numpy(), data.y.double().numpy().ravel()
-    rows = []
-    for scale in scales:
-        draws = scaled(posterior, scale).sample(40, generator=torch.Generator().manual_seed(9))
-        functions = np.stack(
-            [forward_by_hand({n: v[k].double().numpy() for n, v in draws.items()}, x) for k in range(40)]
-        )
-        variance = functions.var(axis=0, ddof=1) + 0.01
-        rows.append(0.5 * np.log(2 * np.pi * variance) + (y - functions.mean(axis=0)) ** 2 / (2 * variance))
-    means = np.mean(rows, axis=1)
-    np.testing.assert_allclose(nlls, means, rtol=1e-3, atol=1e-3)
-    best = means.argmin()
-    limit = means[best] + np.std(rows[best], ddof=1) / math.sqrt(30)
-    assert chosen == min(scale for scale, mean in zip(scales, means, strict=True) if mean <= limit)
-    # The case tells the rule from plainly taking the minimum, and from taking the widest.
-    assert scales[0] < chosen < scales[best]
 
 
 def test_pruning_removes_the_lowest_scores_and_no_more():
@@ -107,15 +45,6 @@ def test_pruning_removes_the_lowest_scores_and_no_more():
     # A quarter of four equal scores is one weight, not all four.
     equal = {name: torch.zeros_like(score) for name, score in scores.items()}
     assert pruned_rmse(posterior, data, equal, (0.25, 0.5)) == (1, 3)
-
-
-def test_dead_weights_have_no_signal_without_the_prior(small):
-    dead = {name: v == 0 for name, v in small.second_moment.items()}
-    assert sum(int(mask.sum()) for mask in dead.values()) > 100
-    without, given = module.rankings(small.posterior)["snr"], module.rankings(small.posterior)["snr-with-prior"]
-    for name, mask in dead.items():
-        assert bool((without[name][mask] == 0).all())
-        assert bool((given[name][mask] > 0).all())
 
 
 def test_training_leaves_the_global_random_state_alone():

@@ -13,18 +13,17 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from bayesadam import Diagnosis, Posterior, curvature, doctor
+from bayesadam import Diagnosis, Posterior, calibrate, curvature, doctor, scores
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, Track, generator, silent
+from bayesadam.predict import RegressionPredictive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# How many of the draws the picture shows as lines.
-_LINES = 30
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -34,16 +33,14 @@ class DemoSettings:
 
     Attributes:
         n_points: toy points, for training and held out together.
-        n_held_out: how many of them choose the scale and are not trained on.
+        n_held_out: how many of them calibrate the posterior and are not trained on.
         n_test: fresh points in the range of the data, for the scores.
         width: units in each of the two hidden layers.
         steps: mini-batches.
         batch_size: points in each, drawn with replacement.
         lr: the learning rate at the start; it falls to 0 along a cosine.
         weight_decay: AdamW's λ; N λ is the prior precision.
-        draws: weight draws behind every prediction.
-        log10_scales: the first and the last of the scales tried, as powers of ten.
-        n_scales: how many are tried, evenly spaced between them.
+        draws: functions drawn from the posterior.
     """
 
     n_points: int = N_TRAIN
@@ -54,13 +51,10 @@ class DemoSettings:
     batch_size: int = 32
     lr: float = 1e-2
     weight_decay: float = 1e-2
-    draws: int = 200
-    log10_scales: tuple[float, float] = (0.0, 6.0)
-    n_scales: int = 25
+    draws: int = 30
 
     def __post_init__(self) -> None:
-        # A variance needs two draws, a standard error two points.
-        least = {"n_test": 1, "width": 1, "steps": 1, "batch_size": 1, "n_scales": 1, "draws": 2, "n_held_out": 2}
+        least = {"n_test": 1, "width": 1, "steps": 1, "batch_size": 1, "draws": 2, "n_held_out": 2}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise SettingError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
@@ -87,30 +81,24 @@ class Demo:
 
     Attributes:
         train: the points trained on.
-        held_out: the points that chose the scale.
         grid: the test grid, y the function without noise.
-        grid_draws: the functions drawn, (draws, grid points).
-        noise_variance: σ², from the residuals of the training points.
-        posterior: the scaled posterior.
+        predictive: of the linearised network on the grid.
+        draws: functions drawn from it, (draws, grid points).
+        posterior: the calibrated posterior.
         second_moment: v̂ by parameter name.
         diagnosis: the doctor's.
-        scales: the scales tried.
-        nlls: the held-out score of each.
         summaries: one per parameter.
         scores: in-range RMSE, NLL and coverage on the test points.
         pruning: test RMSE at each of the fractions, by ranking.
     """
 
     train: ToyData
-    held_out: ToyData
     grid: ToyData
-    grid_draws: Tensor
-    noise_variance: float
+    predictive: RegressionPredictive
+    draws: Tensor
     posterior: Posterior
     second_moment: Mapping[str, Tensor]
     diagnosis: Diagnosis
-    scales: tuple[float, ...]
-    nlls: tuple[float, ...]
     summaries: tuple[ParameterSummary, ...]
     scores: Mapping[str, float]
     pruning: Mapping[str, tuple[float, ...]]
@@ -149,68 +137,6 @@ def train_network(
     return optimizer
 
 
-@torch.no_grad()
-def draw_functions(posterior: Posterior, x: Tensor, n: int, draws: torch.Generator) -> Tensor:
-    """f(x; θ) for n draws θ ~ q, shape (n, points)."""
-
-    def forward(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(posterior.model, weights, (x,))  # type: ignore[no-any-return]
-
-    return torch.vmap(forward)(posterior.sample(n, generator=draws)).squeeze(-1)
-
-
-def gaussian_nll(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """−log N(y; mean, variance) for each point, in nats."""
-    return 0.5 * (torch.log(2 * math.pi * variance) + (y - mean).square() / variance)
-
-
-def scaled(posterior: Posterior, scale: float) -> Posterior:
-    """s (N v̂^(1/2) + δ) for the precision N v̂^(1/2) + δ of an unscaled posterior.
-
-    The loss is a squared error, which is a log-likelihood but for an unknown factor. That factor is missing from the
-    data's part and from the prior's part of the precision alike.
-    """
-    prior = {name: scale * delta for name, delta in posterior.prior_precision.items()}
-    return posterior.replace(scale=scale, prior_precision=prior)
-
-
-def choose_scale(
-    posterior: Posterior,
-    data: ToyData,
-    noise_variance: float,
-    scales: Sequence[float],
-    draws: int,
-    seed: int,
-    track: Track = silent,
-) -> tuple[float, tuple[float, ...]]:
-    """The widest posterior that held-out points cannot tell from the best, and every scale's score.
-
-    The score is the mean of −log N(y; f̄(x), var f(x) + σ²), f̄ and var over weight draws. Points in the range of the
-    data hardly resist a posterior that is too narrow, and the minimum often lies where no uncertainty is left. Hence
-    the smallest scale whose score is within one standard error of the minimum (Breiman and others, 1984).
-
-    Args:
-        posterior: the unscaled posterior.
-        data: the held-out points.
-        noise_variance: σ².
-        scales: the scales to try.
-        draws: weight draws for each.
-        seed: the same draws of noise serve every scale, so that only the scale differs.
-        track: shows progress.
-    """
-    rows = []
-    for scale in track(scales, "choosing the scale"):
-        functions = draw_functions(scaled(posterior, scale), data.x, draws, torch.Generator().manual_seed(seed))
-        rows.append(gaussian_nll(data.y.squeeze(1), functions.mean(0), functions.var(0) + noise_variance))
-    table = torch.stack(rows)
-    # A draw that overflows is the worst score there is, not an undefined one.
-    means = table.mean(1).nan_to_num(nan=math.inf)
-    best = int(means.argmin())
-    limit = means[best] + table[best].std() / math.sqrt(len(data))
-    chosen = min(scale for scale, mean in zip(scales, means, strict=True) if mean <= limit)
-    return chosen, tuple(means.tolist())
-
-
 def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tuple[ParameterSummary, ...]:
     """Quantiles of the signal to noise, by parameter."""
     summaries = []
@@ -221,29 +147,17 @@ def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tupl
     return tuple(summaries)
 
 
-def in_range_scores(y: Tensor, functions: Tensor, noise_variance: float) -> dict[str, float]:
-    """RMSE of the mean, NLL, and the share of points within 1.96 standard deviations, noise included."""
-    mean, variance = functions.mean(0), functions.var(0) + noise_variance
-    error = y - mean
-    return {
-        "rmse": float(error.square().mean().sqrt()),
-        "nll": float(gaussian_nll(y, mean, variance).mean()),
-        "coverage95": float((error.abs() <= 1.96 * variance.sqrt()).float().mean()),
-        "function_std": float(functions.std(0).mean()),
-    }
-
-
 @torch.no_grad()
 def pruned_rmse(
-    posterior: Posterior, data: ToyData, scores: Mapping[str, Tensor], fractions: Sequence[float]
+    posterior: Posterior, data: ToyData, ranking: Mapping[str, Tensor], fractions: Sequence[float]
 ) -> tuple[float, ...]:
     """RMSE of the mean network after the given fractions of its weights, lowest score first, are set to 0."""
-    flat = torch.cat([score.flatten() for score in scores.values()])
+    flat = torch.cat([score.flatten() for score in ranking.values()])
     # Places in the order of removal; many scores are equal, 0 for every dead weight, so a threshold would not do.
     places = flat.argsort(stable=True).argsort()
     place = {
-        name: part.view_as(scores[name])
-        for name, part in zip(scores, torch.split(places, [score.numel() for score in scores.values()]), strict=True)
+        name: part.view_as(ranking[name])
+        for name, part in zip(ranking, torch.split(places, [score.numel() for score in ranking.values()]), strict=True)
     }
     errors = []
     for fraction in fractions:
@@ -254,16 +168,8 @@ def pruned_rmse(
 
 
 def rankings(posterior: Posterior) -> dict[str, dict[str, Tensor]]:
-    """Scores to prune by.
-
-    With the prior in σ a dead weight has |μ|/σ = |μ| δ^(1/2), as if it had a signal; the paper's ranking has δ = 0,
-    where it has none.
-    """
-    return {
-        "snr": posterior.replace(prior_precision=0.0).snr(),
-        "snr-with-prior": posterior.snr(),
-        "magnitude": {name: mean.abs() for name, mean in posterior.mean.items()},
-    }
+    """Scores to prune by."""
+    return {"snr": posterior.snr(), "magnitude": {name: mean.abs() for name, mean in posterior.mean.items()}}
 
 
 def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
@@ -275,33 +181,28 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
 
     model = make_network(settings.width, generator(seed, "network").initial_seed())
     optimizer = train_network(model, train, settings, generator(seed, "batches"), track)
-    with torch.no_grad():
-        noise_variance = float((model(train.x) - train.y).square().mean())
-
     posterior = Posterior.from_optimizer(model, optimizer, n_data=len(train))
-    scales = tuple(torch.logspace(*settings.log10_scales, settings.n_scales, dtype=torch.float64).tolist())
-    scale, nlls = choose_scale(
-        posterior, held_out, noise_variance, scales, settings.draws, generator(seed, "scale").initial_seed(), track
+    posterior = calibrate(posterior, (held_out.x, held_out.y), likelihood="regression")
+    drawn = posterior.predict(
+        grid.x, method="linearised-sampled", n_samples=settings.draws, generator=generator(seed, "draws")
     )
-    posterior = scaled(posterior, scale)
+    tested: RegressionPredictive = posterior.predict(test.x)
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
     return Demo(
         train=train,
-        held_out=held_out,
         grid=grid,
-        grid_draws=draw_functions(posterior, grid.x, settings.draws, generator(seed, "draws")),
-        noise_variance=noise_variance,
+        predictive=posterior.predict(grid.x),
+        draws=drawn.draws.squeeze(-1),
         posterior=posterior,
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
-        scales=scales,
-        nlls=nlls,
         summaries=summarise(posterior, second_moment),
-        scores=in_range_scores(
-            test.y.squeeze(1),
-            draw_functions(posterior, test.x, settings.draws, generator(seed, "draws")),
-            noise_variance,
-        ),
+        scores={
+            "rmse": scores.rmse(tested.mean, test.y),
+            "nll": scores.nll(tested, test.y),
+            "coverage95": scores.coverage(tested, test.y),
+            "function_std": float(tested.variance.sqrt().mean()),
+        },
         pruning={
             name: pruned_rmse(posterior, test, ranking, _FRACTIONS) for name, ranking in rankings(posterior).items()
         },
@@ -315,14 +216,19 @@ def results(demo: Demo) -> dict[str, Any]:
     """The numbers for `metrics.json`."""
     return {
         "in_range": dict(demo.scores),
-        "noise_std": math.sqrt(demo.noise_variance),
+        "noise_std": noise_std(demo),
         "n_data": demo.posterior.n_data,
         "scale": demo.posterior.settings.scale,
-        "scales": {"scale": demo.scales, "held_out_nll": demo.nlls},
+        "prior_precision": demo.posterior.prior_precision,
         "parameters": [asdict(summary) for summary in demo.summaries],
         "pruning": {"fractions": _FRACTIONS, "rmse": dict(demo.pruning)},
         "doctor": demo.diagnosis.codes(),
     }
+
+
+def noise_std(demo: Demo) -> float:
+    """σ of the observations, as calibrated."""
+    return math.sqrt(float(demo.predictive.noise_variance))
 
 
 def table(demo: Demo) -> Table:
@@ -340,11 +246,11 @@ def table(demo: Demo) -> Table:
 
 def score_line(demo: Demo) -> str:
     """The scores in the range of the data, in words."""
-    scores = demo.scores
+    found, delta = demo.scores, next(iter(demo.posterior.prior_precision.values()))
     return (
-        f"On fresh points in the range of the data: RMSE {scores['rmse']:.3f}, NLL {scores['nll']:.2f} nats, "
-        f"{scores['coverage95']:.1%} of them in the 95 % interval "
-        f"(noise {math.sqrt(demo.noise_variance):.3f}, scale {demo.posterior.settings.scale:.3g})"
+        f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
+        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {noise_std(demo):.3f}, "
+        f"scale {demo.posterior.settings.scale:.3g}, prior precision {float(delta):.3g}"
     )
 
 
@@ -367,15 +273,14 @@ def picture(demo: Demo) -> Figure:
 
 
 def _draw_functions(axes: Axes, demo: Demo) -> None:
-    functions = demo.grid_draws
     low, high = TRAIN_INTERVAL
     axes.axvspan(low, high, color=plots.FAINT, alpha=0.35, linewidth=0)
     plots.predictive_panel(
         axes,
         demo.grid.x.squeeze(1),
-        functions.mean(0),
-        (functions.var(0) + demo.noise_variance).sqrt(),
-        draws=list(functions[:_LINES]),
+        demo.predictive.mean.squeeze(1),
+        demo.predictive.stddev.squeeze(1),
+        draws=list(demo.draws),
         truth=demo.grid.y.squeeze(1),
         points=(demo.train.x.squeeze(1), demo.train.y.squeeze(1)),
     )
@@ -384,7 +289,7 @@ def _draw_functions(axes: Axes, demo: Demo) -> None:
     axes.text(
         0.985,
         0.02,
-        "Grey: where the data are. Beyond them a diagonal\nposterior is too sure, and the truth leaves its band.",
+        "Grey: where the data are. Beyond them a diagonal\nposterior widens too little, and the truth leaves its band.",
         transform=axes.transAxes,
         ha="right",
         va="bottom",
@@ -401,8 +306,7 @@ def _draw_snr(axes: Axes, demo: Demo) -> None:
 
 def _draw_pruning(axes: Axes, demo: Demo) -> None:
     labels = {
-        "snr": "signal to noise without the prior (δ = 0, the paper's)",
-        "snr-with-prior": "signal to noise as in (b)",
+        "snr": "signal to noise",
         "magnitude": "magnitude",
     }
     plots.pruning_panel(axes, _FRACTIONS, demo.pruning, labels)

@@ -24,7 +24,6 @@ COLOURS: Mapping[str, str] = {
     "greedy": "#56B4E9",
     "magnitude": "#D55E00",
     "snr": "#0072B2",
-    "snr-with-prior": "#56B4E9",
 }
 INK = "#222222"
 MUTED = "#767676"
@@ -107,7 +106,7 @@ def predictive_panel(
     x, mean, std = np.asarray(x), np.asarray(mean), np.asarray(std)
     axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=shade, alpha=0.16, linewidth=0, label="±2 sd")
     for number, line in enumerate(draws):
-        axes.plot(x, line, color=shade, alpha=0.3, linewidth=0.5, label="weight draws" if number == 0 else None)
+        axes.plot(x, line, color=shade, alpha=0.3, linewidth=0.5, label="functions drawn" if number == 0 else None)
     if truth is not None:
         axes.plot(x, truth, color=INK, linewidth=1, linestyle=(0, (4, 3)), label="truth, without noise")
     if points is not None:

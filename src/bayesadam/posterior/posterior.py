@@ -55,6 +55,7 @@ class Posterior:
         structure: the curvature, diagonal or richer.
         settings: N, δ, p and the rest.
         omitted: parameters of the model that are not in the posterior, with the reason.
+        noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Posterior:
     structure: Structure
     settings: Settings
     omitted: Mapping[str, str]
+    noise_variance: Tensor | None = None
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -261,17 +263,30 @@ class Posterior:
             for name, mu in self.mean.items():
                 parameters[name].copy_(mu)
 
+    def predict(self, inputs: Any, **options: Any) -> Any:
+        """The predictive distribution of a batch: see `bayesadam.predict.predict`, whose options it takes."""
+        # The face of the library reaches up one floor here, at call time alone.
+        from bayesadam.predict import predict
+
+        return predict(self, inputs, **options)
+
     # --- changing, moving, saving -------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Posterior:
-        """A new posterior with some settings changed: n_data, prior_precision, power, batch_size, form, scale."""
-        unknown = sorted(changes.keys() - set(_SETTING_NAMES))
+        """A new posterior with some settings changed.
+
+        They are n_data, prior_precision, power, batch_size, form, scale and noise_variance.
+        """
+        unknown = sorted(changes.keys() - {*_SETTING_NAMES, "noise_variance"})
         if unknown:
-            raise SettingError(f"cannot replace {unknown}; the settings are {', '.join(_SETTING_NAMES)}")
+            raise SettingError(
+                f"cannot replace {unknown}; the settings are {', '.join(_SETTING_NAMES)}, noise_variance"
+            )
+        noise = _noise(changes.pop("noise_variance", self.noise_variance))
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
             changes["prior_precision"] = spread_prior(changes["prior_precision"], shapes)
-        return replace(self, settings=replace(self.settings, **changes))
+        return replace(self, settings=replace(self.settings, **changes), noise_variance=noise)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device or in another floating type; the model stays where it is."""
@@ -283,7 +298,9 @@ class Posterior:
             for name, delta in self.prior_precision.items()
         }
         settings = replace(self.settings, prior_precision=prior)
-        return replace(self, mode=mode, structure=self.structure.to(device, dtype), settings=settings)
+        noise = None if self.noise_variance is None else self.noise_variance.to(device=device, dtype=dtype)
+        structure = self.structure.to(device, dtype)
+        return replace(self, mode=mode, structure=structure, settings=settings, noise_variance=noise)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior to one safetensors file, in place of an older one only once it is complete."""
@@ -305,6 +322,7 @@ class Posterior:
                 "prior_precision": numbers,
             },
             "omitted": dict(self.omitted),
+            "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
         }
         storage.write(path, tensors, header)
 
@@ -349,7 +367,8 @@ class Posterior:
         mode = {name: place(name, theta) for name, theta in mode.items()}
         moments = {name: place(name, v) for name, v in moments.items()}
         settings = Settings(**stored, prior_precision=spread_prior(prior, {n: t.shape for n, t in mode.items()}))
-        return cls(unwrap(model), mode, Diagonal(moments), settings, header.get("omitted", {}))
+        noise = _noise(header.get("noise_variance"))
+        return cls(unwrap(model), mode, Diagonal(moments), settings, header.get("omitted", {}), noise)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -379,6 +398,16 @@ class Posterior:
                 f"{name!r}: {count} of {self.mode[name].numel()}). Their gradient was never other than zero: dead units "
                 "or constant inputs. Give them a prior, posterior.replace(prior_precision=...), or calibrate"
             )
+
+
+def _noise(value: Any) -> Tensor | None:
+    if value is None:
+        return None
+    noise = torch.as_tensor(value)
+    noise = noise.detach().to(working_dtype(noise.dtype) if noise.is_floating_point() else torch.float32)
+    if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
+        raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
+    return noise
 
 
 def _check_structure(structure: str) -> None:

@@ -1,0 +1,378 @@
+"""Calibration: the scale s, the prior precision δ and the observation noise, from held-out data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, SettingError
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
+from bayesadam.predict.linearised import DEFAULT_BUDGET, Spread, moments
+from bayesadam.predict.predict import Method, parameters_at_mean, predict, wrap
+from bayesadam.predict.predictive import Likelihood, Link
+
+CalibrationMethod = Literal["validation", "evidence"]
+_LABELS = ("labels", "label", "targets", "target", "y")
+# Ratios δ/w tried in one pass over the data, and decades of scale around the best.
+_RATIOS = 25
+_MOST_STEPS = 8
+_NOISE_ROUNDS = 8
+_NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+
+
+class CalibrationError(BayesAdamError):
+    """No setting gave a finite score; the posterior is as it was."""
+
+
+def calibrate(
+    posterior: Posterior,
+    batches: Any,
+    *,
+    likelihood: Likelihood,
+    method: CalibrationMethod | None = None,
+    predictive: Method = "linearised",
+    n_samples: int = 30,
+    link: Link = "probit",
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> Posterior:
+    """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
+
+    `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
+    the very predictive that will be used. `"evidence"` takes σ² from the held-out residuals, E[r²] = σ² + Var[f], s so that the total
+    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point
+    δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
+    uncertainty there to nothing, so regression defaults to evidence; for classification evidence fails where validation
+    works, so that is the default there.
+
+    Args:
+        posterior: the posterior to calibrate.
+        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair.
+        likelihood: `"regression"`, `"classification"` or `"binary"`.
+        method: `"validation"` or `"evidence"`; None takes the default above.
+        predictive: the method that `predict` will be called with.
+        n_samples: its draws, where it samples.
+        link: its link.
+        forward: as in `predict`.
+        generator: makes sampling predictives reproducible.
+        memory_budget: as in `predict`.
+
+    Raises:
+        CalibrationError: nothing tried gave a finite score.
+    """
+    chosen = method or ("evidence" if likelihood == "regression" else "validation")
+    for name, value, allowed in (
+        ("likelihood", likelihood, get_args(Likelihood)),
+        ("method", chosen, get_args(CalibrationMethod)),
+        ("predictive", predictive, get_args(Method)),
+    ):
+        if value not in allowed:
+            raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
+    data = _Data(posterior, list(pairs(batches)), likelihood, link, forward, memory_budget)
+    if chosen == "evidence":
+        return _by_evidence(posterior, data)
+    best = _by_validation(posterior, data)
+    if predictive != "linearised":
+        best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
+    return best
+
+
+def log_marginal_likelihood(
+    posterior: Posterior,
+    batches: Any,
+    *,
+    likelihood: Likelihood,
+    forward: Forward | None = None,
+) -> Tensor:
+    """Laplace's estimate of log p(D): log p(D | θ) − ½ δ|θ|² − ½ Σ log((w c + δ)/δ).
+
+    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it.
+    """
+    data = list(pairs(batches))
+    call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with evaluating(posterior.model), torch.no_grad():
+        for inputs, y in data:
+            device = next(iter(params.values())).device
+            mean = call(params, to_device(inputs, device)).float()
+            if likelihood == "regression" and posterior.noise_variance is None:
+                raise SettingError(
+                    "the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)"
+                )
+            scores = wrap(posterior, likelihood, "probit", mean, torch.zeros_like(mean), None, None).log_prob(
+                y.to(device)
+            )
+            total += scores.sum(dtype=torch.float64).cpu()
+            count += len(scores)
+    fit = posterior.n_data / count * total
+    penalty = torch.zeros((), dtype=torch.float64)
+    for name, theta in posterior.mode.items():
+        delta = torch.as_tensor(posterior.prior_precision[name]).to(theta)
+        if not bool((delta > 0).all()):
+            raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
+        precision = 1 / posterior.variance[name]
+        penalty += (delta * theta.square() + (precision / delta).log()).sum(dtype=torch.float64).cpu()
+    return fit - 0.5 * penalty
+
+
+def pairs(batches: Any) -> Iterator[tuple[Any, Tensor]]:
+    """(inputs, targets) out of loaders of tuples or mappings, or out of a single batch."""
+    if isinstance(batches, Mapping) or (
+        isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[1], Tensor)
+    ):
+        batches = [batches]
+    if not isinstance(batches, Iterable):
+        raise MatchError(f"batches must be a loader of (inputs, targets), got {type(batches).__name__}")
+    for batch in batches:
+        if isinstance(batch, Mapping):
+            key = next((key for key in _LABELS if key in batch), None)
+            if key is None:
+                raise MatchError(
+                    f"no targets in a batch with keys {sorted(map(str, batch))}: name them one of {_LABELS}"
+                )
+            yield {k: v for k, v in batch.items() if k != key}, batch[key]
+        elif isinstance(batch, tuple | list) and len(batch) >= 2:
+            yield (plain(batch[0]) if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+        else:
+            raise MatchError(f"a batch must be (inputs, targets) or a mapping with labels, got {type(batch).__name__}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Held-out data and how the model is called on it."""
+
+    posterior: Posterior
+    batches: Sequence[tuple[Any, Tensor]]
+    likelihood: Likelihood
+    link: Link
+    forward: Forward | None
+    budget: int
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
+
+    def moments(
+        self, spreads: Sequence[Spread], *, covariance: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Mean, variances (k, ...), covariance and targets, batch by batch."""
+        call = Call(self.posterior.model, self.forward)
+        params = parameters_at_mean(self.posterior)
+        device = next(iter(params.values())).device
+        with evaluating(self.posterior.model):
+            for inputs, y in self.batches:
+                found = moments(
+                    call, params, spreads, to_device(inputs, device), covariance=covariance, budget=self.budget
+                )
+                shape = (found.mean.shape[0], *found.shape)
+                mean = found.mean.reshape(shape).to(found.variance.dtype)
+                yield mean, found.variance.reshape(-1, *shape), found.covariance, y.to(device)
+
+    def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
+        """Mean log-likelihood of the targets, −∞ where it is not finite."""
+        found = wrap(posterior, self.likelihood, self.link, mean, variance, None, None).log_prob(y)
+        value = float(found.mean(dtype=torch.float64))
+        return value if math.isfinite(value) else -math.inf
+
+
+def _diagonal(posterior: Posterior) -> Diagonal:
+    if not isinstance(posterior.structure, Diagonal):
+        raise SettingError(f"calibration of a {posterior.structure.kind!r} posterior is not available")
+    return posterior.structure
+
+
+def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
+    """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances."""
+    curvatures = _curvatures(posterior)
+    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures.values()])
+    if not len(positive):
+        raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
+    low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
+    ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
+    spreads = [lambda name, r=r: 1 / (curvatures[name] + r) for r in ratios]
+    parts = list(data.moments(spreads))
+    mean, y = torch.cat([p[0] for p in parts]), torch.cat([p[3] for p in parts])
+    tables = torch.cat([p[1] for p in parts], dim=1)
+    best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
+    noises: list[Tensor | None] = [None]
+    if data.likelihood == "regression":
+        noises = list(_noise_candidates(mean, y))
+    for table, ratio in zip(tables, ratios, strict=True):
+        # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
+        middle = float(table.mean()) / _output_scale(mean)
+        if not (math.isfinite(middle) and middle > 0):
+            continue
+        for noise in noises:
+            candidate = posterior.replace(noise_variance=noise)
+            exponents = [x / 2 for x in range(-6, 15)]
+            scored = [(data.score(candidate, mean, table / (middle * 10**x), y), middle * 10**x) for x in exponents]
+            value, weight = max(scored)
+            if value > best[0]:
+                best = (value, weight, ratio, noise)
+    value, weight, ratio, noise = best
+    if not math.isfinite(value):
+        raise CalibrationError(
+            "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is unchanged. "
+            "Do the model's outputs contain NaN or infinities there?"
+        )
+    table, candidate = tables[ratios.index(ratio)], posterior.replace(noise_variance=noise)
+    weight = _refined(lambda w: data.score(candidate, mean, table / w, y), weight)
+    unit = posterior.settings.weight / posterior.settings.scale
+    return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, noise_variance=noise)
+
+
+def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
+    ones: Spread = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
+    parts = list(data.moments([ones], covariance=data.likelihood == "classification"))
+    if data.likelihood != "regression":
+        curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
+        return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
+    square = torch.cat([(y.to(mean).reshape(mean.shape) - mean).square() for mean, _, _, y in parts]).mean(dim=0)
+    reach = torch.cat([variance[0] for _, variance, _, _ in parts]).mean(dim=0)
+    square = square.clamp(min=torch.finfo(square.dtype).tiny)
+    noise = square
+    for _ in range(_NOISE_ROUNDS):
+        found = _at_evidence(posterior, float((reach / noise).sum())).replace(noise_variance=noise)
+        spread = found.variance
+        uncertain = torch.cat([v[0] for _, v, _, _ in data.moments([spread.__getitem__])]).mean(dim=0)
+        # A held-out residual is noise and error of f: E[r²] = σ² + Var[f], and Var[f] goes with σ².
+        fresh = square / (1 + uncertain / noise)
+        if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
+            break
+        noise = fresh
+    return found
+
+
+def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Tensor:
+    """Σ J² Λ an example, Λ the Hessian of the negative log-likelihood in the logits."""
+    if covariance is None:
+        p = mean.sigmoid()
+        return (variance[0] * p * (1 - p)).flatten(1).sum(dim=1)
+    p = mean.softmax(dim=-1)
+    return (covariance * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])).sum(dim=(1, 2))
+
+
+def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point."""
+    curvatures = _curvatures(posterior)
+    total = sum(float(c.sum(dtype=torch.float64)) for c in curvatures.values())
+    weight = posterior.n_data * curvature / total if total else math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise CalibrationError(
+            f"the curvature on the held-out data gives a weight of {weight!r}; the posterior is unchanged. Do the model's "
+            "outputs contain NaN, or do they not depend on the weights?"
+        )
+    unit = posterior.settings.weight / posterior.settings.scale
+    delta = _fixed_point({name: weight * c for name, c in curvatures.items()}, posterior.mode)
+    return posterior.replace(scale=weight / unit, prior_precision=delta)
+
+
+def _fixed_point(curvatures: Mapping[str, Tensor], mode: Mapping[str, Tensor]) -> float:
+    """MacKay: δ = γ/|θ|² with γ = Σ h/(h + δ), the number of weights that the data determine."""
+    square = sum(float(theta.square().sum(dtype=torch.float64)) for theta in mode.values())
+    delta = 1.0
+    for _ in range(200):
+        gamma = sum(float((h / (h + delta)).sum(dtype=torch.float64)) for h in curvatures.values())
+        fresh = max(gamma / max(square, 1e-30), 1e-12)
+        if abs(fresh - delta) <= 1e-6 * delta:
+            return fresh
+        delta = fresh
+    return delta
+
+
+def _by_repeated_prediction(
+    posterior: Posterior, data: _Data, method: Method, n_samples: int, generator: torch.Generator | None
+) -> Posterior:
+    """Start from what suits the linearised network, then search along the scale and the prior under the real predictive.
+
+    Every candidate sees the same random numbers, so that they differ by their settings alone.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator))
+
+    def score(candidate: Posterior) -> float:
+        total, count = 0.0, 0
+        for inputs, y in data.batches:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", BayesAdamWarning)
+                found = predict(
+                    candidate,
+                    inputs,
+                    likelihood=data.likelihood,
+                    method=method,
+                    n_samples=n_samples,
+                    link=data.link,
+                    forward=data.forward,
+                    generator=torch.Generator().manual_seed(seed),
+                    memory_budget=data.budget,
+                )
+            total += float(found.log_prob(y.to(found.mean.device)).sum(dtype=torch.float64))
+            count += len(found.mean)
+        return total / count if math.isfinite(total) else -math.inf
+
+    best, value = posterior, score(posterior)
+    # Uphill in ever smaller steps: first along scale and prior together, which is one temperature, then along the prior.
+    for both in (True, False):
+        for factor in (10.0, 10.0**0.5, 10.0**0.25):
+            for step in (factor, 1 / factor):
+                for _ in range(_MOST_STEPS):
+                    prior = {name: step * torch.as_tensor(delta) for name, delta in best.prior_precision.items()}
+                    scale = best.settings.scale * (step if both else 1.0)
+                    candidate = best.replace(scale=scale, prior_precision=prior)
+                    found = score(candidate)
+                    # A rise this small is the flat end, where the posterior no longer matters.
+                    if not found > value + 1e-6:
+                        break
+                    best, value = candidate, found
+    if not math.isfinite(value):
+        raise CalibrationError(
+            f"no scale or prior precision gives a finite log-likelihood under method={method!r}; the posterior is "
+            "unchanged. Use predictive='linearised'"
+        )
+    return best
+
+
+def _curvatures(posterior: Posterior) -> dict[str, Tensor]:
+    """v̂ᵖ by name: what the weight w multiplies."""
+    structure, settings = _diagonal(posterior), posterior.settings
+    return {
+        name: v.sqrt() if settings.power == 0.5 else v.pow(settings.power)
+        for name, v in structure.second_moment.items()
+    }
+
+
+def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:
+    residual = (y.to(mean).reshape(mean.shape) - mean).square().mean(dim=0)
+    return [share * residual for share in _NOISE_SHARES]
+
+
+def _output_scale(mean: Tensor) -> float:
+    scale = float(mean.var()) if mean.numel() > 1 else 1.0
+    return scale if math.isfinite(scale) and scale > 0 else 1.0
+
+
+def _refined(score: Any, weight: float) -> float:
+    """Golden-section search over half a decade to either side, in the logarithm."""
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = math.log(weight) - 1.2, math.log(weight) + 1.2
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    fa, fb = score(math.exp(a)), score(math.exp(b))
+    for _ in range(20):
+        if fa >= fb:
+            high, b, fb = b, a, fa
+            a = high - golden * (high - low)
+            fa = score(math.exp(a))
+        else:
+            low, a, fa = a, b, fb
+            b = low + golden * (high - low)
+            fb = score(math.exp(b))
+    refined = math.exp((low + high) / 2)
+    return refined if score(refined) >= score(weight) else weight

@@ -1,0 +1,20 @@
+"""Predictive distributions from a weight posterior: linearised without a Jacobian, or sampled."""
+
+from bayesadam.predict.linearised import MemoryBudgetError
+from bayesadam.predict.predict import CollapsedPredictionWarning, predict
+from bayesadam.predict.predictive import (
+    BinaryPredictive,
+    ClassificationPredictive,
+    Predictive,
+    RegressionPredictive,
+)
+
+__all__ = [
+    "BinaryPredictive",
+    "ClassificationPredictive",
+    "CollapsedPredictionWarning",
+    "MemoryBudgetError",
+    "Predictive",
+    "RegressionPredictive",
+    "predict",
+]

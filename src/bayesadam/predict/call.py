@@ -1,0 +1,126 @@
+"""Calling the user's model as a pure function of named parameters, on any kind of batch, without a trace left in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from bayesadam.errors import MatchError
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class _Caller(nn.Module):
+    """Holds the model so that `functional_call` reaches it through whatever the user's `forward` does."""
+
+    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
+        super().__init__()
+        self.model = model
+        self.user_forward = forward
+
+    def forward(self, inputs: Any) -> Any:
+        if self.user_forward is not None:
+            return self.user_forward(self.model, inputs)
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples spread, mappings as keywords.
+
+    Attributes:
+        model: the model.
+        forward: `forward(model, inputs)` for models whose call is unusual; its first tensor or `.logits` is taken.
+    """
+
+    model: nn.Module
+    forward: Forward | None = None
+
+    def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """The model's output, (batch, ...), with `params` for the parameters they name."""
+        tensors = {f"model.{name}": tensor for name, tensor in params.items()}
+        tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        return output_tensor(functional_call(_Caller(self.model, self.forward), tensors, (inputs,)))
+
+    def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """The output as (batch, outputs)."""
+        output = self(params, inputs)
+        return output.reshape(output.shape[0], -1)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor in what a model returned: itself, `.logits`, `["logits"]`, or the first of a tuple."""
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise MatchError(
+            f"the model returned {type(output).__name__}, not a tensor: pass forward=lambda model, batch: ... that "
+            "returns the outputs, (batch, ...)"
+        )
+    if output.dim() == 0:
+        raise MatchError("the model returned a single number: it must return one row of outputs for each example")
+    return output
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def plain(inputs: Any) -> Any:
+    """Mappings of any kind as dicts, so that batches can be cut and joined."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def batch_size(inputs: Any) -> int:
+    """The number of examples: the length of the first tensor."""
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if leaf.shape[0] == 0:
+                raise MatchError("the batch is empty: it has no examples")
+            return leaf.shape[0]
+    raise MatchError(f"no tensor with a batch dimension in the inputs ({type(inputs).__name__})")
+
+
+def is_batched(leaf: Any, size: int) -> bool:
+    """Whether a leaf of the inputs has one entry an example."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def examples(inputs: Any, start: int, stop: int) -> Any:
+    """Examples `start` to `stop` of a batch of tensors, tuples or dicts."""
+    size = batch_size(inputs)
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if is_batched(leaf, size) else leaf, inputs)
+
+
+def repeated(inputs: Any, times: int) -> Any:
+    """The batch, `times` over."""
+    size = batch_size(inputs)
+    return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if is_batched(leaf, size) else leaf, inputs)
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """The batch on another device."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)

@@ -1,0 +1,165 @@
+"""Σ_w J_bcw J_bdw S_w over the weights of one parameter, from the factors of its gradients, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bayesadam.predict.layers import EmbeddingUse, Layout, ProductUse, SumUse, Use
+
+# Gradients of one parameter are formed in pieces of this many entries, which fit a cache, and dropped.
+_PIECE = 1 << 21
+
+
+def variances(
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Sequence[Tensor]
+) -> Tensor:
+    """Σ_w J²_bcw S_w for each S of `spread`: (k, b, c).
+
+    Args:
+        uses: every use of one parameter (or of the same rows of it).
+        ds: D at each use, (c, ...).
+        layout: how the examples lie, use by use.
+        size: b.
+        spread: S, tensors of the parameter's shape.
+    """
+    first = uses[0]
+    spread = [first.of(s) for s in spread]
+    if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
+        x, y = _joined_factors(uses, ds, layout, size, spread[0].dtype)
+        return _product_variances(x, y, [_arranged(first, s) for s in spread])
+    if len(uses) == 1 and isinstance(first, EmbeddingUse):
+        grads, ids = first.rows_used(ds[0].to(spread[0].dtype), layout[0], size)
+        squares = grads.square_()
+        return torch.stack([torch.einsum("cbte,bte->bc", squares, s[ids]) for s in spread])
+    grads = _dense(uses, ds, layout, size, spread[0])
+    squares = grads.flatten(2).square_()
+    return torch.stack([squares @ s.flatten() for s in spread]).transpose(1, 2)
+
+
+def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Tensor) -> Tensor:
+    """Σ_w J_bcw J_bdw S_w: (b, c, d)."""
+    first = uses[0]
+    spread = first.of(spread)
+    if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
+        x, y = _joined_factors(uses, ds, layout, size, spread.dtype)
+        return _product_covariance(x, y, _arranged(first, spread))
+    if len(uses) == 1 and isinstance(first, EmbeddingUse):
+        grads, ids = first.rows_used(ds[0].to(spread.dtype), layout[0], size)
+        return gram(grads.mul_(spread[ids].sqrt()).flatten(2).transpose(0, 1))
+    grads = _dense(uses, ds, layout, size, spread)
+    return gram(grads.mul_(spread.sqrt()).flatten(2).transpose(0, 1))
+
+
+def total_gradient(
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, weights: Tensor, like: Tensor
+) -> Tensor:
+    """Σ_b weights_b ∂f_b/∂(the rows in use), for one direction of outputs: what autograd must agree with."""
+    total = torch.zeros_like(uses[0].of(like))
+    for use, d, lay in zip(uses, ds, layout, strict=True):
+        if isinstance(use, ProductUse):
+            x, y = use.factors(d.to(like.dtype), lay, size)
+            part = torch.einsum("bgpx,bgpy,b->gxy", x[0], y.to(like.dtype), weights)
+            total += use.restored(part, total.shape)
+        elif isinstance(use, EmbeddingUse):
+            grads, ids = use.rows_used(d.to(like.dtype), lay, size)
+            total.index_add_(0, ids.flatten(), (grads[0] * weights[:, None, None]).flatten(0, 1))
+        elif isinstance(use, SumUse):
+            grads = use.gradients(d.to(like.dtype), lay, size, total.shape)[0]
+            total += torch.tensordot(weights, grads, dims=1)
+    return total
+
+
+Layouts = Sequence[Layout]
+
+
+def _arranged(use: Use, tensor: Tensor) -> Tensor:
+    assert isinstance(use, ProductUse)
+    return use.arranged(tensor)
+
+
+def _joined_factors(
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Several uses of one weight are more positions of it."""
+    pairs = [
+        use.factors(d.to(dtype), lay, size)
+        for use, d, lay in zip(uses, ds, layout, strict=True)
+        if isinstance(use, ProductUse)
+    ]
+    if len(pairs) == 1:
+        return pairs[0][0], pairs[0][1].to(dtype)
+    return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(dtype) for _, y in pairs], dim=2)
+
+
+def _product_variances(x: Tensor, y: Tensor, spread: Sequence[Tensor]) -> Tensor:
+    c, b, g, p, width = x.shape
+    if p == 1:
+        # One position: (x y)² factorises, and Σ S y² comes first.
+        squares, inputs = x.squeeze(3).square(), y.squeeze(2).square()
+        inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in spread]
+        return torch.stack([torch.einsum("cbgx,bgx->bc", squares, t) for t in inner])
+    out = x.new_zeros(len(spread), b, c)
+    flat = torch.stack([s.reshape(g, -1) for s in spread], dim=-1)
+    per_pair = g * width * y.shape[-1]
+    step_c = max(1, min(c, _PIECE // per_pair))
+    step_b = max(1, min(b, _PIECE // (per_pair * step_c)))
+    step_x = max(1, min(width, _PIECE // (g * y.shape[-1])))
+    for b0 in range(0, b, step_b):
+        for c0 in range(0, c, step_c):
+            for x0 in range(0, width, step_x):
+                piece = _gradients(x[c0 : c0 + step_c, b0 : b0 + step_b, ..., x0 : x0 + step_x], y[b0 : b0 + step_b])
+                rows = flat.view(g, width, y.shape[-1], -1)[:, x0 : x0 + step_x].flatten(1, 2)
+                part = torch.einsum("bgcn,gnk->kbc", piece.square_().flatten(3), rows)
+                out[:, b0 : b0 + step_b, c0 : c0 + step_c] += part
+    return out
+
+
+def _product_covariance(x: Tensor, y: Tensor, spread: Tensor) -> Tensor:
+    c, b, g, p, width = x.shape
+    if p == 1:
+        inner = torch.einsum("bgy,gxy->bgx", y.squeeze(2).square(), spread)
+        return gram((x.squeeze(3) * inner.sqrt()).flatten(2).transpose(0, 1))
+    out = x.new_zeros(b, c, c)
+    root = spread.sqrt()
+    step_x = max(1, min(width, _PIECE // (c * g * y.shape[-1])))
+    step_b = max(1, min(b, _PIECE // (c * g * step_x * y.shape[-1])))
+    for b0 in range(0, b, step_b):
+        for x0 in range(0, width, step_x):
+            piece = _gradients(x[:, b0 : b0 + step_b, ..., x0 : x0 + step_x], y[b0 : b0 + step_b])
+            piece = piece.mul_(root[:, None, x0 : x0 + step_x]).transpose(1, 2).flatten(2)
+            out[b0 : b0 + step_b] += gram(piece)
+    return out
+
+
+def _gradients(x: Tensor, y: Tensor) -> Tensor:
+    """Σ_p X Y as (b, g, c, x, y)."""
+    c, b, g, _, width = x.shape
+    left = x.permute(1, 2, 0, 4, 3).reshape(b, g, c * width, -1)
+    return (left @ y).view(b, g, c, width, -1)
+
+
+def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Tensor) -> Tensor:
+    """The gradients (c, b, *shape) themselves: for small parameters, and for those used in unlike ways."""
+    total = spread.new_zeros(len(ds[0]), size, *spread.shape)
+    for use, d, lay in zip(uses, ds, layout, strict=True):
+        if isinstance(use, SumUse):
+            total += use.gradients(d.to(spread.dtype), lay, size, spread.shape)
+        elif isinstance(use, EmbeddingUse):
+            grads, ids = use.rows_used(d.to(spread.dtype), lay, size)
+            index = ids[None, :, :, None].expand_as(grads)
+            total.scatter_add_(2, index, grads)
+        elif isinstance(use, ProductUse):
+            x, y = use.factors(d.to(spread.dtype), lay, size)
+            total += use.restored(_gradients(x, y.to(spread.dtype)).permute(2, 0, 1, 3, 4), spread.shape)
+    return total
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Σ_n rows rowsᵀ, (b, c, n) → (b, c, c).
+
+    Both factors are laid out first: on a CPU torch hands strided ones to BLAS one small matrix at a time.
+    """
+    return torch.bmm(rows.contiguous(), rows.mT.contiguous())

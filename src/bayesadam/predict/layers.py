@@ -1,0 +1,223 @@
+"""What one use of a layer contributes to J Σ Jᵀ, given its input and the back-propagated outputs D; never a Jacobian.
+
+Notation: b examples, c outputs of the network, p positions at which a weight is used within one example (the steps of a
+sequence, the places of a convolution), D = ∂f/∂(layer output).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Layout = Callable[[Tensor, int], Tensor]
+
+
+def batch_first(tensor: Tensor, size: int) -> Tensor:
+    """(b, ...) as it is, or (b·k, ...) as (b, k, ...)."""
+    return tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:])
+
+
+def batch_second(tensor: Tensor, size: int) -> Tensor:
+    """(l, b, ...) as (b, l, ...)."""
+    return tensor.movedim(1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of one parameter, or of some of its rows, in a forward pass.
+
+    Attributes:
+        name: the parameter.
+        output: the layer's output z, at which D is taken.
+        rows: the rows of the parameter in use, where it is not the whole.
+        layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
+    """
+
+    name: str
+    output: Tensor
+    layouts: tuple[Layout, ...]
+    rows: slice | None = None
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """The parameter, and the first of its rows."""
+        return self.name, None if self.rows is None else self.rows.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part in use of a tensor of the parameter's shape."""
+        return tensor if self.rows is None else tensor[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class ProductUse(Use, ABC):
+    """A use whose gradients are sums over positions of products, Σ_p X_p Y_p.
+
+    Attributes:
+        input: a, the layer's input.
+    """
+
+    input: Tensor = None  # type: ignore[assignment]
+
+    @abstractmethod
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y)."""
+
+    @abstractmethod
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """A tensor of the weight's shape as (g, x, y)."""
+
+    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """(..., g, x, y) as (..., *shape), the inverse of `arranged`."""
+        return tensor.reshape(*tensor.shape[:-3], *shape)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixUse(ProductUse):
+    """z = a Wᵀ at every position: `nn.Linear`, and the projections of attention."""
+
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X = D and Y = a."""
+        a = layout(self.input.detach(), size)
+        grads = torch.stack([layout(row, size) for row in d])
+        return grads.reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """(out, in) as (1, out, in)."""
+        return tensor.unsqueeze(0)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionUse(ProductUse):
+    """z = W ∗ a: gradients are products of D with the patches of a."""
+
+    module: nn.modules.conv._ConvNd = None  # type: ignore[assignment]
+
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X = D and Y the patches of a."""
+        module = self.module
+        a = patches(
+            padded(self.input.detach(), module), module.kernel_size, module.stride, module.dilation, d.shape[3:]
+        )
+        groups = module.groups
+        a = a.reshape(a.shape[0], groups, -1, a.shape[-1]).transpose(2, 3)
+        x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
+        return _folded(x, a, layout, size)
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
+        groups = self.module.groups
+        return tensor.reshape(groups, tensor.shape[0] // groups, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedConvolutionUse(ProductUse):
+    """The adjoint of a convolution: gradients are products of a with the patches of D."""
+
+    module: nn.modules.conv._ConvTransposeNd = None  # type: ignore[assignment]
+
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X the patches of D and Y = a."""
+        module, groups = self.module, self.module.groups
+        a = self.input.detach()
+        spatial = a.shape[2:]
+        # Every output place an input place reaches, whether or not the output kept it.
+        needed = [
+            (n - 1) * s + dil * (k - 1) + 1
+            for n, s, dil, k in zip(spatial, module.stride, module.dilation, module.kernel_size, strict=True)
+        ]
+        cut = [int(pad) for pad in module.padding]
+        padding = [
+            side
+            for full, pad, kept in reversed(list(zip(needed, cut, d.shape[3:], strict=True)))
+            for side in (pad, full - pad - kept)
+        ]
+        flat = F.pad(d.flatten(0, 1), padding)
+        u = patches(flat, module.kernel_size, module.stride, module.dilation, spatial)
+        u = u.reshape(*d.shape[:2], groups, -1, u.shape[-1]).transpose(3, 4)
+        a = a.reshape(a.shape[0], groups, a.shape[1] // groups, -1).transpose(2, 3)
+        return _folded(u, a, layout, size)
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """(in, out/g, kernel…) as (g, out/g · kernel, in/g)."""
+        groups = self.module.groups
+        return tensor.reshape(groups, tensor.shape[0] // groups, -1).transpose(1, 2)
+
+    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `arranged`."""
+        return super().restored(tensor.transpose(-1, -2), shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SumUse(Use):
+    """z = w ⊙ x̂ + …, with one weight a feature: biases (x̂ = 1) and the affine parts of norms.
+
+    Attributes:
+        scale: x̂, of z's shape; None for a bias.
+        channel: whether the features are z's second dimension, as in a convolution, or its last ones.
+    """
+
+    scale: Tensor | None = None
+    channel: bool = False
+
+    def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
+        """(c, b, *shape): the gradients themselves, which are small."""
+        if self.scale is not None:
+            d = d * self.scale
+        grads = torch.stack([layout(row, size) for row in d])
+        if self.channel:
+            # (c, b, k, channels, places…): a folded batch has k > 1.
+            return grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
+        return grads.reshape(len(d), size, -1, *shape).sum(dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingUse(Use):
+    """z = W[ids]: only the rows that an example names have a gradient."""
+
+    ids: Tensor = None  # type: ignore[assignment]
+    padding: int | None = None
+
+    def rows_used(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """Gradients (c, b, t, e) of the rows ids (b, t), every row of an example at its first place, zero elsewhere."""
+        ids = layout(self.ids, size).reshape(size, -1)
+        grads = torch.stack([layout(row, size) for row in d]).reshape(len(d), size, ids.shape[1], -1)
+        if self.padding is not None:
+            grads = grads * (ids != self.padding)[None, :, :, None]
+        first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
+        index = first[None, :, :, None].expand_as(grads)
+        return torch.zeros_like(grads).scatter_add_(2, index, grads), ids
+
+
+def _folded(x: Tensor, a: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+    """X (c, n, g, p, x) and Y (n, g, p, y) with the n images of b examples gathered as positions."""
+    ys = layout(a, size).transpose(1, 2).flatten(2, 3)
+    xs = torch.stack([layout(row, size) for row in x]).transpose(2, 3).flatten(3, 4)
+    return xs, ys
+
+
+def padded(a: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+    """A convolution's input with its padding made explicit."""
+    if module.padding == "valid":
+        return a
+    sides = module._reversed_padding_repeated_twice
+    return F.pad(a, sides) if module.padding_mode == "zeros" else F.pad(a, sides, mode=module.padding_mode)
+
+
+def patches(
+    a: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], places: Sequence[int]
+) -> Tensor:
+    """(n, channels · kernel, places): what a convolution sees at every place, in any number of dimensions."""
+    windows = a
+    for axis, (k, s, dil, n) in enumerate(zip(kernel, stride, dilation, places, strict=True)):
+        index = torch.arange(n, device=a.device)[None, :] * s + torch.arange(k, device=a.device)[:, None] * dil
+        dim = 2 + 2 * axis
+        chosen = windows.index_select(dim, index.flatten())
+        windows = chosen.reshape(*chosen.shape[:dim], k, n, *chosen.shape[dim + 1 :])
+    dims = len(kernel)
+    order = [0, 1, *range(2, 2 + 2 * dims, 2), *range(3, 3 + 2 * dims, 2)]
+    return windows.permute(order).flatten(2 + dims).flatten(1, 1 + dims)

@@ -1,0 +1,179 @@
+"""`predict`: from a posterior and a batch to a predictive distribution."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam.predict.call import Call, Forward, evaluating, plain
+from bayesadam.predict.linearised import DEFAULT_BUDGET, make_plan, moments
+from bayesadam.predict.predictive import (
+    BinaryPredictive,
+    ClassificationPredictive,
+    Likelihood,
+    Link,
+    RegressionPredictive,
+)
+from bayesadam.predict.sampled import (
+    activation_draws,
+    allows_local_reparameterisation,
+    linearised_draws,
+    weight_draws,
+)
+
+if TYPE_CHECKING:
+    from bayesadam.posterior import Posterior
+
+Method = Literal["linearised", "sampled", "linearised-sampled"]
+
+
+class CollapsedPredictionWarning(BayesAdamWarning):
+    """Averaging over weight draws changed the prediction out of recognition."""
+
+
+def predict(
+    posterior: Posterior,
+    inputs: Any,
+    *,
+    likelihood: Likelihood = "regression",
+    method: Method = "linearised",
+    n_samples: int = 30,
+    covariance: bool = False,
+    link: Link = "probit",
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> RegressionPredictive | ClassificationPredictive | BinaryPredictive:
+    """The predictive distribution of a batch; the model is as before when it returns, or raises.
+
+    | method                 | f                                        | cost                                  |
+    |------------------------|------------------------------------------|---------------------------------------|
+    | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one an output |
+    | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product a draw         |
+    | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass a draw                 |
+
+    Args:
+        posterior: over the model's weights.
+        inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes first.
+        likelihood: `"regression"`, `"classification"` (logits in the last dimension) or `"binary"` (one logit an output).
+        method: see the table.
+        n_samples: draws of the sampling methods.
+        covariance: the outputs' whole covariance, (batch, outputs, outputs).
+        link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
+        forward: `forward(model, inputs)` for models whose call is unusual.
+        generator: makes the draws reproducible.
+        memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
+    """
+    _check(likelihood, method, link, n_samples, memory_budget)
+    inputs = plain(inputs)
+    call = Call(posterior.model, forward)
+    params = parameters_at_mean(posterior)
+    with evaluating(posterior.model):
+        if method == "linearised":
+            variance = posterior.variance
+            found = moments(call, params, [variance.__getitem__], inputs, covariance=covariance, budget=memory_budget)
+            shape = (-1, *found.shape)
+            mean = found.mean.reshape(shape).to(found.variance.dtype)
+            return wrap(posterior, likelihood, link, mean, found.variance[0].reshape(shape), found.covariance, None)
+        draws = _draws(posterior, call, params, inputs, method, n_samples, generator, memory_budget)
+        with torch.no_grad():
+            at_mean = call(params, inputs).to(draws.dtype)
+    if method == "sampled":
+        _warn_if_collapsed(draws, at_mean, likelihood)
+    mean = draws.mean(dim=0) if method == "sampled" else at_mean
+    centred = (draws - mean).flatten(2)
+    block = torch.einsum("nbc,nbd->bcd", centred, centred) / (n_samples - 1) if covariance else None
+    spread = centred.square().sum(dim=0).div(n_samples - 1).view_as(mean)
+    return wrap(posterior, likelihood, link, mean, spread, block, draws)
+
+
+def parameters_at_mean(posterior: Posterior) -> dict[str, Tensor]:
+    """μ in the types and on the devices of the model's parameters."""
+    own = dict(posterior.model.named_parameters())
+    return {name: mu.to(own[name]) for name, mu in posterior.mean.items()}
+
+
+def wrap(
+    posterior: Posterior,
+    likelihood: Likelihood,
+    link: Link,
+    mean: Tensor,
+    variance: Tensor,
+    covariance: Tensor | None,
+    draws: Tensor | None,
+) -> RegressionPredictive | ClassificationPredictive | BinaryPredictive:
+    """Moments and draws of f as the likelihood's predictive distribution."""
+    if likelihood == "regression":
+        noise = torch.zeros((), dtype=mean.dtype) if posterior.noise_variance is None else posterior.noise_variance
+        return RegressionPredictive(mean, variance, covariance, draws, noise.to(mean))
+    kind = ClassificationPredictive if likelihood == "classification" else BinaryPredictive
+    return kind(mean, variance, covariance, draws, link)
+
+
+def _draws(
+    posterior: Posterior,
+    call: Call,
+    params: Mapping[str, Tensor],
+    inputs: Any,
+    method: Method,
+    n: int,
+    generator: torch.Generator | None,
+    budget: int,
+) -> Tensor:
+    def draw() -> dict[str, Tensor]:
+        return {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}
+
+    plan = make_plan(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
+    bounds = {"activations": plan.activations, "budget": budget}
+    if method == "linearised-sampled":
+        drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
+    elif posterior.structure.kind == "diagonal" and allows_local_reparameterisation(call, plan, params, inputs):
+        variances = {name: v.to(params[name]) for name, v in posterior.variance.items()}
+        drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
+    else:
+        drawn = weight_draws(call, draw, inputs, n, **bounds)
+    return drawn.to(torch.promote_types(drawn.dtype, torch.float32))
+
+
+def _warn_if_collapsed(draws: Tensor, at_mean: Tensor, likelihood: Likelihood) -> None:
+    """Without labels "worse" shows as another answer: other classes, or a mean farther off than the outputs' own spread."""
+    if likelihood == "regression":
+        drift = (draws.mean(dim=0) - at_mean).square().mean().sqrt()
+        scale = at_mean.std() if at_mean.numel() > 1 else at_mean.abs().max()
+        told = f"the averaged prediction is {float(drift):.3g} from the mean network's, whose outputs spread by {float(scale):.3g}"
+        collapsed = bool(drift > scale)
+    else:
+        probs = draws.softmax(dim=-1) if likelihood == "classification" else draws.sigmoid()
+        if likelihood == "classification":
+            changed = probs.mean(dim=0).argmax(dim=-1) != at_mean.argmax(dim=-1)
+        else:
+            changed = (probs.mean(dim=0) > 0.5) != (at_mean > 0)
+        share = float(changed.double().mean())
+        told = f"averaging over weight draws changes the answer for {share:.0%} of the examples"
+        collapsed = share > 0.1 and int(changed.sum()) > 1
+    if collapsed:
+        warnings.warn(
+            f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
+            "prior_precision, or use method='linearised'",
+            CollapsedPredictionWarning,
+            stacklevel=4,
+        )
+
+
+def _check(likelihood: str, method: str, link: str, n_samples: int, memory_budget: int) -> None:
+    for name, value, allowed in (
+        ("likelihood", likelihood, get_args(Likelihood)),
+        ("method", method, get_args(Method)),
+        ("link", link, get_args(Link)),
+    ):
+        if value not in allowed:
+            raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
+    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 2:
+        raise SettingError(f"n_samples must be at least 2, got {n_samples!r}")
+    if not isinstance(memory_budget, int) or memory_budget < 1:
+        raise SettingError(f"memory_budget must be a positive number of bytes, got {memory_budget!r}")

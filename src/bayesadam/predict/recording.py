@@ -1,0 +1,178 @@
+"""A forward pass that notes which layer used which parameter, on what input, to give what output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesadam.predict.layers import (
+    ConvolutionUse,
+    EmbeddingUse,
+    Layout,
+    MatrixUse,
+    SumUse,
+    TransposedConvolutionUse,
+    Use,
+    batch_first,
+    batch_second,
+)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_FREE: tuple[Layout, ...] = (batch_first, batch_second)
+_FIRST: tuple[Layout, ...] = (batch_first,)
+
+
+@contextmanager
+def recording(model: nn.Module, names: dict[int, str]) -> Iterator[list[Use]]:
+    """Fill a list with the uses of the parameters `names` (by identity of the tensor) as the model runs.
+
+    Hooks alone, removed in a `finally`. A layer whose class was changed, or a parameter used in another way, is not
+    noticed here: `linearised` checks every parameter against autograd before it trusts the list.
+    """
+    uses: list[Use] = []
+    handles = []
+    try:
+        for module in model.modules():
+            note = _NOTES.get(type(module))
+            if note is not None:
+                handles.append(module.register_forward_hook(_hook(note, names, uses), with_kwargs=True))
+        yield uses
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Callable[..., None]], Any]
+
+
+def _hook(note: Note, names: dict[int, str], uses: list[Use]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def add(kind: type[Use], parameter: Tensor | None, **fields: Any) -> None:
+            if parameter is not None and id(parameter) in names:
+                uses.append(kind(name=names[id(parameter)], **fields))
+
+        replaced = note(module, args, kwargs, output, add)
+        # What follows may work in place; D is wanted at the layer's own output.
+        return output.clone() if replaced is None and isinstance(output, Tensor) else replaced
+
+    return hook
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value
+
+
+def _linear(m: nn.Linear, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    add(MatrixUse, m.weight, output=z, layouts=_FREE, input=_first(args, kwargs))
+    add(SumUse, m.bias, output=z, layouts=_FREE)
+
+
+def _convolution(m: nn.Conv2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    a = _first(args, kwargs)
+    if a.dim() == len(m.kernel_size) + 2:
+        add(ConvolutionUse, m.weight, output=z, layouts=_FIRST, input=a, module=m)
+        add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+
+
+def _transposed(m: nn.ConvTranspose2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    a = _first(args, kwargs)
+    if a.dim() == len(m.kernel_size) + 2:
+        add(TransposedConvolutionUse, m.weight, output=z, layouts=_FIRST, input=a, module=m)
+        add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+
+
+def _embedding(m: nn.Embedding, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    if m.max_norm is None:
+        add(EmbeddingUse, m.weight, output=z, layouts=_FREE, ids=_first(args, kwargs), padding=m.padding_idx)
+
+
+def _layer_norm(m: nn.LayerNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    x = _first(args, kwargs).detach()
+    normal = F.layer_norm(x, m.normalized_shape, None, None, m.eps)
+    add(SumUse, m.weight, output=z, layouts=_FREE, scale=normal)
+    add(SumUse, m.bias, output=z, layouts=_FREE)
+
+
+def _rms_norm(m: nn.RMSNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    x = _first(args, kwargs).detach()
+    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.rms_norm(x, m.normalized_shape, None, m.eps))
+
+
+def _group_norm(m: nn.GroupNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    x = _first(args, kwargs).detach()
+    add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=F.group_norm(x, m.num_groups, eps=m.eps))
+    add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+
+
+def _batch_norm(m: nn.BatchNorm2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+    if m.running_mean is None or m.running_var is None:
+        return
+    x = _first(args, kwargs).detach()
+    normal = F.batch_norm(x, m.running_mean, m.running_var, None, None, False, 0.0, m.eps)
+    add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=normal)
+    add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+
+
+def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, add: Callable[..., None]) -> Any:
+    """Attention written out, so that its four projections are seen; its result replaces the module's own."""
+    given = dict(zip(("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"), args, strict=False))
+    given |= kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
+        return None
+    layouts = _FIRST if m.batch_first else (batch_second,)
+    width = m.embed_dim
+    own = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+    projected = []
+    for index, a in enumerate((query, key, value)):
+        bias_rows = slice(index * width, (index + 1) * width)
+        bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
+        weight, rows = (m.in_proj_weight, bias_rows) if own is None else (own[index], None)
+        z = F.linear(a, weight if rows is None else weight[rows], bias)
+        add(MatrixUse, weight, output=z, layouts=layouts, input=a, rows=rows)
+        add(SumUse, m.in_proj_bias, output=z, layouts=layouts, rows=bias_rows)
+        projected.append(z if m.batch_first else z.transpose(0, 1))
+    q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    for mask in _masks(given, scores.shape):
+        scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights_of = scores.softmax(dim=-1)
+    mixed = (weights_of @ v).transpose(1, 2).flatten(2)
+    mixed = mixed if m.batch_first else mixed.transpose(0, 1)
+    z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
+    add(MatrixUse, m.out_proj.weight, output=z, layouts=layouts, input=mixed)
+    add(SumUse, m.out_proj.bias, output=z, layouts=layouts)
+    return z.clone(), output[1]
+
+
+def _masks(given: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
+    batch, heads, queries, keys = shape
+    mask = given.get("attn_mask")
+    if mask is not None:
+        yield mask.view(batch, heads, queries, keys) if mask.dim() == 3 else mask
+    padding = given.get("key_padding_mask")
+    if padding is not None:
+        yield padding.view(batch, 1, 1, keys)
+
+
+_NOTES: dict[type[nn.Module], Note] = {
+    nn.Linear: _linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GroupNorm: _group_norm,
+    nn.MultiheadAttention: _attention,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    **dict.fromkeys(_TRANSPOSED, _transposed),
+    **dict.fromkeys(_BATCH_NORMS, _batch_norm),
+}

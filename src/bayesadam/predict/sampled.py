@@ -1,0 +1,223 @@
+"""Draws of the network's outputs: from weight draws, from activations, or from the linearised network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+
+from bayesadam.posterior.noise import fresh_seed
+from bayesadam.predict.call import Call, batch_size, examples, repeated
+from bayesadam.predict.layers import MatrixUse, SumUse
+from bayesadam.predict.linearised import Plan, recorded
+
+Draw = Callable[[], dict[str, Tensor]]
+
+
+def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int) -> Tensor:
+    """f(x; θ) for n draws of θ, (n, batch, ...): several at a time, as many as the budget holds, where the model allows.
+
+    Args:
+        call: the model.
+        draw: gives one draw of the weights.
+        inputs: the batch.
+        n: the number of draws.
+        activations: entries of activations an example, to know what fits.
+        budget: bytes.
+    """
+
+    at_a_time = _examples_at_a_time(inputs, 4 * activations, next(call.model.parameters()), budget)
+
+    def outputs(theta: dict[str, Tensor]) -> Tensor:
+        return torch.cat([call(theta, part) for part in _parts(inputs, at_a_time)])
+
+    return _over_draws(outputs, draw, n, 4 * activations * at_a_time, budget)
+
+
+def linearised_draws(
+    call: Call, params: Mapping[str, Tensor], draw: Draw, inputs: Any, n: int, *, activations: int, budget: int
+) -> Tensor:
+    """f(x; μ) + J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...); any architecture."""
+    means = {name: tensor.detach() for name, tensor in params.items()}
+    at_a_time = _examples_at_a_time(inputs, 8 * activations, next(iter(means.values())), budget)
+
+    def one_part(theta: dict[str, Tensor], part: Any) -> Tensor:
+        tangent = {name: theta[name] - mean for name, mean in means.items()}
+        found = jvp(lambda p: call(p, part), (means,), (tangent,))
+        total: Tensor = found[0] + found[1]
+        return total
+
+    def outputs(theta: dict[str, Tensor]) -> Tensor:
+        return torch.cat([one_part(theta, part) for part in _parts(inputs, at_a_time)])
+
+    def by_reverse(theta: dict[str, Tensor]) -> Tensor:
+        return torch.cat([_by_two_reverse_passes(call, means, theta, part) for part in _parts(inputs, at_a_time)])
+
+    try:
+        with torch.no_grad():
+            outputs(means)
+    except (RuntimeError, NotImplementedError):
+        # Some operation has no forward mode.
+        return torch.stack([by_reverse(draw()) for _ in range(n)])
+    return _over_draws(outputs, draw, n, 8 * activations * at_a_time, budget)
+
+
+def _examples_at_a_time(inputs: Any, entries: int, like: Tensor, budget: int) -> int:
+    """How many examples a forward pass may take, with `entries` numbers each."""
+    return max(1, min(batch_size(inputs), budget // max(1, 2 * entries * like.element_size())))
+
+
+def _parts(inputs: Any, at_a_time: int) -> Iterator[Any]:
+    size = batch_size(inputs)
+    if at_a_time >= size:
+        yield inputs
+        return
+    for start in range(0, size, at_a_time):
+        yield examples(inputs, start, start + at_a_time)
+
+
+def _by_two_reverse_passes(call: Call, means: Mapping[str, Tensor], theta: Mapping[str, Tensor], inputs: Any) -> Tensor:
+    """J ε where an operation has no forward mode: Jᵀu is linear in u, and its derivative along ε is J ε."""
+    leaves = {name: mean.detach().requires_grad_() for name, mean in means.items()}
+    with torch.enable_grad():
+        value = call(leaves, inputs)
+        u = torch.zeros_like(value, requires_grad=True)
+        pulled = torch.autograd.grad(value, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        inner = torch.zeros((), dtype=value.dtype, device=value.device)
+        for name, g in zip(leaves, pulled, strict=True):
+            if g is not None:
+                inner = inner + (g * (theta[name] - means[name])).sum()
+        (product,) = torch.autograd.grad(inner, u)
+    return value.detach() + product
+
+
+def _over_draws(
+    outputs: Callable[[dict[str, Tensor]], Tensor], draw: Draw, n: int, entries: int, budget: int
+) -> Tensor:
+    """`outputs` of n draws, vectorised over as many as fit; one at a time where the model cannot be vectorised."""
+    first = draw()
+    element = next(iter(first.values())).element_size()
+    one = element * (entries + 2 * sum(tensor.numel() for tensor in first.values()))
+    at_once = max(1, min(n, budget // max(one, 1)))
+    pending: list[dict[str, Tensor]] = [first]
+    results: list[Tensor] = []
+    done = 0
+    vectorised = at_once > 1
+    while done < n:
+        while len(pending) < min(at_once, n - done):
+            pending.append(draw())
+        with torch.no_grad():
+            if vectorised:
+                try:
+                    stacked = {name: torch.stack([p[name] for p in pending]) for name in first}
+                    results.append(vmap(outputs)(stacked))
+                except RuntimeError:
+                    vectorised = False
+            if not vectorised:
+                results.extend(outputs(p).unsqueeze(0) for p in pending)
+        done += len(pending)
+        pending = []
+    return torch.cat(results)
+
+
+def allows_local_reparameterisation(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
+    """Whether every weight sits in an `nn.Linear` that is used once, on one row an example."""
+    if plan.generic:
+        return False
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    with torch.enable_grad():
+        uses, _ = recorded(call, leaves, repeated(examples(inputs, 0, 1), 2))
+    names = [use.name for use in uses]
+    flat = all(
+        isinstance(use, MatrixUse | SumUse)
+        and use.rows is None
+        and use.output.dim() == 2
+        and use.output.shape[0] == 2
+        and not (isinstance(use, SumUse) and (use.channel or use.scale is not None))
+        for use in uses
+    )
+    return flat and len(set(names)) == len(names) == len(leaves)
+
+
+def activation_draws(
+    call: Call,
+    params: Mapping[str, Tensor],
+    variances: Mapping[str, Tensor],
+    inputs: Any,
+    n: int,
+    *,
+    generator: torch.Generator | None,
+    activations: int,
+    budget: int,
+) -> Tensor:
+    """Local reparameterisation: z ~ N(a μᵀ + b, a² Sᵀ + s) instead of weights; (n, batch, ...).
+
+    Each example has weights of its own, so the draws have the right distribution example by example, at lower variance
+    and far fewer random numbers than weight draws.
+    """
+    like = next(iter(params.values()))
+    source = torch.Generator(device=like.device).manual_seed(fresh_seed(generator))
+    at_a_time = _examples_at_a_time(inputs, 4 * n * activations, like, budget)
+    parts = [_activation_draws(call, params, variances, part, n, source) for part in _parts(inputs, at_a_time)]
+    return torch.cat(parts, dim=1)
+
+
+def _activation_draws(
+    call: Call,
+    params: Mapping[str, Tensor],
+    variances: Mapping[str, Tensor],
+    inputs: Any,
+    n: int,
+    source: torch.Generator,
+) -> Tensor:
+    size = batch_size(inputs)
+    names = {id(tensor): name for name, tensor in params.items()}
+    with torch.no_grad():
+        try:
+            # The draws part at the first layer, whose matrix products are then shared by all of them.
+            with _noisy_layers(call.model, names, variances, source, rows=size, spread_to=n):
+                output = call(params, inputs)
+        except RuntimeError:
+            # Something joins what comes before that layer with what comes after, and sees different lengths.
+            with _noisy_layers(call.model, names, variances, source, rows=size * n, spread_to=1):
+                output = call(params, repeated(inputs, n))
+    return output.reshape(n, size, *output.shape[1:])
+
+
+@contextmanager
+def _noisy_layers(
+    model: nn.Module,
+    names: Mapping[int, str],
+    variances: Mapping[str, Tensor],
+    source: torch.Generator,
+    *,
+    rows: int,
+    spread_to: int,
+) -> Iterator[None]:
+    def hook(module: nn.Linear, args: tuple[Tensor, ...], z: Tensor) -> Tensor | None:
+        weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))
+        if weight is None and bias is None:
+            return None
+        variance = torch.zeros_like(z)
+        if weight is not None:
+            variance = F.linear(args[0].square(), variances[weight])
+        if bias is not None:
+            variance = variance + variances[bias]
+        copies = spread_to if z.shape[0] == rows else 1
+        noise = torch.randn(copies, *z.shape, generator=source, dtype=z.dtype, device=z.device)
+        return torch.addcmul(z, noise, variance.sqrt()).flatten(0, 1)
+
+    handles = []
+    try:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,91 @@
+"""Scores of predictive distributions: calibration, sharpness, and telling strangers from friends.
+
+Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, RegressionPredictive
+
+
+def nll(predictive: RegressionPredictive | ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
+    """Mean negative log-likelihood in nats an example."""
+    return -float(predictive.log_prob(y).mean(dtype=torch.float64))
+
+
+def accuracy(probs: Tensor, y: Tensor) -> float:
+    """Share of examples whose likeliest class is the right one."""
+    _same_length(probs, y)
+    return float((probs.argmax(dim=-1) == y).double().mean())
+
+
+def brier(probs: Tensor, y: Tensor) -> float:
+    """Mean of Σ_c (p_c − 1[y = c])², between 0 and 2.
+
+    >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
+    0.5
+    """
+    _same_length(probs, y)
+    target = torch.nn.functional.one_hot(y.long(), probs.shape[-1])
+    return float((probs.double() - target).square().sum(dim=-1).mean())
+
+
+def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
+    """Expected calibration error: Σ_k (n_k/n) |accuracy_k − confidence_k| over equal bins of the confidence."""
+    _same_length(probs, y)
+    if bins < 1:
+        raise SettingError(f"bins must be at least 1, got {bins!r}")
+    confidence, answer = probs.double().max(dim=-1)
+    right = (answer == y).double()
+    index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, right - confidence)
+    return float(gaps.abs().sum() / len(y))
+
+
+def rmse(mean: Tensor, y: Tensor) -> float:
+    """Root mean squared error."""
+    return float((mean - y.reshape(mean.shape)).double().square().mean().sqrt())
+
+
+def coverage(predictive: RegressionPredictive, y: Tensor, *, level: float = 0.95) -> float:
+    """Share of targets inside the central interval of the given level."""
+    low, high = predictive.interval(level)
+    y = y.reshape(low.shape).to(low)
+    return float(((y >= low) & (y <= high)).double().mean())
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """The chance that a stranger scores higher than a friend, ties counting half: the area under the ROC curve.
+
+    Args:
+        inside: scores (entropy, say) of examples like the training data.
+        outside: scores of examples from elsewhere; higher should mean stranger.
+
+    >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
+    0.875
+    """
+    scores = torch.cat([inside.flatten(), outside.flatten()]).double()
+    _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
+    n_in, n_out = inside.numel(), outside.numel()
+    if not n_in or not n_out:
+        raise MatchError(f"AUROC needs scores of both kinds, got {n_in} inside and {n_out} outside")
+    return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
+
+
+def fpr95(inside: Tensor, outside: Tensor) -> float:
+    """Share of friends taken for strangers at the threshold that catches at least 95 % of the strangers."""
+    if not inside.numel() or not outside.numel():
+        raise MatchError("FPR95 needs scores of both kinds")
+    ordered = outside.flatten().double().sort(descending=True).values
+    caught = -(-95 * ordered.numel() // 100)
+    return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())
+
+
+def _same_length(probs: Tensor, y: Tensor) -> None:
+    if probs.shape[:-1] != y.shape:
+        raise MatchError(f"expected class numbers of shape {tuple(probs.shape[:-1])}, got {tuple(y.shape)}")
