@@ -14,10 +14,11 @@ from torch import Tensor
 from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.noise import fresh_seed
 from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
 from bayesadam.predict.linearised import DEFAULT_BUDGET, Spread, moments
-from bayesadam.predict.predict import Method, parameters_at_mean, predict, wrap
-from bayesadam.predict.predictive import Likelihood, Link
+from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
+from bayesadam.predict.predictive import Likelihood, Link, like
 
 CalibrationMethod = Literal["validation", "evidence"]
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -71,16 +72,14 @@ def calibrate(
     """
     chosen = method or ("evidence" if likelihood == "regression" else "validation")
     for name, value, allowed in (
-        ("likelihood", likelihood, get_args(Likelihood)),
         ("method", chosen, get_args(CalibrationMethod)),
         ("predictive", predictive, get_args(Method)),
     ):
         if value not in allowed:
             raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
+    check_options(likelihood, predictive, link, n_samples, memory_budget)
     data = _Data(posterior, list(pairs(batches)), likelihood, link, forward, memory_budget)
-    if chosen == "evidence":
-        return _by_evidence(posterior, data)
-    best = _by_validation(posterior, data)
+    best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
     if predictive != "linearised":
         best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
     return best
@@ -97,13 +96,14 @@ def log_marginal_likelihood(
 
     The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it.
     """
-    data = list(pairs(batches))
+    data = _Data(posterior, list(pairs(batches)), likelihood, "probit", forward, DEFAULT_BUDGET).batches
     call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
         for inputs, y in data:
             device = next(iter(params.values())).device
-            mean = call(params, to_device(inputs, device)).float()
+            mean = call(params, to_device(inputs, device))
+            mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
             if likelihood == "regression" and posterior.noise_variance is None:
                 raise SettingError(
                     "the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)"
@@ -162,11 +162,11 @@ class _Data:
             raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
 
     def moments(
-        self, spreads: Sequence[Spread], *, covariance: bool = False
+        self, posterior: Posterior, spreads: Sequence[Spread], *, covariance: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Mean, variances (k, ...), covariance and targets, batch by batch."""
+        """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean."""
         call = Call(self.posterior.model, self.forward)
-        params = parameters_at_mean(self.posterior)
+        params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
         with evaluating(self.posterior.model):
             for inputs, y in self.batches:
@@ -175,7 +175,10 @@ class _Data:
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
-                yield mean, found.variance.reshape(-1, *shape), found.covariance, y.to(device)
+                y = y.to(device)
+                if self.likelihood == "regression":
+                    y = like(y, mean)
+                yield mean, found.variance.reshape(-1, *shape), found.covariance, y
 
     def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
         """Mean log-likelihood of the targets, −∞ where it is not finite."""
@@ -191,7 +194,10 @@ def _diagonal(posterior: Posterior) -> Diagonal:
 
 
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
-    """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances."""
+    """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances.
+
+    In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each.
+    """
     curvatures = _curvatures(posterior)
     positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures.values()])
     if not len(positive):
@@ -199,23 +205,34 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
     spreads = [lambda name, r=r: 1 / (curvatures[name] + r) for r in ratios]
-    parts = list(data.moments(spreads))
-    mean, y = torch.cat([p[0] for p in parts]), torch.cat([p[3] for p in parts])
-    tables = torch.cat([p[1] for p in parts], dim=1)
+    if posterior.settings.form == "map":
+        parts = list(data.moments(posterior, spreads))
+        mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
+        means = mean.expand(len(ratios), *mean.shape)
+    else:
+        passes = [
+            list(data.moments(posterior.replace(prior_precision=r * posterior.settings.weight), [spread]))
+            for r, spread in zip(ratios, spreads, strict=True)
+        ]
+        parts = passes[0]
+        means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
+        tables = torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
+    y = torch.cat([p[3] for p in parts])
     best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
-    noises: list[Tensor | None] = [None]
-    if data.likelihood == "regression":
-        noises = list(_noise_candidates(mean, y))
-    for table, ratio in zip(tables, ratios, strict=True):
+    # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures.values())
+    for table, ratio, mean in zip(tables, ratios, means, strict=True):
+        noises: list[Tensor | None] = [None]
+        if data.likelihood == "regression":
+            noises = list(_noise_candidates(mean, y))
         # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
         middle = float(table.mean()) / _output_scale(mean)
         if not (math.isfinite(middle) and middle > 0):
             continue
         for noise in noises:
             candidate = posterior.replace(noise_variance=noise)
-            exponents = [x / 2 for x in range(-6, 15)]
-            scored = [(data.score(candidate, mean, table / (middle * 10**x), y), middle * 10**x) for x in exponents]
-            value, weight = max(scored)
+            weights = [w for x in range(-6, 15) if (w := middle * 10 ** (x / 2)) <= largest]
+            value, weight = max(((data.score(candidate, mean, table / w, y), w) for w in weights), default=best[:2])
             if value > best[0]:
                 best = (value, weight, ratio, noise)
     value, weight, ratio, noise = best
@@ -224,7 +241,8 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
             "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is unchanged. "
             "Do the model's outputs contain NaN or infinities there?"
         )
-    table, candidate = tables[ratios.index(ratio)], posterior.replace(noise_variance=noise)
+    where = ratios.index(ratio)
+    table, mean, candidate = tables[where], means[where], posterior.replace(noise_variance=noise)
     weight = _refined(lambda w: data.score(candidate, mean, table / w, y), weight)
     unit = posterior.settings.weight / posterior.settings.scale
     return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, noise_variance=noise)
@@ -232,18 +250,22 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
 
 def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     ones: Spread = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
-    parts = list(data.moments([ones], covariance=data.likelihood == "classification"))
     if data.likelihood != "regression":
+        parts = list(data.moments(posterior, [ones], covariance=data.likelihood == "classification"))
         curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
-    square = torch.cat([(y.to(mean).reshape(mean.shape) - mean).square() for mean, _, _, y in parts]).mean(dim=0)
-    reach = torch.cat([variance[0] for _, variance, _, _ in parts]).mean(dim=0)
-    square = square.clamp(min=torch.finfo(square.dtype).tiny)
+
+    def averages(at: Posterior, spreads: Sequence[Spread]) -> tuple[Tensor, Tensor]:
+        parts = list(data.moments(at, spreads))
+        square = torch.cat([(y - mean).square() for mean, _, _, y in parts]).mean(dim=0)
+        return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], 1).mean(dim=1)
+
+    square, (reach,) = averages(posterior, [ones])
     noise = square
     for _ in range(_NOISE_ROUNDS):
         found = _at_evidence(posterior, float((reach / noise).sum())).replace(noise_variance=noise)
-        spread = found.variance
-        uncertain = torch.cat([v[0] for _, v, _, _ in data.moments([spread.__getitem__])]).mean(dim=0)
+        # In the likelihood form the mean has moved, and the residuals with it.
+        square, (reach, uncertain) = averages(found, [ones, found.variance.__getitem__])
         # A held-out residual is noise and error of f: E[r²] = σ² + Var[f], and Var[f] goes with σ².
         fresh = square / (1 + uncertain / noise)
         if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
@@ -256,9 +278,12 @@ def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None)
     """Σ J² Λ an example, Λ the Hessian of the negative log-likelihood in the logits."""
     if covariance is None:
         p = mean.sigmoid()
-        return (variance[0] * p * (1 - p)).flatten(1).sum(dim=1)
-    p = mean.softmax(dim=-1)
-    return (covariance * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])).sum(dim=(1, 2))
+        return (variance[0] * p * (1 - p)).reshape(len(mean), -1).sum(dim=1)
+    # (b, places, classes): each place has a block of its own.
+    p = mean.softmax(dim=-1).reshape(len(mean), -1, mean.shape[-1])
+    places, classes = p.shape[1:]
+    blocks = covariance.view(-1, places, classes, places, classes).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return (blocks * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])).flatten(1).sum(dim=1)
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
@@ -296,7 +321,7 @@ def _by_repeated_prediction(
 
     Every candidate sees the same random numbers, so that they differ by their settings alone.
     """
-    seed = int(torch.randint(2**62, (), generator=generator))
+    seed = fresh_seed(generator)
 
     def score(candidate: Posterior) -> float:
         total, count = 0.0, 0
@@ -350,7 +375,7 @@ def _curvatures(posterior: Posterior) -> dict[str, Tensor]:
 
 
 def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:
-    residual = (y.to(mean).reshape(mean.shape) - mean).square().mean(dim=0)
+    residual = (y - mean).square().mean(dim=0)
     return [share * residual for share in _NOISE_SHARES]
 
 

@@ -133,6 +133,26 @@ class Posterior:
         return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
 
     @classmethod
+    def from_moments(
+        cls, model: nn.Module, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], n_data: float
+    ) -> Posterior:
+        """A diagonal Gaussian of known mean and variance, whoever found them (SWAG, Bayes by Backprop, …).
+
+        Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
+        """
+        parameters = dict(unwrap(model).named_parameters())
+        for name, sigma in variance.items():
+            if name not in parameters or name not in mean or sigma.shape != parameters[name].shape:
+                raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
+            if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
+                raise SettingError(f"the variance of {name!r} must be finite and positive")
+        mode = {name: mean[name].detach().to(working_dtype(mean[name].dtype), copy=True) for name in variance}
+        moments = {name: (n_data * sigma.detach().to(mode[name])).reciprocal() for name, sigma in variance.items()}
+        settings = Settings(n_data, dict.fromkeys(variance, 0.0), power=1.0, batch_size=1)
+        omitted = {name: "not given" for name in parameters if name not in variance}
+        return cls(unwrap(model), mode, Diagonal(moments), settings, omitted)
+
+    @classmethod
     def _from_curvature(
         cls,
         model: nn.Module,

@@ -71,6 +71,8 @@ def output_tensor(output: Any) -> Tensor:
             f"the model returned {type(output).__name__}, not a tensor: pass forward=lambda model, batch: ... that "
             "returns the outputs, (batch, ...)"
         )
+    if not output.is_floating_point():
+        raise MatchError(f"the model returned {output.dtype}: it must return real outputs, such as logits, not classes")
     if output.dim() == 0:
         raise MatchError("the model returned a single number: it must return one row of outputs for each example")
     return output
@@ -78,20 +80,34 @@ def output_tensor(output: Any) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after."""
+    """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
+
+    Within, gradients can be taken even where the caller is in inference mode.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    fast = torch.backends.mha.get_fastpath_enabled()
     try:
         model.eval()
-        with sdpa_kernel(SDPBackend.MATH):
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, training in modes:
             module.training = training
 
 
 def plain(inputs: Any) -> Any:
-    """Mappings of any kind as dicts, so that batches can be cut and joined."""
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+    """Mappings of any kind as dicts, so that batches can be cut and joined; without a graph, and never inference tensors."""
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    return pytree.tree_map(_differentiable, inputs)
+
+
+def _differentiable(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with torch.inference_mode(False):
+        return leaf.clone() if leaf.is_inference() else leaf.detach()
 
 
 def batch_size(inputs: Any) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bayesadam.predict.layers import EmbeddingUse, Layout, ProductUse, SumUse, Use
+from bayesadam.predict.layers import EmbeddingUse, Layout, MatrixUse, ProductUse, SumUse, Use, batch_first, gathered
 
-# Gradients of one parameter are formed in pieces of this many entries, which fit a cache, and dropped.
+# Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on another
+# device they fill it with work.
 _PIECE = 1 << 21
+_DEVICE_PIECE = 1 << 27
 
 
 def variances(
@@ -30,13 +32,21 @@ def variances(
     if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
         x, y = _joined_factors(uses, ds, layout, size, spread[0].dtype)
         return _product_variances(x, y, [_arranged(first, s) for s in spread])
-    if len(uses) == 1 and isinstance(first, EmbeddingUse):
-        grads, ids = first.rows_used(ds[0].to(spread[0].dtype), layout[0], size)
-        squares = grads.square_()
-        return torch.stack([torch.einsum("cbte,bte->bc", squares, s[ids]) for s in spread])
-    grads = _dense(uses, ds, layout, size, spread[0])
-    squares = grads.flatten(2).square_()
-    return torch.stack([squares @ s.flatten() for s in spread]).transpose(1, 2)
+    rows = _looked_up(uses, ds, layout, size, spread[0].dtype)
+    if rows is not None:
+        own, ids, factors = rows
+        squares, total = own.square(), spread[0].new_zeros(len(spread), size, len(own))
+        if factors is not None:
+            x, y = factors
+            total = _product_variances(x, y, [s.unsqueeze(0) for s in spread])
+            squares = squares + 2 * own * _rows_of_product(x, y, ids)
+        return total + torch.stack([torch.einsum("cbte,bte->bc", squares, s[ids]) for s in spread])
+    step = max(1, _piece_size(spread[0]) // (size * spread[0].numel()))
+    parts = []
+    for c0 in range(0, len(ds[0]), step):
+        squares = _dense(uses, [d[c0 : c0 + step] for d in ds], layout, size, spread[0]).flatten(2).square_()
+        parts.append(torch.stack([squares @ s.flatten() for s in spread]).transpose(1, 2))
+    return torch.cat(parts, dim=2)
 
 
 def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Tensor) -> Tensor:
@@ -46,11 +56,29 @@ def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size:
     if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
         x, y = _joined_factors(uses, ds, layout, size, spread.dtype)
         return _product_covariance(x, y, _arranged(first, spread))
-    if len(uses) == 1 and isinstance(first, EmbeddingUse):
-        grads, ids = first.rows_used(ds[0].to(spread.dtype), layout[0], size)
-        return gram(grads.mul_(spread[ids].sqrt()).flatten(2).transpose(0, 1))
+    rows = _looked_up(uses, ds, layout, size, spread.dtype)
+    if rows is not None:
+        own, ids, factors = rows
+        root = spread[ids].sqrt()
+        left = (own * root).flatten(2).transpose(0, 1)
+        if factors is None:
+            return gram(left)
+        right = (_rows_of_product(*factors, ids) * root).flatten(2).transpose(0, 1)
+        cross = left @ right.mT
+        return _product_covariance(*factors, spread.unsqueeze(0)) + gram(left) + cross + cross.mT
     grads = _dense(uses, ds, layout, size, spread)
     return gram(grads.mul_(spread.sqrt()).flatten(2).transpose(0, 1))
+
+
+def one_position(use: Use, layout: Layout, size: int) -> bool:
+    """Whether a weight matrix is used at one place an example, so that its bias can be contracted along with it."""
+    return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
+
+
+def affine_scale(use: MatrixUse, spread: Tensor, bias_spread: Tensor | None) -> Tensor:
+    """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
+    t = use.input.detach().to(spread.dtype).square() @ spread.mT
+    return t if bias_spread is None else t + bias_spread
 
 
 def total_gradient(
@@ -64,7 +92,7 @@ def total_gradient(
             part = torch.einsum("bgpx,bgpy,b->gxy", x[0], y.to(like.dtype), weights)
             total += use.restored(part, total.shape)
         elif isinstance(use, EmbeddingUse):
-            grads, ids = use.rows_used(d.to(like.dtype), lay, size)
+            grads, ids = use.looked_up(d.to(like.dtype), lay, size)
             total.index_add_(0, ids.flatten(), (grads[0] * weights[:, None, None]).flatten(0, 1))
         elif isinstance(use, SumUse):
             grads = use.gradients(d.to(like.dtype), lay, size, total.shape)[0]
@@ -94,6 +122,40 @@ def _joined_factors(
     return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(dtype) for _, y in pairs], dim=2)
 
 
+def _looked_up(
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
+    """Gradients (c, b, t, e) of the rows ids (b, t) that embeddings look up, and the factors of the same table as a matrix.
+
+    None where the parameter has other uses, or no such ones. A head tied to its embedding has both.
+    """
+    found, products = [], []
+    for index, use in enumerate(uses):
+        if isinstance(use, EmbeddingUse):
+            found.append(use.looked_up(ds[index].to(dtype), layout[index], size))
+        elif isinstance(use, MatrixUse):
+            products.append(index)
+        else:
+            return None
+    if not found:
+        return None
+    ids = torch.cat([i for _, i in found], dim=1)
+    own = gathered(torch.cat([grads for grads, _ in found], dim=2), ids)
+    if not products:
+        return own, ids, None
+    factors = _joined_factors(
+        [uses[i] for i in products], [ds[i] for i in products], [layout[i] for i in products], size, dtype
+    )
+    return own, ids, factors
+
+
+def _rows_of_product(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    """The rows ids (b, t) of the gradients Σ_p X Y: (c, b, t, e)."""
+    x, y = x.squeeze(2), y.squeeze(1)
+    index = ids[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1)
+    return torch.einsum("cbpt,bpe->cbte", x.gather(3, index), y)
+
+
 def _product_variances(x: Tensor, y: Tensor, spread: Sequence[Tensor]) -> Tensor:
     c, b, g, p, width = x.shape
     if p == 1:
@@ -103,10 +165,10 @@ def _product_variances(x: Tensor, y: Tensor, spread: Sequence[Tensor]) -> Tensor
         return torch.stack([torch.einsum("cbgx,bgx->bc", squares, t) for t in inner])
     out = x.new_zeros(len(spread), b, c)
     flat = torch.stack([s.reshape(g, -1) for s in spread], dim=-1)
-    per_pair = g * width * y.shape[-1]
-    step_c = max(1, min(c, _PIECE // per_pair))
-    step_b = max(1, min(b, _PIECE // (per_pair * step_c)))
-    step_x = max(1, min(width, _PIECE // (g * y.shape[-1])))
+    per_pair, piece_size = g * width * y.shape[-1], _piece_size(x)
+    step_c = max(1, min(c, piece_size // per_pair))
+    step_b = max(1, min(b, piece_size // (per_pair * step_c)))
+    step_x = max(1, min(width, piece_size // (g * y.shape[-1])))
     for b0 in range(0, b, step_b):
         for c0 in range(0, c, step_c):
             for x0 in range(0, width, step_x):
@@ -124,14 +186,19 @@ def _product_covariance(x: Tensor, y: Tensor, spread: Tensor) -> Tensor:
         return gram((x.squeeze(3) * inner.sqrt()).flatten(2).transpose(0, 1))
     out = x.new_zeros(b, c, c)
     root = spread.sqrt()
-    step_x = max(1, min(width, _PIECE // (c * g * y.shape[-1])))
-    step_b = max(1, min(b, _PIECE // (c * g * step_x * y.shape[-1])))
+    piece_size = _piece_size(x)
+    step_x = max(1, min(width, piece_size // (c * g * y.shape[-1])))
+    step_b = max(1, min(b, piece_size // (c * g * step_x * y.shape[-1])))
     for b0 in range(0, b, step_b):
         for x0 in range(0, width, step_x):
             piece = _gradients(x[:, b0 : b0 + step_b, ..., x0 : x0 + step_x], y[b0 : b0 + step_b])
             piece = piece.mul_(root[:, None, x0 : x0 + step_x]).transpose(1, 2).flatten(2)
             out[b0 : b0 + step_b] += gram(piece)
     return out
+
+
+def _piece_size(like: Tensor) -> int:
+    return _PIECE if like.device.type == "cpu" else _DEVICE_PIECE
 
 
 def _gradients(x: Tensor, y: Tensor) -> Tensor:
@@ -148,7 +215,7 @@ def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int
         if isinstance(use, SumUse):
             total += use.gradients(d.to(spread.dtype), lay, size, spread.shape)
         elif isinstance(use, EmbeddingUse):
-            grads, ids = use.rows_used(d.to(spread.dtype), lay, size)
+            grads, ids = use.looked_up(d.to(spread.dtype), lay, size)
             index = ids[None, :, :, None].expand_as(grads)
             total.scatter_add_(2, index, grads)
         elif isinstance(use, ProductUse):

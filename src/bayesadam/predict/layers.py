@@ -7,24 +7,32 @@ sequence, the places of a convolution), D = ∂f/∂(layer output).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Layout = Callable[[Tensor, int], Tensor]
+
+class Layout(Protocol):
+    """Brings a layer's tensor, after `lead` dimensions of other kinds, into the form (b, positions, ...)."""
+
+    def __call__(self, tensor: Tensor, size: int, lead: int = 0) -> Tensor:
+        """The tensor with the examples first."""
+        ...
 
 
-def batch_first(tensor: Tensor, size: int) -> Tensor:
-    """(b, ...) as it is, or (b·k, ...) as (b, k, ...)."""
-    return tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:])
+def batch_first(tensor: Tensor, size: int, lead: int = 0) -> Tensor:
+    """(b·k, ...) as (b, k, ...); k is 1 unless the batch was folded."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:lead], size, shape[lead] // size, *shape[lead + 1 :])
 
 
-def batch_second(tensor: Tensor, size: int) -> Tensor:
+def batch_second(tensor: Tensor, size: int, lead: int = 0) -> Tensor:
     """(l, b, ...) as (b, l, ...)."""
-    return tensor.movedim(1, 0)
+    return tensor.movedim(lead + 1, lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +91,7 @@ class MatrixUse(ProductUse):
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X = D and Y = a."""
         a = layout(self.input.detach(), size)
-        grads = torch.stack([layout(row, size) for row in d])
+        grads = layout(d, size, 1)
         return grads.reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
 
     def arranged(self, tensor: Tensor) -> Tensor:
@@ -168,7 +176,7 @@ class SumUse(Use):
         """(c, b, *shape): the gradients themselves, which are small."""
         if self.scale is not None:
             d = d * self.scale
-        grads = torch.stack([layout(row, size) for row in d])
+        grads = layout(d, size, 1)
         if self.channel:
             # (c, b, k, channels, places…): a folded batch has k > 1.
             return grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
@@ -182,21 +190,26 @@ class EmbeddingUse(Use):
     ids: Tensor = None  # type: ignore[assignment]
     padding: int | None = None
 
-    def rows_used(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """Gradients (c, b, t, e) of the rows ids (b, t), every row of an example at its first place, zero elsewhere."""
+    def looked_up(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """Gradients (c, b, t, e) of the rows ids (b, t), place by place."""
         ids = layout(self.ids, size).reshape(size, -1)
-        grads = torch.stack([layout(row, size) for row in d]).reshape(len(d), size, ids.shape[1], -1)
+        grads = layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
         if self.padding is not None:
             grads = grads * (ids != self.padding)[None, :, :, None]
-        first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
-        index = first[None, :, :, None].expand_as(grads)
-        return torch.zeros_like(grads).scatter_add_(2, index, grads), ids
+        return grads, ids
+
+
+def gathered(grads: Tensor, ids: Tensor) -> Tensor:
+    """Gradients (c, b, t, e) with every row of an example at its first place, zero elsewhere."""
+    first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
+    index = first[None, :, :, None].expand_as(grads)
+    return torch.zeros_like(grads).scatter_add_(2, index, grads)
 
 
 def _folded(x: Tensor, a: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
     """X (c, n, g, p, x) and Y (n, g, p, y) with the n images of b examples gathered as positions."""
     ys = layout(a, size).transpose(1, 2).flatten(2, 3)
-    xs = torch.stack([layout(row, size) for row in x]).transpose(2, 3).flatten(3, 4)
+    xs = layout(x, size, 1).transpose(2, 3).flatten(3, 4)
     return xs, ys
 
 

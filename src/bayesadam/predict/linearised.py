@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from bayesadam.errors import BayesAdamError
+from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched, repeated
-from bayesadam.predict.layers import Layout, Use
+from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use
 from bayesadam.predict.recording import recording
 
 DEFAULT_BUDGET = 1 << 30
 Spread = Callable[[str], Tensor]
 _OUTPUTS_AT_ONCE = 64
+_PLANS_KEPT = 16
 
 
 class MemoryBudgetError(BayesAdamError):
@@ -31,15 +33,19 @@ class Plan:
     """How the parameters of a model are handled, found out on a few examples.
 
     Attributes:
-        layouts: for every use of a layer, in order, how the examples lie in its tensors; None leaves the use out.
+        uses: the parameter and the kind of every use of a layer, in order.
+        layouts: for every use, how the examples lie in its tensors; None leaves the use out.
         generic: parameters whose gradients go through autograd, example by example.
+        silent: parameters that had no gradient on these examples, so that nothing is known of them.
         activations: entries of activations an example.
         outputs: C, the outputs of the network.
         shape: the shape of one example's output.
     """
 
+    uses: tuple[tuple[str, type[Use]], ...]
     layouts: tuple[Layout | None, ...]
     generic: tuple[str, ...]
+    silent: tuple[str, ...]
     activations: int
     outputs: int
     shape: torch.Size
@@ -79,19 +85,49 @@ def moments(
         budget: bytes for activations and back-propagated outputs.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    plan = make_plan(call, leaves, inputs)
+    plan = plan_for(call, leaves, inputs)
     size = batch_size(inputs)
     per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
         chunk = examples(inputs, start, start + per_chunk)
-        mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance)
-        generic = _generic(call, leaves, plan, spreads, chunk, covariance, budget)
+        fitted, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance)
+        with torch.no_grad():
+            generic = _generic(call, leaves, fitted, spreads, chunk, covariance, budget)
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
     variance = torch.cat(parts, dim=1)
     return Moments(torch.cat(means), variance, torch.cat(blocks) if covariance else None, plan.shape)
+
+
+_plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
+    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same."""
+    flat, spec = pytree.tree_flatten(inputs)
+    modules = tuple(
+        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
+        for m in call.model.modules()
+    )
+    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
+    tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
+    # Weakly, for a forward may hold the model, which would then never be freed.
+    key = (call.forward and ref(call.forward), modules, str(spec), kinds, tensors)
+    known = _plans.setdefault(call.model, {})
+    if key not in known:
+        if len(known) >= _PLANS_KEPT:
+            known.pop(next(iter(known)))
+        known[key] = make_plan(call, leaves, inputs)
+    return known[key]
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Plain attributes, on which its forward may depend."""
+    for name, value in vars(module).items():
+        if isinstance(value, bool | int | float | str) and name != "training":
+            yield name, value
 
 
 def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
@@ -111,19 +147,29 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
                 f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
                 "Pass forward=lambda model, batch: ... that returns (batch, ...)"
             )
+        if not output.requires_grad:
+            raise BayesAdamError(
+                "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
+                "there a torch.no_grad(), a detach() or an argmax in its forward?"
+            )
+        if output.numel() == 0:
+            raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
+        _check_alone(call, leaves, probe, output)
         flat = output.reshape(size, -1)
+        names = list(leaves)
         generator = torch.Generator().manual_seed(0)
         r = torch.randn(flat.shape, generator=generator).to(flat)
-        s = (torch.rand(size, generator=generator) + torch.arange(size)).to(flat)
-        names = list(leaves)
+        # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
+        s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
         truths = torch.autograd.grad(
             (s[:, None] * r * flat).sum(), [leaves[n] for n in names], retain_graph=True, allow_unused=True
         )
         ds = torch.autograd.grad((r * flat).sum(), [use.output for use in uses], allow_unused=True) if uses else ()
     layouts: list[Layout | None] = [None] * len(uses)
-    generic = []
+    generic, silent = [], []
     for name, truth in zip(names, truths, strict=True):
-        if truth is None:
+        if truth is None or not truth.any():
+            silent.append(name)
             continue
         mine = [i for i, use in enumerate(uses) if use.name == name and ds[i] is not None]
         chosen = _agreeing_layouts([uses[i] for i in mine], [ds[i] for i in mine], truth, s, size)
@@ -133,14 +179,53 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
             layouts[i] = layout
     seen = {id(use.output): use.output.numel() for use in uses}
     activations = max(sum(seen.values()), flat.numel()) // size
-    return Plan(tuple(layouts), tuple(generic), activations, flat.shape[1], output.shape[1:])
+    return Plan(
+        _kinds(uses), tuple(layouts), tuple(generic), tuple(silent), activations, flat.shape[1], output.shape[1:]
+    )
+
+
+def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
+    return tuple((use.name, type(use)) for use in uses)
+
+
+def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
+    """An example must give the same alone as among others: work is cut along the batch."""
+    size = len(output)
+    told = (
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
+        "without being one row an example? Pass that one through forward=lambda model, batch: ..."
+    )
+    try:
+        with torch.no_grad():
+            alone = call(leaves, examples(probe, size - 1, size))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise BayesAdamError(f"{told} ({error})") from error
+    among = output[-1:].detach()
+    # Outputs that are not finite are told of elsewhere.
+    finite = torch.isfinite(among)
+    if alone.shape != among.shape or not _agree(alone[finite], among[finite]):
+        raise BayesAdamError(told)
+
+
+def _agree(ours: Tensor, truth: Tensor) -> bool:
+    """Equal but for rounding."""
+    tolerance: float = min(0.2, 10 * torch.finfo(truth.dtype).eps ** 0.5)
+    return _disagreement(ours, truth) <= tolerance
+
+
+def _disagreement(ours: Tensor, truth: Tensor) -> float:
+    wide = torch.promote_types(truth.dtype, torch.float32)
+    scale = float(truth.to(wide).norm())
+    found = float((ours.to(wide) - truth.to(wide)).norm())
+    return found / scale if scale else found
 
 
 def _agreeing_layouts(
     uses: Sequence[Use], ds: Sequence[Tensor], truth: Tensor, s: Tensor, size: int
 ) -> list[Layout] | None:
     wide = torch.promote_types(truth.dtype, torch.float32)
-    tolerance = 10 * torch.finfo(truth.dtype).eps ** 0.5
+    best: tuple[float, list[Layout] | None] = (0.2, None)
     for attempt in range(max((len(use.layouts) for use in uses), default=0)):
         layout = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
         ours = torch.zeros_like(truth, dtype=wide)
@@ -150,16 +235,37 @@ def _agreeing_layouts(
                 use.of(ours).add_(part)
         except (RuntimeError, IndexError):
             continue
-        if float((ours - truth).norm()) <= tolerance * float(truth.norm()):
+        found = _disagreement(ours, truth)
+        if found <= min(4e-3, 10 * torch.finfo(truth.dtype).eps ** 0.5):
             return layout
-    return None
+        if torch.finfo(truth.dtype).bits == 16 and found < best[0]:
+            # Rounding alone may come to this much; a wrong layout is still farther off.
+            best = (found, layout)
+    return best[1]
+
+
+def _fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
+    """The plan for one chunk: weights that were silent before, or all where other layers are used, go the generic way."""
+    same = _kinds(uses) == plan.uses
+    unknown = plan.silent if same else tuple(leaves)
+    live: tuple[str, ...] = ()
+    if unknown and flat.requires_grad:
+        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
+        grads = torch.autograd.grad(
+            (r * flat).sum(), [leaves[name] for name in unknown], retain_graph=True, allow_unused=True
+        )
+        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(g.any()))
+    if same:
+        return replace(plan, generic=plan.generic + live)
+    return replace(plan, layouts=(None,) * len(uses), generic=live)
 
 
 def recorded(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[list[Use], Tensor]:
     """The uses of the parameters in one forward pass, and its output."""
     with recording(call.model, {id(leaf): name for name, leaf in leaves.items()}) as uses:
         output = call(leaves, inputs)
-    return uses, output
+    # What the model runs without gradients has none.
+    return [use for use in uses if use.output.requires_grad], output
 
 
 def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
@@ -188,45 +294,102 @@ def _layerwise(
     inputs: Any,
     at_once: int,
     covariance: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Plan, Tensor, Tensor, Tensor]:
     size = batch_size(inputs)
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs)
         flat = output.reshape(size, -1)
-    groups: dict[tuple[str, int | None], list[int]] = {}
-    for index, (use, layout) in enumerate(zip(uses, plan.layouts, strict=True)):
-        if layout is not None:
-            groups.setdefault(use.key, []).append(index)
+    plan = _fitted(plan, uses, flat, leaves)
     like = torch.promote_types(flat.dtype, torch.float32)
     variance = torch.zeros(len(spreads), size, plan.outputs, dtype=like, device=flat.device)
-    blocks = (
-        torch.zeros(size, plan.outputs, plan.outputs, dtype=like, device=flat.device)
-        if covariance
-        else variance[0, :, :, None]
-    )
-    active = sorted(index for indices in groups.values() for index in indices)
+    blocks = variance[0, :, :, None]
+    if covariance:
+        blocks = torch.zeros(size, plan.outputs, plan.outputs, dtype=like, device=flat.device)
+    shares = _shares(uses, plan.layouts, spreads, size, covariance)
+    active = sorted({index for share in shares for index in share.uses})
     for first, ds in _back_propagated(flat, [uses[i].output for i in active], at_once if active else 0):
         by_use = dict(zip(active, ds, strict=True))
-        width = next(d.shape[0] for d in ds if d is not None)
-        for indices in groups.values():
-            mine = [i for i in indices if by_use[i] is not None]
-            if not mine:
-                continue
-            arguments = (
-                [uses[i] for i in mine],
-                [by_use[i] for i in mine],
-                [layout for i in mine if (layout := plan.layouts[i]) is not None],
-                size,
-            )
-            spread = [s(uses[mine[0]].name) for s in spreads]
-            with torch.no_grad():
+        with torch.no_grad():
+            for share in shares:
+                mine = {i: by_use[i] for i in share.uses if by_use[i] is not None}
+                if not mine:
+                    continue
+                part = share.of(mine)
                 if covariance:
-                    blocks += contract.covariance(*arguments, spread[0])
+                    blocks += part
                 else:
-                    variance[:, :, first : first + width] += contract.variances(*arguments, spread)
+                    variance[:, :, first : first + part.shape[-1]] += part
     if covariance:
         variance[0] = blocks.diagonal(dim1=1, dim2=2)
-    return flat.detach(), variance, blocks
+    return plan, flat.detach(), variance, blocks
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """What some uses of layers contribute: a function of D at each of them, by the number of the use."""
+
+    uses: tuple[int, ...]
+    of: Callable[[Mapping[int, Tensor]], Tensor]
+
+
+def _shares(
+    uses: Sequence[Use], layouts: Sequence[Layout | None], spreads: Sequence[Spread], size: int, covariance: bool
+) -> list[_Share]:
+    """Uses of one parameter belong together, since their gradients add before they are squared."""
+    groups: dict[tuple[str, int | None], list[int]] = {}
+    for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
+        if layout is not None:
+            groups.setdefault(use.key, []).append(index)
+    alone = {indices[0] for indices in groups.values() if len(indices) == 1}
+    biases = {id(uses[i].output): i for i in alone if isinstance(uses[i], SumUse)}
+    shares: list[_Share] = []
+    joined: set[int] = set()
+    for index in alone:
+        use, layout = uses[index], layouts[index]
+        if isinstance(use, MatrixUse) and layout is not None and contract.one_position(use, layout, size):
+            bias = biases.get(id(use.output))
+            shares.append(_affine_share(use, index, None if bias is None else uses[bias], spreads, covariance))
+            joined |= {index} if bias is None else {index, bias}
+    for indices in groups.values():
+        if indices[0] not in joined:
+            shares.append(_general_share(uses, indices, layouts, spreads, size, covariance))
+    return shares
+
+
+def _affine_share(use: MatrixUse, index: int, bias: Use | None, spreads: Sequence[Spread], covariance: bool) -> _Share:
+    scales = [
+        contract.affine_scale(use, use.of(s(use.name)), None if bias is None else bias.of(s(bias.name)))
+        for s in spreads
+    ]
+
+    def of(ds: Mapping[int, Tensor]) -> Tensor:
+        d = ds[index].to(scales[0].dtype)
+        if covariance:
+            return contract.gram((d * scales[0].sqrt()).transpose(0, 1))
+        squares = d.square()
+        return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
+
+    return _Share((index,), of)
+
+
+def _general_share(
+    uses: Sequence[Use],
+    indices: Sequence[int],
+    layouts: Sequence[Layout | None],
+    spreads: Sequence[Spread],
+    size: int,
+    covariance: bool,
+) -> _Share:
+    spread = [s(uses[indices[0]].name) for s in spreads]
+
+    def of(ds: Mapping[int, Tensor]) -> Tensor:
+        mine = [uses[i] for i in ds]
+        ways = [layout for i in ds if (layout := layouts[i]) is not None]
+        if covariance:
+            return contract.covariance(mine, list(ds.values()), ways, size, spread[0])
+        return contract.variances(mine, list(ds.values()), ways, size, spread)
+
+    return _Share(tuple(indices), of)
 
 
 def _back_propagated(flat: Tensor, outputs: list[Tensor], at_once: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
@@ -314,18 +477,40 @@ def _jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], i
     varying = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
     try:
         result: dict[str, Tensor] = vmap(jacrev(single), in_dims=(None, *[0] * len(varying)))(mine, *varying)
-        return result
+        if _confirmed(call, mine, others, inputs, result):
+            return result
     except RuntimeError:
-        loop = [_one_jacobian(call, mine, others, examples(inputs, i, i + 1)) for i in range(size)]
-        return {name: torch.stack([row[name] for row in loop]) for name in mine}
+        pass
+    loop = [one_jacobian(call, mine, others, examples(inputs, i, i + 1)) for i in range(size)]
+    return {name: torch.stack([row[name] for row in loop]) for name in mine}
 
 
-def _one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+def _confirmed(
+    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, jacobians: Mapping[str, Tensor]
+) -> bool:
+    """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
+    with torch.enable_grad():
+        flat = call.flat({**others, **leaves}, inputs)
+        if not flat.requires_grad:
+            return not any(bool(jacobian.any()) for jacobian in jacobians.values())
+        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)).to(flat)
+        truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
+    for (name, jacobian), truth in zip(((n, jacobians[n]) for n in mine), truths, strict=True):
+        ours = torch.tensordot(r, jacobian, dims=2)
+        if not _agree(ours, torch.zeros_like(leaves[name]) if truth is None else truth):
+            return False
+    return True
+
+
+def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+    """∂f/∂w of one example, (c, *shape), by plain reverse passes."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
     with torch.enable_grad():
         flat = call.flat({**others, **leaves}, example)
     basis = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device).unsqueeze(1)
-    grads = _batched_grad(flat, list(leaves.values()), basis)
+    # This example may not reach any of them.
+    grads = _batched_grad(flat, list(leaves.values()), basis) if flat.requires_grad else [None] * len(leaves)
     return {
         name: torch.zeros(flat.shape[1], *leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True)

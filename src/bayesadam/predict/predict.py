@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.predict.call import Call, Forward, evaluating, plain
-from bayesadam.predict.linearised import DEFAULT_BUDGET, make_plan, moments
+from bayesadam.predict.linearised import DEFAULT_BUDGET, moments, plan_for
 from bayesadam.predict.predictive import (
     BinaryPredictive,
     ClassificationPredictive,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bayesadam.posterior import Posterior
 
 Method = Literal["linearised", "sampled", "linearised-sampled"]
+_FEWEST_TO_JUDGE = 8
 
 
 class CollapsedPredictionWarning(BayesAdamWarning):
@@ -69,11 +70,12 @@ def predict(
         generator: makes the draws reproducible.
         memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
     """
-    _check(likelihood, method, link, n_samples, memory_budget)
+    check_options(likelihood, method, link, n_samples, memory_budget)
     inputs = plain(inputs)
+    posterior._require_proper()
     call = Call(posterior.model, forward)
-    params = parameters_at_mean(posterior)
     with evaluating(posterior.model):
+        params = parameters_at_mean(posterior)
         if method == "linearised":
             variance = posterior.variance
             found = moments(call, params, [variance.__getitem__], inputs, covariance=covariance, budget=memory_budget)
@@ -85,16 +87,17 @@ def predict(
             at_mean = call(params, inputs).to(draws.dtype)
     if method == "sampled":
         _warn_if_collapsed(draws, at_mean, likelihood)
-    mean = draws.mean(dim=0) if method == "sampled" else at_mean
-    centred = (draws - mean).flatten(2)
-    block = torch.einsum("nbc,nbd->bcd", centred, centred) / (n_samples - 1) if covariance else None
-    spread = centred.square().sum(dim=0).div(n_samples - 1).view_as(mean)
+    # The mean of the linearised draws is known, that of the others estimated from them.
+    mean, count = (draws.mean(dim=0), n_samples - 1) if method == "sampled" else (at_mean, n_samples)
+    centred = (draws - mean).reshape(n_samples, len(mean), -1)
+    block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if covariance else None
+    spread = centred.square().sum(dim=0).div(count).view_as(mean)
     return wrap(posterior, likelihood, link, mean, spread, block, draws)
 
 
 def parameters_at_mean(posterior: Posterior) -> dict[str, Tensor]:
     """μ in the types and on the devices of the model's parameters."""
-    own = dict(posterior.model.named_parameters())
+    own = posterior._parameters()
     return {name: mu.to(own[name]) for name, mu in posterior.mean.items()}
 
 
@@ -111,6 +114,11 @@ def wrap(
     if likelihood == "regression":
         noise = torch.zeros((), dtype=mean.dtype) if posterior.noise_variance is None else posterior.noise_variance
         return RegressionPredictive(mean, variance, covariance, draws, noise.to(mean))
+    if likelihood == "classification" and (mean.dim() < 2 or mean.shape[-1] < 2):
+        raise MatchError(
+            f"classification needs the logits of at least two classes in the last dimension, but the outputs have shape "
+            f"{tuple(mean.shape)}: for a single logit use likelihood='binary'"
+        )
     kind = ClassificationPredictive if likelihood == "classification" else BinaryPredictive
     return kind(mean, variance, covariance, draws, link)
 
@@ -125,10 +133,15 @@ def _draws(
     generator: torch.Generator | None,
     budget: int,
 ) -> Tensor:
-    def draw() -> dict[str, Tensor]:
-        return {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}
+    padding = _padding_rows(posterior.model)
 
-    plan = make_plan(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
+    def draw() -> dict[str, Tensor]:
+        theta = {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}
+        for name in padding.keys() & theta.keys():
+            theta[name][padding[name]] = params[name][padding[name]]
+        return theta
+
+    plan = plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
     bounds = {"activations": plan.activations, "budget": budget}
     if method == "linearised-sampled":
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
@@ -140,13 +153,23 @@ def _draws(
     return drawn.to(torch.promote_types(drawn.dtype, torch.float32))
 
 
+def _padding_rows(model: nn.Module) -> dict[str, int]:
+    """Rows of embeddings that stand for padding: torch gives them no gradient, so they are not learned nor drawn."""
+    return {
+        f"{prefix}.weight" if prefix else "weight": module.padding_idx
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+    }
+
+
 def _warn_if_collapsed(draws: Tensor, at_mean: Tensor, likelihood: Likelihood) -> None:
     """Without labels "worse" shows as another answer: other classes, or a mean farther off than the outputs' own spread."""
     if likelihood == "regression":
         drift = (draws.mean(dim=0) - at_mean).square().mean().sqrt()
-        scale = at_mean.std() if at_mean.numel() > 1 else at_mean.abs().max()
+        scale = at_mean.std() if at_mean.numel() > 1 else torch.zeros_like(drift)
         told = f"the averaged prediction is {float(drift):.3g} from the mean network's, whose outputs spread by {float(scale):.3g}"
-        collapsed = bool(drift > scale)
+        # A few examples, or equal ones, do not show how far apart outputs are.
+        collapsed = len(at_mean) >= _FEWEST_TO_JUDGE and bool(drift > scale > 0)
     else:
         probs = draws.softmax(dim=-1) if likelihood == "classification" else draws.sigmoid()
         if likelihood == "classification":
@@ -165,7 +188,8 @@ def _warn_if_collapsed(draws: Tensor, at_mean: Tensor, likelihood: Likelihood) -
         )
 
 
-def _check(likelihood: str, method: str, link: str, n_samples: int, memory_budget: int) -> None:
+def check_options(likelihood: str, method: str, link: str, n_samples: int, memory_budget: int) -> None:
+    """Refuse options that are none, by name."""
     for name, value, allowed in (
         ("likelihood", likelihood, get_args(Likelihood)),
         ("method", method, get_args(Method)),

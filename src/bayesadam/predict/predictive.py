@@ -44,7 +44,7 @@ class Predictive:
         scale = self.covariance.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
         eye = torch.eye(self.covariance.shape[-1], dtype=scale.dtype, device=scale.device)
         root = torch.linalg.cholesky(self.covariance + 10 * torch.finfo(scale.dtype).eps * scale.clamp(min=1e-30) * eye)
-        flat = torch.einsum("bcd,nbd->nbc", root, noise.flatten(2))
+        flat = torch.einsum("bcd,nbd->nbc", root, noise.reshape(n, len(self.mean), -1))
         return self.mean + flat.view_as(noise)
 
 
@@ -77,23 +77,28 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y), one number an example; outputs are taken as independent unless the covariance is known."""
-        y = _like(y, self.mean)
-        residual = (y - self.mean).flatten(1)
+        y = like(y, self.mean)
+        residual = _rows(y - self.mean)
         if self.covariance is not None:
-            noise = self.noise_variance.expand(self.mean.shape).flatten(1)
-            total = self.covariance + torch.diag_embed(noise)
-            root = torch.linalg.cholesky(total)
+            root = torch.linalg.cholesky(self._total_covariance(self.covariance))
             white = torch.linalg.solve_triangular(root, residual.unsqueeze(-1), upper=False).squeeze(-1)
             log_det = root.diagonal(dim1=1, dim2=2).log().sum(dim=1)
             constant = 0.5 * residual.shape[1] * math.log(2 * math.pi)
             density: Tensor = -0.5 * white.square().sum(dim=1) - log_det - constant
             return density
-        variance = self.total_variance.flatten(1)
+        variance = _rows(self.total_variance)
         return (-0.5 * (residual.square() / variance + (2 * math.pi * variance).log())).sum(dim=1)
 
     def entropy(self) -> Tensor:
-        """The differential entropy of y in nats, one number an example."""
-        return (0.5 * (2 * math.pi * math.e * self.total_variance.flatten(1)).log()).sum(dim=1)
+        """The differential entropy of y in nats, one number an example; of the joint outputs where the covariance is known."""
+        if self.covariance is not None:
+            log_det = torch.linalg.slogdet(self._total_covariance(self.covariance)).logabsdet
+            joint: Tensor = 0.5 * (log_det + self.covariance.shape[-1] * math.log(2 * math.pi * math.e))
+            return joint
+        return (0.5 * (2 * math.pi * math.e * _rows(self.total_variance)).log()).sum(dim=1)
+
+    def _total_covariance(self, covariance: Tensor) -> Tensor:
+        return covariance + torch.diag_embed(_rows(self.noise_variance.expand(self.mean.shape)))
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y, (n, batch, ...)."""
@@ -167,10 +172,10 @@ class BinaryPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of zeros and ones, summed over the outputs of an example."""
-        y = _like(y, self.mean)
+        y = like(y, self.mean)
         tiny = torch.finfo(self.probs.dtype).tiny
         chosen = torch.where(y > 0.5, self.probs, 1 - self.probs)
-        return chosen.clamp(min=tiny).log().flatten(1).sum(dim=1)
+        return _rows(chosen.clamp(min=tiny).log()).sum(dim=1)
 
     def entropy(self) -> Tensor:
         """The entropy of y in nats."""
@@ -199,9 +204,14 @@ def _entropy(probs: Tensor) -> Tensor:
     return entropy
 
 
-def _like(y: Tensor, mean: Tensor) -> Tensor:
-    """Targets in the outputs' shape: (batch,) serves (batch, 1)."""
-    if y.shape != mean.shape and y.numel() == mean.numel() and y.shape[0] == mean.shape[0]:
+def _rows(tensor: Tensor) -> Tensor:
+    """(batch, ...) as (batch, outputs), also where an output is a single number, (batch,)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def like(y: Tensor, mean: Tensor) -> Tensor:
+    """Targets in the outputs' shape: (batch,) serves (batch, 1), and the other way round."""
+    if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
         y = y.reshape(mean.shape)
     if y.shape != mean.shape:
         raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch.func import jvp, vmap
 from bayesadam.posterior.noise import fresh_seed
 from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.layers import MatrixUse, SumUse
-from bayesadam.predict.linearised import Plan, recorded
+from bayesadam.predict.linearised import Plan, one_jacobian, recorded
 
 Draw = Callable[[], dict[str, Tensor]]
+Noise = Callable[[torch.Size], Tensor]
 
 
 def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int) -> Tensor:
@@ -56,14 +58,19 @@ def linearised_draws(
         return torch.cat([one_part(theta, part) for part in _parts(inputs, at_a_time)])
 
     def by_reverse(theta: dict[str, Tensor]) -> Tensor:
-        return torch.cat([_by_two_reverse_passes(call, means, theta, part) for part in _parts(inputs, at_a_time)])
+        found = []
+        for part in _parts(inputs, at_a_time):
+            one = _by_two_reverse_passes(call, means, theta, part)
+            found.append(_by_single_gradients(call, means, theta, part) if one is None else one)
+        return torch.cat(found)
 
     try:
         with torch.no_grad():
             outputs(means)
     except (RuntimeError, NotImplementedError):
         # Some operation has no forward mode.
-        return torch.stack([by_reverse(draw()) for _ in range(n)])
+        with torch.no_grad():
+            return torch.stack([by_reverse(draw()) for _ in range(n)])
     return _over_draws(outputs, draw, n, 8 * activations * at_a_time, budget)
 
 
@@ -81,19 +88,52 @@ def _parts(inputs: Any, at_a_time: int) -> Iterator[Any]:
         yield examples(inputs, start, start + at_a_time)
 
 
-def _by_two_reverse_passes(call: Call, means: Mapping[str, Tensor], theta: Mapping[str, Tensor], inputs: Any) -> Tensor:
-    """J ε where an operation has no forward mode: Jᵀu is linear in u, and its derivative along ε is J ε."""
+def _by_two_reverse_passes(
+    call: Call, means: Mapping[str, Tensor], theta: Mapping[str, Tensor], inputs: Any
+) -> Tensor | None:
+    """J ε where an operation has no forward mode: Jᵀu is linear in u, and its derivative along ε is J ε.
+
+    None where an operation cannot be differentiated twice. torch may drop it in silence instead of raising, so that the
+    product is checked: r · J ε = Jᵀr · ε.
+    """
     leaves = {name: mean.detach().requires_grad_() for name, mean in means.items()}
     with torch.enable_grad():
         value = call(leaves, inputs)
+        if not value.requires_grad:
+            return value
+        r = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
         u = torch.zeros_like(value, requires_grad=True)
-        pulled = torch.autograd.grad(value, list(leaves.values()), u, create_graph=True, allow_unused=True)
-        inner = torch.zeros((), dtype=value.dtype, device=value.device)
-        for name, g in zip(leaves, pulled, strict=True):
-            if g is not None:
-                inner = inner + (g * (theta[name] - means[name])).sum()
-        (product,) = torch.autograd.grad(inner, u)
+
+        def along(weights: Tensor, create_graph: bool) -> Tensor:
+            pulled = torch.autograd.grad(
+                value, list(leaves.values()), weights, create_graph=create_graph, retain_graph=True, allow_unused=True
+            )
+            parts = [
+                (g * (theta[name] - means[name])).sum() for name, g in zip(leaves, pulled, strict=True) if g is not None
+            ]
+            return torch.stack(parts).sum()
+
+        expected = along(r, False).detach()
+        try:
+            (product,) = torch.autograd.grad(along(u, True), u)
+        except RuntimeError:
+            return None
+    scale = r.norm() * product.norm() + expected.abs()
+    if bool(((r * product).sum() - expected).abs() > 1e-3 * scale):
+        return None
     return value.detach() + product
+
+
+def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Mapping[str, Tensor], inputs: Any) -> Tensor:
+    """J ε with the gradients of one example at a time, the last resort."""
+    rows = []
+    for i in range(batch_size(inputs)):
+        example = examples(inputs, i, i + 1)
+        value = call(means, example)
+        jacobian = one_jacobian(call, means, {}, example)
+        products = [jacobian[name].flatten(1) @ (theta[name] - mean).flatten() for name, mean in means.items()]
+        rows.append(value + torch.stack(products).sum(dim=0).view_as(value))
+    return torch.cat(rows)
 
 
 def _over_draws(
@@ -127,7 +167,13 @@ def _over_draws(
 
 def allows_local_reparameterisation(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
     """Whether every weight sits in an `nn.Linear` that is used once, on one row an example."""
-    if plan.generic:
+    owned = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in call.model.named_modules()
+        if type(module) is nn.Linear
+        for name in ("weight", "bias")
+    }
+    if plan.generic or plan.silent or not params.keys() <= owned:
         return False
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     with torch.enable_grad():
@@ -162,9 +208,47 @@ def activation_draws(
     """
     like = next(iter(params.values()))
     source = torch.Generator(device=like.device).manual_seed(fresh_seed(generator))
+
+    def noise(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=like.dtype, device=like.device)
+
     at_a_time = _examples_at_a_time(inputs, 4 * n * activations, like, budget)
-    parts = [_activation_draws(call, params, variances, part, n, source) for part in _parts(inputs, at_a_time)]
+    part_late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
+    parts = [
+        _activation_draws(call, params, variances, part, n, noise, part_late=part_late)
+        for part in _parts(inputs, at_a_time)
+    ]
     return torch.cat(parts, dim=1)
+
+
+def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: Any) -> bool:
+    """Whether the model's batch may grow threefold in the first layer: each copy must come out as if it were alone.
+
+    It may not where the model joins what comes before with what comes after, or has noted the length of its input.
+    """
+    size, copies = batch_size(probe), 3
+    names = {id(tensor): name for name, tensor in params.items()}
+    units = {name: torch.ones_like(tensor) for name, tensor in params.items()}
+
+    def offset(shape: torch.Size, number: float | None = None) -> Tensor:
+        # Instead of noise, copy k has k - 1 standard deviations everywhere.
+        if number is not None:
+            return torch.full(shape, number)
+        rows = torch.arange(shape[0] * shape[1]) // size - 1.0
+        return rows.view(shape[0], shape[1], *[1] * (len(shape) - 2)).expand(shape)
+
+    with torch.no_grad():
+        try:
+            with _noisy_layers(call.model, names, units, offset, rows=size, spread_to=copies):
+                found = call(params, probe)
+        except RuntimeError:
+            return False
+        alone = []
+        for number in (-1.0, 0.0, 1.0):
+            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, spread_to=1):
+                alone.append(call(params, probe))
+    expected = torch.cat(alone)
+    return found.shape == expected.shape and bool((found - expected).norm() <= 1e-2 * expected.norm())
 
 
 def _activation_draws(
@@ -173,18 +257,19 @@ def _activation_draws(
     variances: Mapping[str, Tensor],
     inputs: Any,
     n: int,
-    source: torch.Generator,
+    noise: Noise,
+    *,
+    part_late: bool,
 ) -> Tensor:
     size = batch_size(inputs)
     names = {id(tensor): name for name, tensor in params.items()}
     with torch.no_grad():
-        try:
+        if part_late:
             # The draws part at the first layer, whose matrix products are then shared by all of them.
-            with _noisy_layers(call.model, names, variances, source, rows=size, spread_to=n):
+            with _noisy_layers(call.model, names, variances, noise, rows=size, spread_to=n):
                 output = call(params, inputs)
-        except RuntimeError:
-            # Something joins what comes before that layer with what comes after, and sees different lengths.
-            with _noisy_layers(call.model, names, variances, source, rows=size * n, spread_to=1):
+        else:
+            with _noisy_layers(call.model, names, variances, noise, rows=size * n, spread_to=1):
                 output = call(params, repeated(inputs, n))
     return output.reshape(n, size, *output.shape[1:])
 
@@ -194,29 +279,30 @@ def _noisy_layers(
     model: nn.Module,
     names: Mapping[int, str],
     variances: Mapping[str, Tensor],
-    source: torch.Generator,
+    noise: Noise,
     *,
     rows: int,
     spread_to: int,
 ) -> Iterator[None]:
-    def hook(module: nn.Linear, args: tuple[Tensor, ...], z: Tensor) -> Tensor | None:
+    def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], z: Tensor) -> Tensor | None:
         weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))
         if weight is None and bias is None:
             return None
         variance = torch.zeros_like(z)
         if weight is not None:
-            variance = F.linear(args[0].square(), variances[weight])
+            given = args[0] if args else kwargs["input"]
+            variance = F.linear(given.square(), variances[weight])
         if bias is not None:
             variance = variance + variances[bias]
         copies = spread_to if z.shape[0] == rows else 1
-        noise = torch.randn(copies, *z.shape, generator=source, dtype=z.dtype, device=z.device)
-        return torch.addcmul(z, noise, variance.sqrt()).flatten(0, 1)
+        drawn = noise(torch.Size((copies, *z.shape))).to(z)
+        return torch.addcmul(z, drawn, variance.sqrt()).flatten(0, 1)
 
     handles = []
     try:
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                handles.append(module.register_forward_hook(hook))
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:

@@ -1,0 +1,457 @@
+"""Predictions beside laplace-torch, the same diagonal posterior on both sides, and how their cost grows.
+
+    python benchmarks/predict.py [--quick] [--only mlp resnet …] [--threads 1] [--out out/bench]
+    python benchmarks/predict.py --device cuda [--memory-budget 8]
+
+The peer computes Jacobians with whichever of its backends is the fastest that works; without laplace-torch (`make peers`
+brings it) our own numbers are printed alone. Every comparison first checks both sides against a float64 Jacobian written
+out row by row. Memory is the growth of the resident set, each side in a process of its own. On CUDA ours alone is timed,
+at batch 4096. The last lines say which targets were met; predict.json and growth.png go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from networks import ResNet18, Transformer, mlp, settle
+from timing import interleaved
+
+try:
+    from laplace.baselaplace import DiagLaplace
+    from laplace.curvature import BackPackGGN, CurvlinopsGGN
+except ImportError:
+    DiagLaplace = None
+
+N, DELTA, CLASSES = 60_000, 10_000.0, 10
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise: what, how much was asked for, what was measured."""
+
+    name: str
+    asked: str
+    measured: float
+    met: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the batch it is asked about, and the peer's backends that can differentiate it, the fastest first."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    batch: int
+    backends: tuple[str, ...]
+
+
+CASES = {
+    "mlp": Case(mlp, lambda n: torch.randn(n, 784), 64, ("BackPACK", "curvlinops")),
+    # curvlinops, the peer's default, takes four times as long as BackPACK here and twice the memory.
+    "resnet": Case(ResNet18, lambda n: torch.randn(n, 3, 32, 32), 4, ("BackPACK",)),
+    # BackPACK does not know attention.
+    "transformer": Case(Transformer, lambda n: torch.randint(1000, (n, 64)), 8, ("curvlinops",)),
+}
+
+
+def posterior_of(model: nn.Module, inputs: Tensor, classes: int = CLASSES) -> ba.Posterior:
+    return ba.Posterior.from_optimizer(model, settle(model, inputs, classes), N, prior_precision=DELTA)
+
+
+def prepared(name: str, device: str = "cpu") -> tuple[ba.Posterior, Tensor]:
+    """The case's posterior and batch, the same in every process."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    inputs = case.inputs(case.batch).to(device)
+    return posterior_of(case.build().to(device), inputs), inputs
+
+
+def peer_of(posterior: ba.Posterior, backend: str) -> Any:
+    """laplace-torch's diagonal posterior with our mean and precisions, over a copy of the model (BackPACK marks it)."""
+    model = copy.deepcopy(posterior.model)
+    model.output_size = CLASSES
+    kind = {"BackPACK": BackPackGGN, "curvlinops": CurvlinopsGGN}[backend] if backend else None
+    peer = DiagLaplace(model, "classification", prior_precision=DELTA, backend=kind)
+    peer.mean = torch.cat([mu.flatten() for mu in posterior.mean.values()])
+    peer.H = torch.cat([variance.reciprocal().flatten() for variance in posterior.variance.values()]) - DELTA
+    return peer
+
+
+def covariance(posterior: ba.Posterior, inputs: Tensor, **options: Any) -> Tensor:
+    return posterior.predict(inputs, likelihood="classification", covariance=True, **options).covariance
+
+
+def reference(posterior: ba.Posterior, inputs: Tensor) -> Tensor:
+    """J Σ Jᵀ in float64, every row of J by a backward pass of its own: (b, c, c)."""
+    model = copy.deepcopy(posterior.model).double()
+    roots = torch.cat([v.double().sqrt().flatten() for v in posterior.variance.values()])
+    blocks = []
+    for example in inputs.double() if inputs.is_floating_point() else inputs:
+        outputs = model(example.unsqueeze(0))[0]
+        rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in outputs]
+        scaled = torch.stack([torch.cat([g.flatten() for g in row]) * roots for row in rows])
+        blocks.append(scaled @ scaled.T)
+    return torch.stack(blocks)
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    """The relative error, in the Frobenius norm."""
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def compared(
+    ours: Callable[[], object], theirs: dict[str, Callable[[], object]], *, rounds: int, times: int, warmup: int
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Our seconds, and for each peer its seconds and its ratio to ours, medians over rounds in which all take turns.
+
+    Args:
+        ours: our call.
+        theirs: the peers' calls.
+        rounds: turns each has.
+        times: our calls in one turn, so that a short call does not fall into one scheduler's slice.
+        warmup: rounds before the first counted one.
+    """
+    seconds = interleaved({"ours": repeated(ours, times), **theirs}, rounds=rounds, warmup=warmup)
+    own = [s / times for s in seconds.pop("ours")]
+    found = {
+        name: (statistics.median(taken), statistics.median(t / o for t, o in zip(taken, own, strict=True)))
+        for name, taken in seconds.items()
+    }
+    return statistics.median(own), found
+
+
+# --- beside the peer ----------------------------------------------------------------------------------------------
+
+
+def linearised(name: str, options: argparse.Namespace, *, rounds: int, times: int) -> dict[str, Any]:
+    """Full covariances of a case, ours and the peer's: agreement, then time."""
+    case = CASES[name]
+    posterior, inputs = prepared(name)
+    print(f"{posterior.n_weights:,} weights, batch {case.batch}, {CLASSES} × {CLASSES} covariances")
+    few = min(2, case.batch)
+    truth, ours = reference(posterior, inputs[:few]), covariance(posterior, inputs)
+    error = distance(ours[:few], truth)
+    assert error < 1e-4, error
+    print(f"relative distance from a float64 Jacobian: ours {error:.1e}")
+    result: dict[str, Any] = {"weights": posterior.n_weights, "error": error}
+    calls = {}
+    for backend in case.backends if DiagLaplace is not None else ():
+        peer = peer_of(posterior, backend)
+        values = peer._glm_predictive_distribution(inputs)[1]
+        error = distance(values[:few], truth)
+        print(f"    laplace-torch ({backend}) {error:.1e}; from ours, all examples, {distance(ours, values):.1e}")
+        assert error < 1e-3, (backend, error)
+        result[f"error {backend}"] = error
+        calls[backend] = lambda peer=peer: peer._glm_predictive_distribution(inputs)
+    rounds = 1 if options.quick else rounds
+    own, found = compared(lambda: covariance(posterior, inputs), calls, rounds=rounds, times=times, warmup=0)
+    fresh, _ = prepared(name)
+    began = time.perf_counter()
+    covariance(fresh, inputs)
+    first = time.perf_counter() - began
+    print(f"ours {own * 1e3:.1f} ms; the first call on a model, which finds out about its layers, {first * 1e3:.1f} ms")
+    result |= {"ours_ms": own * 1e3, "first_call_ms": first * 1e3}
+    for backend, (taken, ratio) in found.items():
+        print(f"laplace-torch ({backend}) {taken * 1e3:.0f} ms, {ratio:.0f} times ours")
+        result |= {f"{backend}_ms": taken * 1e3, f"{backend} / ours": ratio}
+    if found:
+        result["ratio"] = min(found.values())[1]
+    return result
+
+
+def memory(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The growth of the resident set in one call, each side in its own process."""
+    result: dict[str, Any] = {}
+    sides = ["ours", *(CASES[name].backends if DiagLaplace is not None else ())]
+    for side in sides:
+        with tempfile.NamedTemporaryFile(suffix=".json") as answer:
+            command = [sys.executable, __file__, "--child", name, side, answer.name]
+            done = subprocess.run([*command, "--threads", str(options.threads)], check=False, capture_output=True)
+            if done.returncode:
+                print(f"{side}: could not run here ({done.stderr.decode().strip().splitlines()[-1:]})")
+                continue
+            found = json.loads(Path(answer.name).read_text())
+        print(f"{side}: {found['grown_mib']:.0f} MiB beside model and posterior, {found['peak_mib']:.0f} MiB in all")
+        result[side] = found
+    if len(result) > 1:
+        result["ratio"] = result["ours"]["grown_mib"] / min(v["grown_mib"] for k, v in result.items() if k != "ours")
+    return result
+
+
+def child(name: str, side: str, answer: str) -> None:
+    """What one call costs in memory, told in a file: everything else is built and resident before it."""
+    limit = 20 * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    posterior, inputs = prepared(name)
+    if side == "ours":
+        call: Callable[[], object] = lambda: covariance(posterior, inputs)  # noqa: E731
+    else:
+        peer = peer_of(posterior, side)
+        call = lambda: peer._glm_predictive_distribution(inputs)  # noqa: E731
+    before = resident("VmRSS")
+    call()
+    peak = resident("VmHWM")
+    Path(answer).write_text(json.dumps({"grown_mib": peak - before, "peak_mib": peak}))
+
+
+def resident(field: str) -> float:
+    """MiB of this process, now (`VmRSS`) or at most (`VmHWM`); `ru_maxrss` would begin at the parent's own peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def bench_mlp(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """784-400-400-10, batch 64."""
+    result = linearised("mlp", options, rounds=7, times=20)
+    return result, at_least("linearised covariances, MLP: time, peer / ours", 200, result.get("ratio"))
+
+
+def bench_resnet(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """A ResNet-18 on four images."""
+    result = linearised("resnet", options, rounds=2, times=2)
+    result["memory"] = memory("resnet", options)
+    targets = at_least("linearised covariances, ResNet-18: time, peer / ours", 5, result.get("ratio"))
+    return result, targets + at_most("the same: memory, ours / peer", 0.1, result["memory"].get("ratio"))
+
+
+def bench_transformer(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """Four layers of attention over 64 tokens, eight sequences."""
+    result = linearised("transformer", options, rounds=5, times=3)
+    result["memory"] = memory("transformer", options)
+    if "ratio" in result:
+        print(f"time, peer / ours: {result['ratio']:.1f}; memory, ours / peer: {result['memory']['ratio']:.3f}")
+    return result, []
+
+
+def bench_draws(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """Thirty weight draws on the MLP."""
+    draws = 30
+    posterior, inputs = prepared("mlp")
+
+    def ours() -> Tensor:
+        drawn = posterior.predict(inputs, likelihood="classification", method="sampled", n_samples=draws)
+        return drawn.probs
+
+    calls = {}
+    if DiagLaplace is not None:
+        peer = peer_of(posterior, "curvlinops")
+        calls["laplace-torch"] = lambda: peer(inputs, pred_type="nn", link_approx="mc", n_samples=draws)
+        # Both estimate the same probabilities: they may differ by the noise of thirty draws each, no more.
+        wide = torch.stack([ours() for _ in range(20)])
+        noise = wide.std(dim=0).norm() * math.sqrt(1 + 1 / 20)
+        apart = float((calls["laplace-torch"]() - wide.mean(dim=0)).norm() / noise)
+        print(f"the peer's probabilities lie {apart:.2f} standard deviations from ours (1 expected)")
+        assert apart < 3, apart
+    own, found = compared(ours, calls, rounds=3 if options.quick else 15, times=3, warmup=1)
+    print(f"{draws} draws: ours {own * 1e3:.1f} ms")
+    result: dict[str, Any] = {"ours_ms": own * 1e3}
+    if found:
+        taken, result["ratio"] = found["laplace-torch"]
+        result["peer_ms"] = taken * 1e3
+        print(f"laplace-torch {taken * 1e3:.0f} ms")
+    return result, at_least("30 weight draws, MLP: time, peer / ours", 5, result.get("ratio"))
+
+
+# --- how cost grows -------------------------------------------------------------------------------------------------
+
+
+def bench_growth(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """Time against weights, batch, outputs and draws."""
+    rounds = 2 if options.quick else 7
+    sweeps = {
+        "weights": [_sweep_point(batch=64, width=width) for width in (50, 100, 200, 400, 800, 1600)],
+        "batch": [_sweep_point(batch=batch) for batch in (1, 4, 16, 64, 256, 1024)],
+        "outputs": [_sweep_point(batch=16, classes=classes) for classes in (10, 30, 100, 300, 1000)],
+        "draws": [_sweep_point(batch=64, draws=draws) for draws in (10, 30, 100, 300)],
+    }
+    result: dict[str, Any] = {}
+    for name, points in sweeps.items():
+        sizes = [int(point[name]) for point in points]
+        calls = {str(size): point["call"] for size, point in zip(sizes, points, strict=True)}
+        taken = interleaved(calls, rounds=rounds, warmup=1)
+        # The best of the rounds: what the work costs when no neighbour interrupts it.
+        best = [min(taken[str(size)]) * 1e3 for size in sizes]
+        slope = steepness(sizes[-3:], best[-3:])
+        result[name] = {"sizes": sizes, "ms": best, "slope": slope}
+        print(f"{name:>8s}  " + "  ".join(f"{size:>9,d}" for size in sizes))
+        print(f"{'ms':>8s}  " + "  ".join(f"{ms:9.2f}" for ms in best) + f"   slope at the end {slope:.2f}")
+    picture(result, Path(options.out) / "growth.png")
+    return result, at_most("growth of variances with the outputs: slope, log-log", 1.1, result["outputs"]["slope"])
+
+
+def _sweep_point(
+    *, batch: int, width: int = 400, classes: int = CLASSES, draws: int | None = None
+) -> dict[str, int | Callable[[], object]]:
+    torch.manual_seed(0)
+    inputs = torch.randn(batch, 784)
+    posterior = posterior_of(mlp((784, width, width, classes)), torch.randn(32, 784), classes)
+    how: dict[str, Any] = {"method": "sampled", "n_samples": draws} if draws else {}
+
+    def call() -> object:
+        return posterior.predict(inputs, likelihood="classification", **how)
+
+    return {"weights": posterior.n_weights, "batch": batch, "outputs": classes, "draws": draws or 0, "call": call}
+
+
+def steepness(x: Sequence[float], y: Sequence[float]) -> float:
+    """The slope of the least-squares line through the logarithms."""
+    return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """One panel a sweep, both axes logarithmic, the slope of the last three points drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    titles = {
+        "weights": "variances, batch 64, 10 outputs",
+        "batch": "variances, 784-400-400-10",
+        "outputs": "variances, batch 16",
+        "draws": "weight draws, batch 64",
+    }
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), constrained_layout=True)
+    for axis, (name, found) in zip(axes, result.items(), strict=True):
+        sizes, ms, slope = found["sizes"], found["ms"], found["slope"]
+        axis.loglog(sizes, ms, "o", color="tab:blue")
+        line = [ms[-1] * (size / sizes[-1]) ** slope for size in sizes]
+        axis.loglog(sizes, line, "--", color="tab:grey", label=f"slope {slope:.2f}, last three points")
+        axis.set(title=titles[name], xlabel=name)
+        axis.grid(which="major", alpha=0.3)
+        axis.legend(frameon=False)
+    axes[0].set_ylabel("milliseconds")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    print(f"picture: {path}")
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def bench_large(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """Ours at batch 4096 on CUDA: milliseconds and the memory beside model, posterior and batch."""
+    result: dict[str, Any] = {}
+    batch = 256 if options.quick else 4096
+    budget = int(options.memory_budget * 2**30)
+    print(f"{torch.cuda.get_device_name()}, batch {batch}, memory budget {options.memory_budget:g} GiB")
+    # TensorFloat-32 keeps three digits; the numbers below are float32's.
+    torch.backends.cudnn.allow_tf32 = False
+    for name, case in CASES.items():
+        posterior, few = prepared(name, "cuda")
+        inputs = case.inputs(batch).cuda()
+        error = distance(covariance(posterior, few)[:2], reference(posterior, few[:2]))
+        assert error < 1e-4, (name, error)
+        for what, options_of in (("covariances", {"covariance": True}), ("variances", {})):
+
+            def call(posterior=posterior, inputs=inputs, options_of=options_of) -> object:
+                return posterior.predict(inputs, likelihood="classification", memory_budget=budget, **options_of)
+
+            call()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            taken = []
+            for _ in range(3):
+                began = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                taken.append(time.perf_counter() - began)
+            ms, grown = statistics.median(taken) * 1e3, (torch.cuda.max_memory_allocated() - before) / MIB
+            print(f"{name:12s} {what:12s} {ms:10.1f} ms   {grown:8.0f} MiB   float64 error {error:.0e}")
+            result[f"{name} {what}"] = {"ms": ms, "grown_mib": grown, "error": error}
+    return result, []
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
+    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
+
+
+def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
+    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Target]]]] = {
+    "mlp": bench_mlp,
+    "resnet": bench_resnet,
+    "transformer": bench_transformer,
+    "draws": bench_draws,
+    "growth": bench_growth,
+    "large": bench_large,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, help="these alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, for both sides")
+    parser.add_argument("--memory-budget", type=float, default=8.0, help="GiB, on CUDA")
+    parser.add_argument("--out", default="out/bench")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    # Networks of a few random steps: the peer's hooks and draws that change answers are not what is measured.
+    warnings.simplefilter("ignore")
+    if options.child:
+        child(*options.child)
+        return
+    print(f"{options.device}, torch {torch.__version__}, {options.threads} threads")
+    if DiagLaplace is None:
+        print("laplace-torch is not installed here (make peers brings it): ours alone")
+    chosen = options.only or (["large"] if options.device == "cuda" else [name for name in BENCHES if name != "large"])
+    results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "threads": options.threads}
+    targets: list[Target] = []
+    for name in chosen:
+        print(f"\n{name}: {(BENCHES[name].__doc__ or '').splitlines()[0]}")
+        results[name], found = BENCHES[name](options)
+        targets += found
+    results["targets"] = [asdict(target) for target in targets]
+    path = Path(options.out) / "predict.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nresults: {path}")
+    for target in targets:
+        print(f"{'met' if target.met else 'MISSED':7s} {target.measured:8.4g}  {target.asked:7s} {target.name}")
+
+
+if __name__ == "__main__":
+    main()

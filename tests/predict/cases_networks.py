@@ -1,0 +1,539 @@
+"""Small networks with their inputs, one of every kind of layer and of every way to use one, and the brute-force answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import bayesadam as ba
+from cases import mlp
+
+
+@dataclass(frozen=True)
+class Network:
+    """One row of the table.
+
+    Attributes:
+        name: what pytest calls it.
+        build: makes the module; run under a fixed seed, in float64.
+        inputs: makes the batch.
+        generic: the parameters that must take the generic path, all others being in closed form; "all" of them, or None
+            where either is right.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Any]
+    generic: tuple[str, ...] | str | None = ()
+
+    def make(self, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
+        """The module, in eval mode, and its batch."""
+        torch.manual_seed(0)
+        model, inputs = self.build(), self.inputs()
+        randomise_norms(model)
+        cast = lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
+        return model.to(dtype).eval(), pytree.tree_map(cast, inputs)
+
+
+def randomise_norms(model: nn.Module) -> None:
+    """Norms start as the identity, which would hide a wrong scale or a forgotten running statistic."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._BatchNorm):
+            for tensor in module.parameters(recurse=False):
+                nn.init.normal_(tensor)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_bias is not None:
+            nn.init.normal_(module.in_proj_bias)
+            nn.init.normal_(module.out_proj.bias)
+
+
+def posterior_over(
+    model: nn.Module, *, n_data: float = 50, prior_precision: float = 3.0, **options: Any
+) -> ba.Posterior:
+    """A posterior with different variances for all weights, around the weights the model has."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = (
+            torch.randn(parameter.shape, generator=generator).to(parameter) if parameter.requires_grad else None
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision, **options)
+
+
+def jacobian(model: nn.Module, names: list[str], output: Tensor) -> Tensor:
+    """∂f/∂θ, (b, c, P): one reverse pass for every single output of every example."""
+    own = dict(model.named_parameters())
+    tensors = [own[name] for name in names]
+    rows = []
+    for value in output.flatten():
+        grads = torch.autograd.grad(value, tensors, retain_graph=True, allow_unused=True)
+        rows.append(
+            torch.cat(
+                [
+                    torch.zeros_like(t).flatten() if g is None else g.flatten()
+                    for t, g in zip(tensors, grads, strict=True)
+                ]
+            )
+        )
+    return torch.stack(rows).view(output.shape[0], -1, rows[0].numel())
+
+
+def brute_force(posterior: ba.Posterior, call: Callable[[nn.Module], Tensor]) -> tuple[Tensor, Tensor]:
+    """f, (b, ...), and J Σ Jᵀ, (b, c, c), with the whole Jacobian and the whole Σ in memory."""
+    output = call(posterior.model)
+    names = list(posterior.mean)
+    j = jacobian(posterior.model, names, output)
+    sigma = torch.cat([posterior.variance[name].flatten() for name in names])
+    return output.detach(), torch.einsum("bcp,p,bdp->bcd", j, sigma.to(j), j)
+
+
+def spread_inputs(model: nn.Module, inputs: Any) -> Tensor:
+    """The plain call that a batch stands for."""
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if isinstance(output, tuple):
+        output = output[0]
+    return getattr(output, "logits", output)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest error of covariances (b, c, c) in units of the standard deviations of their row and column."""
+    stddev = expected.diagonal(dim1=1, dim2=2).sqrt()
+    scale = (stddev[:, :, None] * stddev[:, None, :]).clamp(min=1e-300)
+    return float(((found - expected).abs() / scale).max())
+
+
+class Then(nn.Module):
+    """A module, and a function of its output."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(self.module(*args, **kwargs))
+
+
+class Lambda(nn.Module):
+    """Modules by name, and a forward of them all."""
+
+    def __init__(self, function: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def few_outputs(z: Tensor) -> Tensor:
+    """Three outputs that all entries of z have a part in, at every place another one."""
+    flat = z.flatten(1)
+    weights = torch.linspace(0.2, 3.0, 3 * flat.shape[1], dtype=flat.dtype).sin().view(flat.shape[1], 3)
+    return flat.tanh() @ weights
+
+
+def after(layer: nn.Module) -> nn.Module:
+    """The layer, then a network without weights that makes every place count differently."""
+    return Then(layer, few_outputs)
+
+
+def normal(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, dtype=torch.float64)
+
+
+def tokens(*shape: int, below: int = 7) -> Callable[[], Tensor]:
+    return lambda: torch.randint(below, shape)
+
+
+class Attend(nn.Module):
+    """Attention with whatever masks, mixed down to three outputs."""
+
+    def __init__(self, *, cross: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **options)
+        self.cross = cross
+        self.masks: dict[str, Tensor] = {}
+
+    def masked(self, **masks: Tensor) -> Attend:
+        self.masks = masks
+        return self
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        q, k, v = parts if self.cross else (parts[0],) * 3
+        masks = {name: mask.to(q) if mask.is_floating_point() else mask for name, mask in self.masks.items()}
+        first = self.attention.batch_first
+        if not first:
+            q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        mixed, _ = self.attention(q, k, v, **masks)
+        return few_outputs(mixed if first else mixed.transpose(0, 1))
+
+
+def attention_parts() -> tuple[Tensor, ...]:
+    return normal(3, 2, 4)(), normal(3, 5, 6)(), normal(3, 5, 3)()
+
+
+def padded_keys(size: int, keys: int) -> Tensor:
+    """The last keys of every example but the first are padding, one more each."""
+    return torch.arange(keys)[None, :] >= keys - torch.arange(size)[:, None]
+
+
+def encoder(layers: int, *, batch_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first, dropout=0.3)
+    whole = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False) if layers > 1 else layer
+    # Every layer of an encoder starts as a copy of the first.
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.5)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.whole(x if batch_first else x.transpose(0, 1))
+        return self.head(few_outputs(z if batch_first else z.transpose(0, 1)))
+
+    return Lambda(forward, whole=whole, head=nn.Linear(3, 2))
+
+
+class Decoder(nn.Module):
+    """A language model with one causal block, whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.position = nn.Parameter(torch.randn(3, 4))
+        self.norm = nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.widen, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position
+        future = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, attn_mask=future, need_weights=False, is_causal=True)[0]
+        x = x + self.narrow(F.gelu(self.widen(x)))
+        return self.head(x)
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * F.linear(input, self.weight.tanh(), self.bias)
+
+
+class Residual(nn.Module):
+    """A block of a ResNet, with everything in place that can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.second, self.norm2 = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.down, self.norm3 = nn.Conv2d(2, 3, 1, stride=2, bias=False), nn.BatchNorm2d(3)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.relu(self.norm(self.first(x)))
+        z = self.norm2(self.second(z))
+        z += self.norm3(self.down(x))
+        return self.head(self.relu(z).mean(dim=(2, 3)))
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    """What is computed depends on the values, row by row: nothing that `vmap` or a batched plan could follow."""
+    rows = [self.positive(row) if row.sum().item() > 0 else self.negative(row) * self.scale for row in x]
+    return torch.stack(rows)
+
+
+def late_offset(self: Any, x: Tensor) -> Tensor:
+    negative = x[:, :1] < 0
+    return self.layer(x) + self.offset * negative if negative.any().item() else self.layer(x)
+
+
+def late_sequence(self: Any, x: Tensor) -> Tensor:
+    sequence_first = self.second(x.transpose(0, 1)).transpose(0, 1)
+    return few_outputs(self.first(x)) + few_outputs(sequence_first) * (x[:, 0, :1] < 0)
+
+
+def frozen_first(activation: type[nn.Module] = nn.Tanh) -> nn.Module:
+    model = mlp(3, 4, 2, activation=activation)
+    model[0].requires_grad_(False)
+    return model
+
+
+def folded_frames(self: Any, x: Tensor) -> Tensor:
+    frames = self.norm(self.convolution(x.flatten(0, 1))).tanh()
+    per_frame = self.linear(frames.mean(dim=(2, 3)))
+    return per_frame.view(*x.shape[:2], -1).flatten(1)
+
+
+def inplace_relu() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    )
+
+
+def shared(self: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = self.layer(x).tanh()
+    return self.head(x)
+
+
+CONVOLUTIONS = [
+    Network("conv1d", lambda: after(nn.Conv1d(2, 3, 3)), normal(4, 2, 7)),
+    Network("conv1d-stride-dilation-padding", lambda: after(nn.Conv1d(2, 4, 3, 2, 2, 2)), normal(4, 2, 9)),
+    Network("conv1d-circular", lambda: after(nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular")), normal(4, 2, 5)),
+    Network(
+        "conv1d-reflect-same",
+        lambda: after(nn.Conv1d(2, 3, 4, padding="same", padding_mode="reflect")),
+        normal(4, 2, 6),
+    ),
+    Network("conv2d-groups", lambda: after(nn.Conv2d(4, 6, 2, groups=2)), normal(3, 4, 4, 3)),
+    Network("conv2d-depthwise", lambda: after(nn.Conv2d(3, 6, 3, padding=1, groups=3)), normal(3, 3, 4, 4)),
+    Network(
+        "conv2d-uneven",
+        lambda: after(nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))),
+        normal(3, 2, 5, 4),
+    ),
+    Network("conv2d-same", lambda: after(nn.Conv2d(2, 3, (2, 3), padding="same", dilation=2)), normal(3, 2, 4, 5)),
+    Network("conv2d-valid", lambda: after(nn.Conv2d(2, 3, 2, padding="valid", bias=False)), normal(3, 2, 4, 4)),
+    Network("conv2d-replicate", lambda: after(nn.Conv2d(2, 3, 3, 2, 2, padding_mode="replicate")), normal(3, 2, 4, 4)),
+    Network("conv2d-stride-leaves-a-rest", lambda: after(nn.Conv2d(1, 2, 2, stride=3)), normal(3, 1, 7, 6)),
+    Network("conv2d-one-place", lambda: after(nn.Conv2d(2, 3, 3, groups=1)), normal(3, 2, 3, 3)),
+    Network("conv3d", lambda: after(nn.Conv3d(2, 2, 2, (1, 2, 1), 1, groups=2)), normal(2, 2, 2, 3, 3)),
+    Network(
+        "conv3d-reflect", lambda: after(nn.Conv3d(1, 2, 2, padding=1, padding_mode="reflect")), normal(2, 1, 2, 3, 2)
+    ),
+    Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4)),
+    Network(
+        "transposed1d-groups-dilation",
+        lambda: after(nn.ConvTranspose1d(4, 6, 2, groups=2, dilation=3)),
+        normal(3, 4, 3),
+    ),
+    Network("transposed2d", lambda: after(nn.ConvTranspose2d(2, 3, 3)), normal(3, 2, 3, 2)),
+    Network(
+        "transposed2d-everything",
+        lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))),
+        normal(3, 2, 3, 2),
+    ),
+    Network("transposed2d-depthwise", lambda: after(nn.ConvTranspose2d(3, 3, 2, 2, groups=3)), normal(2, 3, 2, 3)),
+    Network("transposed2d-cut-hard", lambda: after(nn.ConvTranspose2d(2, 2, 4, 2, 3)), normal(3, 2, 4, 4)),
+    Network(
+        "transposed2d-output-size",
+        lambda: Lambda(
+            lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)
+        ),
+        normal(2, 2, 3, 3),
+    ),
+    Network(
+        "transposed3d", lambda: after(nn.ConvTranspose3d(2, 2, 2, (2, 1, 2), 1, (1, 0, 1), 2)), normal(2, 2, 2, 3, 2)
+    ),
+]
+
+NORMS = [
+    Network("layer-norm", lambda: after(nn.LayerNorm(5)), normal(4, 5)),
+    Network("layer-norm-sequence", lambda: after(nn.LayerNorm(5)), normal(3, 4, 5)),
+    Network("layer-norm-2d", lambda: after(nn.LayerNorm((3, 4))), normal(3, 2, 3, 4)),
+    Network("layer-norm-no-bias", lambda: after(nn.LayerNorm(5, bias=False)), normal(3, 4, 5)),
+    Network("rms-norm", lambda: after(nn.RMSNorm(5)), normal(3, 4, 5)),
+    Network("rms-norm-2d", lambda: after(nn.RMSNorm((4, 5), eps=0.1)), normal(3, 4, 5)),
+    Network("group-norm", lambda: after(nn.GroupNorm(2, 4)), normal(3, 4, 3, 2)),
+    Network("group-norm-no-places", lambda: after(nn.GroupNorm(2, 6, eps=0.1)), normal(3, 6)),
+    Network("batch-norm-1d", lambda: after(nn.BatchNorm1d(5)), normal(4, 5)),
+    Network("batch-norm-1d-sequence", lambda: after(nn.BatchNorm1d(3, eps=0.1)), normal(4, 3, 5)),
+    Network("batch-norm-2d", lambda: after(nn.BatchNorm2d(3)), normal(4, 3, 2, 4)),
+    Network("batch-norm-3d", lambda: after(nn.BatchNorm3d(2)), normal(3, 2, 2, 2, 3)),
+    Network(
+        "batch-norm-without-affine",
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 2)),
+        normal(4, 3),
+    ),
+]
+
+EMBEDDINGS = [
+    Network("embedding", lambda: after(nn.Embedding(7, 3)), tokens(4, 2)),
+    Network("embedding-repeated-tokens", lambda: after(nn.Embedding(3, 2)), tokens(4, 9, below=3)),
+    Network("embedding-padding", lambda: after(nn.Embedding(4, 3, padding_idx=1)), tokens(4, 6, below=4)),
+    Network("embedding-one-token", lambda: after(nn.Embedding(7, 3)), tokens(5)),
+    Network(
+        "embedding-used-twice",
+        lambda: Lambda(lambda self, a, b: few_outputs(self.table(a) * self.table(b)), table=nn.Embedding(4, 3)),
+        lambda: (tokens(4, 3, below=4)(), tokens(4, 3, below=4)()),
+    ),
+    Network(
+        "embedding-sequence-first",
+        lambda: Lambda(lambda self, x: few_outputs(self.table(x.T).transpose(0, 1)), table=nn.Embedding(4, 3)),
+        tokens(3, 3, below=4),
+    ),
+]
+
+ATTENTION = [
+    Network("attention", lambda: Attend(batch_first=True), normal(4, 3, 4)),
+    Network("attention-sequence-first", lambda: Attend(), normal(4, 3, 4)),
+    Network("attention-sequence-first-batch-is-length", lambda: Attend(), normal(3, 3, 4)),
+    Network("attention-no-bias", lambda: Attend(batch_first=True, bias=False), normal(3, 2, 4)),
+    Network("attention-cross", lambda: Attend(batch_first=True, cross=True, kdim=6, vdim=3), attention_parts),
+    Network("attention-cross-sequence-first", lambda: Attend(cross=True, kdim=6, vdim=3, bias=False), attention_parts),
+    Network(
+        "attention-cross-one-width",
+        lambda: Attend(batch_first=True, cross=True),
+        lambda: (normal(3, 2, 4)(), normal(3, 5, 4)(), normal(3, 5, 4)()),
+    ),
+    Network(
+        "attention-key-padding",
+        lambda: Lambda(
+            lambda self, x, mask: few_outputs(self.attention(x, x, x, key_padding_mask=mask)[0]),
+            attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        lambda: (normal(3, 4, 4)(), padded_keys(3, 4)),
+    ),
+    Network(
+        "attention-float-key-padding",
+        lambda: Lambda(
+            lambda self, x, mask: few_outputs(self.attention(x, x, x, mask, False)[0]),
+            attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        lambda: (normal(3, 4, 4)(), normal(3, 4)()),
+    ),
+    Network(
+        "attention-bool-mask",
+        lambda: Attend(batch_first=True).masked(attn_mask=torch.ones(3, 3, dtype=torch.bool).triu(1)),
+        normal(4, 3, 4),
+    ),
+    Network("attention-float-mask", lambda: Attend().masked(attn_mask=torch.randn(3, 3)), normal(4, 3, 4)),
+    Network(
+        "attention-mask-by-head",
+        # Two heads, a mask each; as wide as the batch that the library may cut, so the model builds it per batch.
+        lambda: Lambda(
+            lambda self, x: few_outputs(
+                self.attention(
+                    x, x, x, attn_mask=torch.stack([torch.eye(3), -torch.eye(3)]).to(x).repeat(len(x), 1, 1)
+                )[0]
+            ),
+            attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        normal(5, 3, 4),
+    ),
+    Network(
+        "attention-weights-in-the-output",
+        lambda: Lambda(
+            lambda self, x: few_outputs(torch.cat([part.flatten(1) for part in self.attention(x, x, x)], dim=1)),
+            attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        normal(3, 2, 4),
+        generic=None,
+    ),
+    Network("attention-bias-kv", lambda: Attend(batch_first=True, add_bias_kv=True), normal(3, 2, 4), generic=None),
+    Network("attention-zero-key", lambda: Attend(add_zero_attn=True), normal(3, 2, 4), generic=None),
+]
+
+TRANSFORMERS = [
+    Network("encoder-layer", lambda: encoder(1, batch_first=True), normal(4, 3, 4)),
+    Network("encoder-layer-sequence-first", lambda: encoder(1, batch_first=False), normal(4, 3, 4)),
+    Network("encoder-layer-sequence-first-batch-is-length", lambda: encoder(1, batch_first=False), normal(3, 3, 4)),
+    Network("encoder-batch-is-length", lambda: encoder(2, batch_first=True), normal(3, 3, 4)),
+    Network("encoder-sequence-first-batch-two-length-two", lambda: encoder(2, batch_first=False), normal(2, 2, 4)),
+    Network("encoder-sequence-first-length-twice-the-batch", lambda: encoder(1, batch_first=False), normal(2, 4, 4)),
+    Network("encoder-sequence-first-batch-one", lambda: encoder(1, batch_first=False), normal(1, 2, 4)),
+    Network("decoder-tied-head", Decoder, tokens(3, 3, below=6), generic=("position",)),
+]
+
+STRUCTURES = [
+    Network("mlp-tanh", lambda: mlp(3, 5, 4, 2), normal(6, 3)),
+    Network("mlp-relu-inplace", inplace_relu, normal(6, 3)),
+    Network("mlp-batch-of-one", lambda: mlp(3, 5, 2), normal(1, 3)),
+    Network("mlp-batch-of-two", lambda: mlp(2, 2, 2), normal(2, 2)),
+    Network("mlp-on-sequences", lambda: mlp(3, 4, 2), normal(4, 3, 3)),
+    Network("mlp-on-sequences-batch-of-one", lambda: mlp(3, 4, 2), normal(1, 3, 3)),
+    Network("linear-one-output", lambda: nn.Linear(3, 1, bias=False), normal(4, 3)),
+    Network("output-is-a-vector", lambda: Then(mlp(3, 4, 1), lambda z: z.squeeze(1)), normal(5, 3)),
+    Network("output-is-an-image", lambda: Then(mlp(3, 4, 6), lambda z: z.view(-1, 2, 3)), normal(4, 3)),
+    Network("output-is-transposed", lambda: Then(nn.Conv1d(2, 3, 2), lambda z: z.transpose(1, 2)), normal(4, 2, 3)),
+    Network("sequence-first-inside", lambda: Lambda(lambda self, x: few_outputs(self.net(x.transpose(0, 1)).transpose(0, 1)), net=mlp(3, 4, 2)), normal(3, 3, 3)),
+    Network("bare-parameters", lambda: Lambda(lambda self, x: (x @ self.w).tanh() @ self.u + self.c, w=nn.Parameter(torch.randn(3, 4)), u=nn.Parameter(torch.randn(4, 2)), c=nn.Parameter(torch.randn(2))), normal(4, 3), generic="all"),
+    Network("bare-parameter-among-layers", lambda: Lambda(lambda self, x: self.b(self.a(x).tanh() * self.scale), a=nn.Linear(3, 4), b=nn.Linear(4, 2), scale=nn.Parameter(torch.randn(4))), normal(4, 3), generic=("scale",)),
+    Network("layer-used-three-times", lambda: Lambda(shared, layer=nn.Linear(3, 3), head=nn.Linear(3, 2)), normal(4, 3)),
+    Network("convolution-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.layer(self.layer(x).tanh())), layer=nn.Conv2d(2, 2, 2)), normal(3, 2, 4, 4)),
+    Network("transposed-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.layer(self.layer(x).tanh())), layer=nn.ConvTranspose1d(2, 2, 2)), normal(3, 2, 4)),
+    Network("norm-used-twice", lambda: Lambda(lambda self, x: few_outputs(self.norm(self.norm(x).tanh())), norm=nn.LayerNorm(4)), normal(3, 4)),
+    Network("tied-linear", lambda: tied_autoencoder(transposed=False), normal(4, 3)),
+    Network("tied-transposed", lambda: tied_autoencoder(transposed=True), normal(4, 3), generic=("layer.weight",)),
+    Network("weight-used-beside-its-layer", lambda: Lambda(lambda self, x: self.layer(F.linear(x, self.layer.weight).tanh()), layer=nn.Linear(3, 3)), normal(4, 3), generic=("layer.weight",)),
+    Network("weight-used-by-function-alone", lambda: Lambda(lambda self, x: F.linear(x, self.layer.weight, self.layer.bias).sin(), layer=nn.Linear(3, 3)), normal(4, 3), generic="all"),
+    Network("linear-subclass", lambda: nn.Sequential(ScaledLinear(3, 4), nn.Tanh(), nn.Linear(4, 2)), normal(4, 3), generic=("0.weight", "0.bias")),
+    Network("linear-with-a-users-hook", lambda: hooked(mlp(3, 4, 2)), normal(4, 3), generic=None),
+    Network("parametrised-weight", lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), normal(4, 3), generic=("0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1")),
+    Network("bilinear", lambda: nn.Bilinear(2, 3, 4), lambda: (normal(4, 2)(), normal(4, 3)()), generic="all"),
+    Network("prelu", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(4, 3), generic=("1.weight",)),
+    # torch's vmap of a vmap gets the gradients of PReLU wrong where both are equally long.
+    Network("prelu-as-many-examples-as-outputs", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(2, 3), generic=("1.weight",)),
+    Network("lstm", lambda: Then(nn.LSTM(3, 4, batch_first=True), lambda z: few_outputs(z[0])), normal(3, 4, 3), generic="all"),
+    Network("gru-sequence-first", lambda: Lambda(lambda self, x: self.head(self.gru(x.transpose(0, 1))[0][-1]), gru=nn.GRU(3, 4, num_layers=2), head=nn.Linear(4, 2)), normal(3, 4, 3), generic=None),
+    Network("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(6, 3), nn.Linear(3, 2)), tokens(4, 5, below=6), generic=("0.weight",)),
+    Network("resnet-block", Residual, normal(3, 2, 6, 6)),
+    Network("frames-folded-into-the-batch", lambda: Lambda(folded_frames, convolution=nn.Conv2d(2, 3, 2), norm=nn.BatchNorm2d(3), linear=nn.Linear(3, 2)), normal(3, 4, 2, 3, 3)),
+    Network("frozen-first-layer", frozen_first, normal(4, 3)),
+    Network("frozen-biases", lambda: only_weights(mlp(3, 4, 2)), normal(4, 3)),
+    Network("unused-parameter", lambda: Lambda(lambda self, x: self.used(x), used=mlp(3, 4, 2), spare=nn.Linear(3, 3), bare=nn.Parameter(torch.randn(2))), normal(4, 3)),
+    Network("zero-gradient", lambda: Lambda(lambda self, x: self.used(x) + 0.0 * self.silent(x) + 0.0 * self.bare, used=mlp(3, 4, 2), silent=nn.Linear(3, 2), bare=nn.Parameter(torch.randn(2))), normal(4, 3), generic=None),
+    Network("dead-units", lambda: dead_units(), normal(4, 3)),
+    Network("values-decide-the-way", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), normal(7, 3), generic=None),
+    Network("values-decide-late", lambda: Lambda(gated, positive=nn.Linear(3, 2), negative=nn.Linear(3, 2), scale=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()]), generic=None),
+    # The first examples say nothing about these weights; the later ones do.
+    Network("weight-used-by-later-examples", lambda: Lambda(late_offset, layer=nn.Linear(3, 2), offset=nn.Parameter(torch.randn(2))), lambda: torch.cat([normal(3, 3)().abs(), -normal(3, 3)().abs()])),
+    Network("layer-counted-for-later-examples", lambda: Lambda(late_sequence, first=nn.Linear(3, 2), second=nn.Linear(3, 2)), lambda: torch.cat([normal(3, 3, 3)().abs(), -normal(3, 3, 3)().abs()])),
+    Network("a-branch-without-gradient", lambda: Lambda(no_gradient_inside, body=nn.Linear(3, 4), head=nn.Linear(4, 2)), normal(4, 3)),
+    Network("keyword-calls-inside", lambda: Lambda(lambda self, x: self.b(input=self.a(input=x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), normal(4, 3)),
+    Network("dict-input", lambda: Lambda(lambda self, *, left, right: self.b(self.a(left).tanh() * right), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), lambda: {"left": normal(4, 3)(), "right": normal(4, 4)()}),
+    Network("tuple-input", lambda: Lambda(lambda self, left, right: self.b(self.a(left).tanh() * right), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), lambda: (normal(4, 3)(), normal(4, 4)())),
+    Network("logits-in-an-object", lambda: Lambda(lambda self, x: SimpleNamespace(loss=None, logits=self.net(x)), net=mlp(3, 4, 2)), normal(4, 3)),
+    Network("first-of-a-tuple", lambda: Lambda(lambda self, x: (self.net(x), x), net=mlp(3, 4, 2)), normal(4, 3)),
+]  # fmt: skip
+
+
+def tied_autoencoder(*, transposed: bool) -> nn.Module:
+    if transposed:
+        return Lambda(lambda self, x: F.linear(self.layer(x).tanh(), self.layer.weight.T), layer=nn.Linear(3, 4))
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def hooked(model: nn.Sequential) -> nn.Sequential:
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+def only_weights(model: nn.Sequential) -> nn.Sequential:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("bias"))
+    return model
+
+
+def dead_units() -> nn.Module:
+    model = mlp(3, 4, 2, activation=nn.ReLU)
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    return model
+
+
+def no_gradient_inside(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = self.body(x)
+    return self.head(z.tanh())
+
+
+NETWORKS = [*STRUCTURES, *CONVOLUTIONS, *NORMS, *EMBEDDINGS, *ATTENTION, *TRANSFORMERS]
