@@ -13,6 +13,7 @@ from bayesadam.predict.layers import EmbeddingUse, Layout, MatrixUse, ProductUse
 # device they fill it with work.
 _PIECE = 1 << 21
 _DEVICE_PIECE = 1 << 27
+_LONG_ROW = 4096
 
 
 def variances(
@@ -227,6 +228,13 @@ def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int
 def gram(rows: Tensor) -> Tensor:
     """Σ_n rows rowsᵀ, (b, c, n) → (b, c, c).
 
-    Both factors are laid out first: on a CPU torch hands strided ones to BLAS one small matrix at a time.
+    Long rows are cut and their parts summed: few numbers out of many are slow work for a matrix product. Both factors are
+    laid out first: on a CPU torch hands strided ones to BLAS one small matrix at a time.
     """
-    return torch.bmm(rows.contiguous(), rows.mT.contiguous())
+    b, c, n = rows.shape
+    parts = n // _LONG_ROW
+    if parts < 2:
+        return torch.bmm(rows.contiguous(), rows.mT.contiguous())
+    even = rows[:, :, : parts * _LONG_ROW].reshape(b, c, parts, _LONG_ROW).transpose(1, 2).flatten(0, 1)
+    total = torch.bmm(even, even.mT.contiguous()).view(b, parts, c, c).sum(dim=1)
+    return total + gram(rows[:, :, parts * _LONG_ROW :]) if n % _LONG_ROW else total
