@@ -36,7 +36,10 @@ check: $(READY)
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps ivon-opt
+	@# Without their dependencies: those would bring another torch, and torchvision, which only their examples need.
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+	  ivon-opt laplace-torch==0.3 asdfghjkl==0.1a4 backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 \
+	  einops==0.8.2 opt_einsum==3.4.0 torchmetrics lightning-utilities
 	@touch $@
 
 peers: $(PEERS)/.ready
@@ -44,6 +47,7 @@ peers: $(PEERS)/.ready
 bench: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/step.py
 	$(PEERS)/bin/python benchmarks/sample.py
+	$(PEERS)/bin/python benchmarks/predict.py --out $(OUT)/bench
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache

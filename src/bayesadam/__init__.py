@@ -1,6 +1,6 @@
 """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
 
-from bayesadam import curvature, optim, scores
+from bayesadam import curvature, methods, optim, scores
 from bayesadam._version import __version__
 from bayesadam.calibrate import calibrate, log_marginal_likelihood
 from bayesadam.doctor import Diagnosis, Finding, doctor
@@ -22,6 +22,7 @@ __all__ = [
     "curvature",
     "doctor",
     "log_marginal_likelihood",
+    "methods",
     "optim",
     "scores",
 ]

@@ -60,3 +60,26 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
     from bayesadam.experiments.demo import run_demo
 
     run_demo(seed=seed, out=out, quiet=quiet)
+
+
+@app.command()
+def regression(
+    methods: Annotated[str, typer.Option(help="Which methods, separated by commas; all by default.")] = "",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 200 training points.")] = 20_000,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
+    gap: Annotated[bool, typer.Option("--gap", help="Train with a hole in the middle of the range.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two seeds and 500 epochs.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 2,
+    seed: Seed = 0,
+    out: Out = Path("out/regression"),
+    quiet: Quiet = False,
+) -> None:
+    """Figure 1: the paper's toy regression, every method beside the others."""
+    require("matplotlib")
+    from bayesadam.experiments.regression import RegressionSettings, run_regression
+
+    chosen = tuple(name.strip() for name in methods.split(",") if name.strip())
+    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap)
+    if chosen:
+        settings = RegressionSettings(methods=chosen, n_seeds=seeds, epochs=epochs, gap=gap)
+    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)

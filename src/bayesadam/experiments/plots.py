@@ -21,6 +21,11 @@ COLOURS: Mapping[str, str] = {
     "mc-dropout": "#E69F00",
     "bbb": "#D55E00",
     "vadam": "#CC79A7",
+    "laplace-full": "#56B4E9",
+    "laplace-diagonal": "#56B4E9",
+    "ensemble": "#9A7D0A",
+    "ivon": "#8C564B",
+    "swag": "#6A5ACD",
     "greedy": "#56B4E9",
     "magnitude": "#D55E00",
     "snr": "#0072B2",
@@ -100,11 +105,14 @@ def predictive_panel(
     truth: ArrayLike | None = None,
     points: tuple[ArrayLike, ArrayLike] | None = None,
     method: str = "badam",
+    bands: Sequence[int] = (2,),
 ) -> None:
-    """A mean with a band of two standard deviations, functions drawn from the posterior, the truth and the data."""
+    """A mean with bands of some standard deviations, functions drawn from the posterior, the truth and the data."""
     shade = colour(method)
     x, mean, std = np.asarray(x), np.asarray(mean), np.asarray(std)
-    axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=shade, alpha=0.16, linewidth=0, label="±2 sd")
+    for width in bands:
+        low, high = mean - width * std, mean + width * std
+        axes.fill_between(x, low, high, color=shade, alpha=0.16, linewidth=0, label=f"±{width} sd")
     for number, line in enumerate(draws):
         axes.plot(x, line, color=shade, alpha=0.3, linewidth=0.5, label="functions drawn" if number == 0 else None)
     if truth is not None:

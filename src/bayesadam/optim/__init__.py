@@ -1,5 +1,7 @@
 """Optimisers."""
 
 from bayesadam.optim.badam import Badam
+from bayesadam.optim.ivon import IVON
+from bayesadam.optim.vadam import Vadam
 
-__all__ = ["Badam"]
+__all__ = ["IVON", "Badam", "Vadam"]

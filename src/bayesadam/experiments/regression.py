@@ -1,0 +1,242 @@
+"""Figure 1: the paper's toy regression, every method, many seeds."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from bayesadam import scores
+from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from bayesadam.errors import SettingError
+from bayesadam.experiments import plots
+from bayesadam.experiments.run import Run, generator
+from bayesadam.methods import METHODS, Data, Network, Problem, Training
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# As in the paper's figure, then the others.
+PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
+TITLES = {
+    "gp": "GP",
+    "badam": "Badam",
+    "mc-dropout": "MC dropout",
+    "bbb": "Bayes by Backprop",
+    "vadam": "Vadam",
+    "map": "MAP",
+    "laplace-diagonal": "Laplace, diagonal GGN",
+    "laplace-full": "Laplace, full GGN",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "ensemble": "Ensemble of 5",
+}
+METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
+# Methods that start from the same trained networks are fitted together, so that these are trained once.
+_SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag")
+# Roughly how long a group takes beside the shortest; the longest start first.
+_COST = {"ensemble": 5, "bbb": 4, "vadam": 4, "ivon": 4, "mc-dropout": 2}
+
+
+@dataclass(frozen=True)
+class RegressionSettings:
+    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+
+    Attributes:
+        methods: which methods.
+        n_seeds: data sets and networks for each.
+        epochs: passes over the data.
+        batch_size: examples a step.
+        lr: the learning rate.
+        weight_decay: λ of the L2 penalty.
+        n_held_out: points beside the training set that calibrate.
+        n_test: points that score, in range and outside.
+        gap: train with a hole in the middle of the range.
+    """
+
+    methods: tuple[str, ...] = tuple(TITLES)
+    n_seeds: int = 10
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    n_held_out: int = 50
+    n_test: int = 500
+    gap: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown or not self.methods:
+            raise SettingError(f"methods must be among {', '.join(TITLES)}; got {', '.join(self.methods) or 'none'}")
+        if self.n_seeds < 1:
+            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
+
+    def quick(self) -> RegressionSettings:
+        """Two seeds and few epochs: the same command in under a minute."""
+        return replace(self, n_seeds=2, epochs=500)
+
+    def intervals(self) -> tuple[tuple[float, float], ...]:
+        """Where the training data lie."""
+        low, high = TRAIN_INTERVAL
+        third = (high - low) / 3
+        return ((low, low + third), (high - third, high)) if self.gap else (TRAIN_INTERVAL,)
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """One method's results: its scores seed by seed, and the first seed's mean and deviations on the grid."""
+
+    method: str
+    scores: Mapping[str, tuple[float, ...]]
+    mean: Tensor
+    function_std: Tensor
+    total_std: Tensor
+
+
+def seeds_of(seed: int, settings: RegressionSettings) -> tuple[int, ...]:
+    """The seeds of the run's data sets and networks."""
+    return tuple(1000 * seed + number for number in range(settings.n_seeds))
+
+
+def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
+    """Training, held-out, in-range and outside points of one seed."""
+    source = generator(seed, "toy")
+    low, high = TRAIN_INTERVAL
+    outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
+    inside = settings.intervals()
+    return (
+        toy_points(N_TRAIN, generator=source, intervals=inside),
+        toy_points(settings.n_held_out, generator=source, intervals=inside),
+        toy_points(settings.n_test, generator=source, intervals=inside),
+        toy_points(settings.n_test, generator=source, intervals=outside),
+    )
+
+
+def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -> list[Curves]:
+    """Fit some methods on every seed at once, on one core, and score them."""
+    torch.set_num_threads(1)
+    seeds = seeds_of(seed, settings)
+    sets = [drawn(s, settings) for s in seeds]
+    x, y, x_held_out, y_held_out = (
+        torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
+    )
+    training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
+    problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
+    grid = toy_grid()
+    found = []
+    for method in methods:
+        fitted = METHODS[method](problem)
+        rows: dict[str, list[float]] = {name: [] for name in METRICS}
+        for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
+            near, far = predictor(inside.x), predictor(outside.x)
+            rows["nll_in"].append(scores.nll(near, inside.y))
+            rows["nll_out"].append(scores.nll(far, outside.y))
+            rows["std_in"].append(float(near.variance.sqrt().mean()))
+            rows["std_out"].append(float(far.variance.sqrt().mean()))
+            rows["coverage95_in"].append(scores.coverage(near, inside.y))  # type: ignore[arg-type]
+            rows["rmse_in"].append(scores.rmse(near.mean, inside.y))
+        shown: Any = fitted.predictors[0](grid.x)
+        curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
+        found.append(Curves(method, {name: tuple(values) for name, values in rows.items()}, *curves))
+    return found
+
+
+def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
+    """The methods as jobs that may run side by side, the longest first."""
+    shared = tuple(name for name in methods if name in _SHARE_THE_OPTIMUM)
+    alone = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM]
+    jobs = [*alone, *([shared] if shared else [])]
+    return sorted(jobs, key=lambda job: -_COST.get(job[0], 1))
+
+
+def fit_all(seed: int, settings: RegressionSettings, *, jobs: int) -> Iterator[list[Curves]]:
+    """Every group of methods as it is done; with several jobs, in processes of their own."""
+    work = groups(settings.methods)
+    if jobs == 1:
+        yield from (fit_group(group, seed, settings) for group in work)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(fit_group, group, seed, settings) for group in work]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def table(curves: Sequence[Curves]) -> Table:
+    """Means over the seeds."""
+    view = Table(title="Means over the seeds; std is that of the function, without noise", title_justify="left")
+    view.add_column("method")
+    for heading in ("NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in"):
+        view.add_column(heading, justify="right")
+    for row in curves:
+        mean = {name: sum(values) / len(values) for name, values in row.scores.items()}
+        ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
+        view.add_row(
+            TITLES[row.method],
+            *(f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out")),
+            f"{ratio:.2f}",
+            f"{mean['coverage95_in']:.3f}",
+            f"{mean['rmse_in']:.4f}",
+        )
+    return view
+
+
+def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> Figure:
+    """A panel a method, the same axes in each: the data, the mean, one and two standard deviations."""
+    train, *_ = drawn(seeds_of(seed, settings)[0], settings)
+    grid = toy_grid()
+    columns = min(5, len(curves))
+    rows = -(-len(curves) // columns)
+    with plots.house_style():
+        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5)
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for axes, row in zip(panels.flat, curves, strict=False):
+            for interval in settings.intervals():
+                axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+            plots.predictive_panel(
+                axes,
+                grid.x.squeeze(1),
+                row.mean,
+                row.total_std,
+                truth=grid.y.squeeze(1),
+                points=(train.x.squeeze(1), train.y.squeeze(1)),
+                method=row.method,
+                bands=(1, 2),
+            )
+            axes.set(title=TITLES[row.method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        for axes in panels.flat[len(curves) :]:
+            axes.set_axis_off()
+        figure.suptitle(
+            "Toy regression: mean, one and two standard deviations (noise included)",
+            fontsize=12,
+            fontweight="bold",
+            x=0.01,
+            ha="left",
+        )
+    return figure
+
+
+def run_regression(
+    *, seed: int, out: Path, quiet: bool, settings: RegressionSettings, jobs: int = 2
+) -> tuple[Path, ...]:
+    """The `regression` command."""
+    run = Run("regression", seed, out, asdict(settings), quiet=quiet)
+    run.prepare()
+    found: dict[str, Curves] = {}
+    with run.progress() as track:
+        work = groups(settings.methods)
+        results = fit_all(seed, settings, jobs=min(jobs, len(work)))
+        for _ in track(work, "methods"):
+            found |= {curves.method: curves for curves in next(results)}
+    ordered = [found[name] for name in sorted(found, key=list(TITLES).index)]
+    run.show(table(ordered))
+    return run.finish(
+        {"figure1.png": plots.png(picture(ordered, seed, settings))}, {row.method: dict(row.scores) for row in ordered}
+    )

@@ -1,0 +1,334 @@
+"""What Vadam and IVON share: gradients at weights drawn from the optimiser's own Gaussian, and the care around them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam.curvature import StateReader
+from bayesadam.curvature.match import match_optimizers
+from bayesadam.curvature.read import working_dtype
+from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.noise import fresh_seed, stream_seed
+from bayesadam.posterior.settings import Precision
+
+Group = Mapping[str, Any]
+# Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
+# saves those: the seed and the number of passes so far are the whole state of the noise.
+_SHARED = ("n_data", "samples", "seed", "passes")
+
+
+class _Pass(NamedTuple):
+    """One parameter's part in a perturbed pass whose gradients are not averaged yet."""
+
+    parameter: Tensor
+    gradient: Tensor
+    noise: Tensor
+
+
+class PerturbedOptimizer(Optimizer, ABC):
+    """An optimiser that holds q = N(μ, 1/ρ), one precision ρ a weight, and asks for gradients at draws from it.
+
+    A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature, and
+    what a step does with the averages of both over the samples.
+    """
+
+    reader: ClassVar[StateReader]
+    # The pass whose gradients are not in the sums yet, the sums of gradient and product, and the passes behind them.
+    _open: list[_Pass]
+    _sums: dict[Tensor, tuple[Tensor, Tensor]]
+    _passes: int
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        n_data: float,
+        samples: int,
+        generator: torch.Generator | int | None,
+    ) -> None:
+        shared = {"n_data": n_data, "samples": samples, "seed": _seed(generator), "passes": 0}
+        super().__init__(params, {**defaults, **shared})
+        self._start_over()
+        self._inside = False
+
+    # --- the equations, by subclass -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check(self, settings: Group) -> None:
+        """Refuse settings of one group; a KeyError is an entry that is missing."""
+
+    @abstractmethod
+    def _start(self, group: Group) -> float:
+        """What the curvature starts from."""
+
+    @abstractmethod
+    def _precision(self, curvature: Tensor, group: Group) -> Tensor:
+        """ρ, in new memory."""
+
+    @abstractmethod
+    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        """What is averaged over the samples beside the gradient, in new memory."""
+
+    @abstractmethod
+    def _update(
+        self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
+    ) -> None:
+        """One step of μ, the momentum and the curvature, in place; `gradient` and `product` may be overwritten."""
+
+    @abstractmethod
+    def _prior(self, curvature: Tensor, group: Group) -> Precision:
+        """δ of `Posterior`, such that it has the precision ρ."""
+
+    # --- for the user -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampled_parameters(self) -> Iterator[None]:
+        """The parameters at one draw θ = μ + ε/√ρ; call `backward()` inside. On leaving, by whatever way, they are μ again.
+
+        The parameters' own memory is set aside, not written to, so what comes back is the very same bits. The gradients
+        on entry are let go: those of this block are the sample's, summed over its `backward()` calls. They stay in
+        `.grad`, where they may be clipped in place until the next block or `step()`. A block that ends in an exception,
+        or without a gradient, does not count as a sample.
+        """
+        self._require_outside("sampled_parameters()")
+        with torch.no_grad():
+            self._gather()
+            noise = self._draw()
+        originals = {parameter: parameter.data for parameter in noise}
+        try:
+            self._inside = True
+            for parameter, n in noise.items():
+                parameter.grad = None
+                parameter.data = (originals[parameter] + n).to(parameter.dtype)
+            yield
+            self._open = [_Pass(p, _dense(p.grad, p), n) for p, n in noise.items() if p.grad is not None]
+        finally:
+            for parameter, data in originals.items():
+                parameter.data = data
+            self._inside = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let the gradients go, and with them the samples since the last step; inside a block, that block's alone."""
+        if not self._inside:
+            self._start_over()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Average over the samples since the last step, and move.
+
+        Parameters that had no gradient in any of them stay as they are; one without a gradient in some of them had a
+        gradient of zero there.
+
+        Args:
+            closure: opens `sampled_parameters()`, calls `backward()` and returns the loss; not needed.
+        """
+        self._require_outside("step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._gather()
+            self._require_samples()
+            for _, parameter, group in self._places():
+                if parameter in self._sums:
+                    self._move(parameter, group)
+        self._start_over()
+        return loss
+
+    def posterior(self, model: nn.Module) -> Posterior:
+        """q as it stands, the very Gaussian that the next sample is drawn from; no change to the model nor to this."""
+        self._require_outside("posterior()")
+        entries = match_optimizers(model, self, self.reader).entries
+        return Posterior.from_optimizer(
+            model,
+            self,
+            self.param_groups[0]["n_data"],
+            prior_precision={e.name: self._prior(e.state[self.reader.key], e.group) for e in entries},
+            power=1.0,
+            batch_size=1,
+            reader=self.reader,
+        )
+
+    # --- torch's contract ---------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with settings of its own; N, the samples and the noise are the optimiser's."""
+        shared = {key: (self.param_groups[0] if self.param_groups else self.defaults)[key] for key in _SHARED}
+        settings = {**self.defaults, **shared, **param_group}
+        for key, value in shared.items():
+            if settings[key] != value:
+                raise SettingError(
+                    f"{key} is one for all parameter groups: {value!r}, got {settings[key]!r} for a group"
+                )
+        self._check_all(settings)
+        super().add_param_group({**param_group, **shared})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict()` was taken, noise included; samples without a step are dropped."""
+        for group in state_dict["param_groups"]:
+            try:
+                self._check_all(group)
+            except KeyError as missing:
+                raise MatchError(
+                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}, only "
+                    f"{sorted(map(str, group))}"
+                ) from None
+        super().load_state_dict(state_dict)
+        # torch casts what it loads to the parameters' type, which would round the float32 state of bfloat16 ones.
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for key, (_, parameter, _) in zip(saved, self._places(), strict=True):
+            if parameter.dtype != working_dtype(parameter.dtype) and parameter in self.state:
+                for name, value in state_dict["state"][key].items():
+                    self.state[parameter][name] = value.to(self.state[parameter][name].device, copy=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start_over()
+        self._inside = False
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _check_all(self, settings: Group) -> None:
+        positive("n_data", settings["n_data"], "the number of training examples")
+        samples = settings["samples"]
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise SettingError(f"samples must be a positive number of draws a step, got {samples!r}")
+        not_negative("lr", settings["lr"])
+        betas = settings["betas"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
+        self._check(settings)
+
+    def _places(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        """Every parameter with its place in the optimiser, which its noise goes by, and its group."""
+        pairs = ((parameter, group) for group in self.param_groups for parameter in group["params"])
+        return ((place, parameter, group) for place, (parameter, group) in enumerate(pairs))
+
+    def _draw(self) -> dict[Tensor, Tensor]:
+        """ε/√ρ for each parameter that is trained."""
+        noise: dict[Tensor, Tensor] = {}
+        for place, parameter, group in self._places():
+            if parameter.requires_grad:
+                curvature = self._state_of(parameter, group)[self.reader.key]
+                seed = stream_seed(group["seed"], "pass", group["passes"], place)
+                noise[parameter] = self._normal(curvature, seed).mul_(self._precision(curvature, group).rsqrt_())
+        for group in self.param_groups:
+            group["passes"] += 1
+        return noise
+
+    def _normal(self, like: Tensor, seed: int) -> Tensor:
+        """ε ~ N(0, 1) for one parameter; a stack of networks draws each network's from its own stream instead."""
+        return standard_normal(like, seed)
+
+    def _state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            if parameter.is_complex():
+                raise SettingError(
+                    f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, or store "
+                    "it as two real tensors"
+                )
+            state["step"] = torch.zeros(())
+            state["momentum"] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+            state[self.reader.key] = torch.full_like(state["momentum"], self._start(group))
+        return state
+
+    def _gather(self) -> None:
+        """Add the last pass to the sums; only now, so that its gradients can be clipped after the block."""
+        for parameter, gradient, noise in self._open:
+            # A copy: data-parallel training reuses the memory of its gradients.
+            gradient = gradient.detach().to(working_dtype(parameter.dtype), copy=True)
+            product = self._product(gradient, noise)
+            if parameter in self._sums:
+                self._sums[parameter][0].add_(gradient)
+                self._sums[parameter][1].add_(product)
+            else:
+                self._sums[parameter] = (gradient, product)
+        self._passes += bool(self._open)
+        self._open = []
+
+    def _move(self, parameter: Tensor, group: Group) -> None:
+        gradient, product = (total.div_(self._passes) for total in self._sums[parameter])
+        state: dict[str, Tensor] = self.state[parameter]
+        state["step"] += 1
+        mean = parameter.to(gradient.dtype)
+        self._update(mean, gradient, product, state, group)
+        if mean.dtype != parameter.dtype:
+            parameter.copy_(mean)
+
+    def _start_over(self) -> None:
+        self._open = []
+        self._sums = {}
+        self._passes = 0
+
+    def _require_outside(self, what: str) -> None:
+        if self._inside:
+            raise StateError(
+                f"{what} was called inside a sampled_parameters() block, where the weights are perturbed: leave it first"
+            )
+
+    def _require_samples(self) -> None:
+        expected = self.param_groups[0]["samples"]
+        if not self._passes:
+            raise StateError(
+                f"{type(self).__name__}.step() needs gradients at sampled weights and has none since the last step: call "
+                "loss.backward() inside `with optimizer.sampled_parameters():`, and zero_grad() before it"
+            )
+        if self._passes != expected:
+            raise StateError(
+                f"{self._passes} sampled passes since the last step or zero_grad(), but samples={expected}: open "
+                f"sampled_parameters() {expected} times a step with no zero_grad() between, or set "
+                f"samples={self._passes}"
+            )
+
+
+def standard_normal(like: Tensor, seed: int) -> Tensor:
+    """ε ~ N(0, 1) in the shape, type and place of `like`, from a stream of its own."""
+    if like.device.type == "cpu":
+        # numpy draws normals several times faster than torch does on a CPU.
+        random = np.random.Generator(np.random.SFC64(seed))
+        return torch.from_numpy(random.standard_normal(tuple(like.shape), like.numpy().dtype.type))
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    return torch.empty_like(like).normal_(generator=generator)
+
+
+def positive(name: str, value: object, meaning: str) -> None:
+    """Refuse what is not a positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
+
+
+def not_negative(name: str, value: object) -> None:
+    """Refuse what is not a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise SettingError(f"{name} must be finite and at least 0, got {value!r}")
+
+
+def _seed(generator: torch.Generator | int | None) -> int:
+    if generator is None or isinstance(generator, torch.Generator):
+        return fresh_seed(generator)
+    if isinstance(generator, bool) or not isinstance(generator, int):
+        raise SettingError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
+    return generator
+
+
+def _dense(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if gradient.layout != torch.strided:
+        raise SettingError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient ({gradient.layout}): every weight is "
+            "perturbed, so gradients must be dense; build nn.Embedding with sparse=False"
+        )
+    return gradient

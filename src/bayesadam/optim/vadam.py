@@ -1,0 +1,121 @@
+r"""Vadam (Khan et al. 2018, arXiv 1806.04854): Adam at perturbed weights, whose second moment is q's precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam.curvature import StateReader
+from bayesadam.errors import SettingError
+from bayesadam.optim._perturbed import Group, PerturbedOptimizer, positive
+from bayesadam.posterior.settings import Precision
+
+
+class Vadam(PerturbedOptimizer):
+    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`, trained by perturbation.
+
+    .. math::
+        &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
+            \rho_0\ (\text{initial precision}), S\ (\text{samples}); \quad m = 0,\ v = (\rho_0 - \lambda)/N \\
+        &\textbf{for}\ t = 1, 2, \ldots \\
+        &\quad \textbf{for}\ s = 1, \ldots, S: \quad
+            \theta_s = \mu + \epsilon_s / \sqrt{N v + \lambda}, \quad \epsilon_s \sim \mathcal N(0, 1) \\
+        &\quad \hat g = \tfrac1S \sum_s \nabla L(\theta_s), \qquad \hat h = \tfrac1S \sum_s (\nabla L(\theta_s))^2 \\
+        &\quad m \leftarrow \beta_1 m + (1 - \beta_1)(\hat g + \tfrac{\lambda}{N} \mu), \qquad
+            v \leftarrow \beta_2 v + (1 - \beta_2) \hat h \\
+        &\quad \hat m = m / (1 - \beta_1^t), \qquad \hat v = v / (1 - \beta_2^t) \\
+        &\quad \mu \leftarrow \mu - \alpha\, \hat m / (\sqrt{\hat v} + \lambda / N)
+
+    :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
+
+    The posterior takes v as it stands. The correction by :math:`1 - \beta_2^t` belongs to averages that start from zero;
+    this one starts from the precision that was asked for, so it forgets a start and has no bias towards zero, and
+    :math:`N v + \lambda` is what the samples were drawn with: :math:`\rho_0` before the first step, which dividing by
+    :math:`1 - \beta_2` would make a thousand times too sure. The step divides all the same, as published: with
+    :math:`\rho_0 > \lambda` the first :math:`1/(1 - \beta_2)` or so steps are shorter than Adam's. For this and because
+    too wide a start drowns the gradients in noise, the result is sensitive to :math:`\rho_0`: try several.
+
+    v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
+    times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
+
+    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any optimiser:
+    float32 parameters under autocast learn better.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = Vadam(model.parameters(), n_data=100, prior_precision=1.0, initial_precision=50.0, generator=0)
+    >>> with optimizer.sampled_parameters():
+    ...     model(torch.ones(1, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.posterior(model)
+    Posterior(Linear, diagonal, 3 weights in 2 parameters, N=100, power=1, form='map')
+
+    Args:
+        params: parameters or groups of them; a group may have its own lr, betas, prior_precision and initial_precision.
+        lr: α.
+        n_data: N, the number of training examples.
+        prior_precision: λ of the prior N(0, 1/λ).
+        initial_precision: ρ₀, what q's precision starts from; at least λ.
+        betas: (β₁, β₂).
+        samples: S, how often `sampled_parameters()` is opened for one step.
+        generator: a seed, or a generator that gives one; None takes torch's default one. The seed and the count of
+            passes are in `state_dict()`, so a resumed run draws the same noise. Replicas need the same seed.
+    """
+
+    reader = StateReader(
+        "vadam",
+        (),
+        key="second_moment",
+        decay=("betas", 1),
+        note="Squared gradients at perturbed weights. Its precision is N v + λ: power=1, batch_size=1, uncorrected.",
+    )
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        n_data: float,
+        prior_precision: float,
+        initial_precision: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        samples: int = 1,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
+        super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
+
+    def _check(self, settings: Group) -> None:
+        prior, initial = settings["prior_precision"], settings["initial_precision"]
+        positive("prior_precision", prior, "λ of the prior N(0, 1/λ)")
+        positive("initial_precision", initial, "what q starts from")
+        if initial < prior:
+            raise SettingError(
+                f"initial_precision={initial!r} is below prior_precision={prior!r}: v would start at "
+                f"{(initial - prior) / settings['n_data']:g}, and an average of squares cannot be negative. Pass "
+                f"initial_precision={prior!r} or more, or a smaller prior_precision"
+            )
+
+    def _start(self, group: Group) -> float:
+        return float((group["initial_precision"] - group["prior_precision"]) / group["n_data"])
+
+    def _precision(self, curvature: Tensor, group: Group) -> Tensor:
+        return curvature.mul(group["n_data"]).add_(group["prior_precision"])
+
+    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        return gradient.square()
+
+    def _update(
+        self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
+    ) -> None:
+        (beta1, beta2), steps = group["betas"], float(state["step"])
+        m, v, pull = state["momentum"], state["second_moment"], group["prior_precision"] / group["n_data"]
+        m.mul_(beta1).add_(gradient.add_(mean, alpha=pull), alpha=1 - beta1)
+        v.mul_(beta2).add_(product, alpha=1 - beta2)
+        denominator = v.div(1 - beta2**steps).sqrt_().add_(pull)
+        mean.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**steps))
+
+    def _prior(self, curvature: Tensor, group: Group) -> Precision:
+        return float(group["prior_precision"])

@@ -1,0 +1,200 @@
+"""Stacked training and the methods, each against a case with a known answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+
+import bayesadam as ba
+from bayesadam import methods
+from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum, variational
+from bayesadam.methods.base import noise_beside
+from bayesadam.methods.network import forward, initial, member
+from bayesadam.methods.training import Streams
+
+NETWORK = Network(2, (6, 5), 1, "tanh")
+QUICK = Training(epochs=6, batch_size=8, lr=1e-2)
+
+
+def problem(seeds: tuple[int, ...], training: Training = QUICK, n: int = 24, **settings: object) -> Problem:
+    """A seed's data depend on the seed alone."""
+    sets = []
+    for seed in seeds:
+        source = torch.Generator().manual_seed(seed)
+        x = torch.randn(n + 10, 2, generator=source)
+        y = x.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(n + 10, 1, generator=source)
+        sets.append((x[:n], y[:n], x[n:], y[n:]))
+    parts = [torch.stack(column) for column in zip(*sets, strict=True)]
+    return Problem(Data(*parts, "regression"), NETWORK, training, seeds, draws=7, **settings)
+
+
+def test_a_stack_computes_what_its_members_compute():
+    params = initial(NETWORK, [3, 4, 5])
+    x = torch.randn(9, 2)
+    stacked = forward(NETWORK, params, x)
+    for index in range(3):
+        torch.testing.assert_close(stacked[index], NETWORK.build(member(params, index))(x))
+
+
+def test_gradients_of_a_stack_are_its_members_own():
+    params = {name: t.requires_grad_() for name, t in initial(NETWORK, [1, 2]).items()}
+    x = torch.randn(2, 9, 2)
+    forward(NETWORK, params, x).square().mean(dim=(1, 2)).sum().backward()
+    for index in range(2):
+        module = NETWORK.build(member(params, index))
+        module(x[index]).square().mean().backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(params[name].grad[index], parameter.grad)
+
+
+def test_building_a_network_leaves_the_global_random_state_alone():
+    before = torch.random.get_rng_state()
+    NETWORK.build()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "gp"])
+def test_a_seeds_result_does_not_depend_on_its_neighbours(name):
+    x = torch.linspace(-2, 2, 10).reshape(5, 2)
+    together = METHODS[name](problem((11, 12, 13))).predict(x)
+    alone = METHODS[name](problem((12,))).predict(x)
+    torch.testing.assert_close(together[1].mean, alone[0].mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together[1].stddev, alone[0].stddev, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_predicts_finite_numbers_and_gives_its_posterior(name):
+    if name == "gp":
+        pytest.importorskip("gpytorch")
+    fitted = METHODS[name](problem((1, 2)))
+    found = fitted.predict(torch.randn(4, 2))
+    assert len(found) == 2
+    assert all(torch.isfinite(p.mean).all() and (p.stddev > 0).all() for p in found)
+    if name in ("badam", "bbb", "vadam", "ivon", "swag", "laplace-diagonal"):
+        assert all(isinstance(posterior, ba.Posterior) for posterior in fitted.posteriors)
+
+
+def test_badams_posterior_is_the_one_read_off_a_plain_adam():
+    stack = problem((5, 6))
+    params = {name: t[1].clone().requires_grad_() for name, t in initial(NETWORK, (5, 6)).items()}
+    adam = torch.optim.Adam(params.values(), lr=QUICK.lr, betas=QUICK.betas, weight_decay=QUICK.weight_decay)
+    rows = Streams([6], "batches").rows(24, QUICK.steps(24), 8)[0]
+    for chosen in rows:
+        adam.zero_grad()
+        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, stack.data.x[1][chosen])[0]
+        (out - stack.data.y[1][chosen]).square().mean().backward()
+        adam.step()
+    state = optimum.state_of_member(stack, 1)
+    for key, parameter in enumerate(params.values()):
+        torch.testing.assert_close(
+            state["state"][key]["exp_avg_sq"], adam.state[parameter]["exp_avg_sq"], rtol=1e-4, atol=1e-9
+        )
+        torch.testing.assert_close(stack.optimum.params[list(params)[key]][1], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_dropouts_variance_on_one_linear_layer():
+    """f = Σ w_i h_i m_i with m ∈ {0, 1/(1−p)}: Var f = p/(1−p) Σ (w_i h_i)²."""
+    rate, width = 0.3, 6
+    network = Network(1, (width,), 1, "relu")
+    params = {name: t.expand(40_000, *t.shape[1:]) for name, t in initial(network, [0]).items()}
+    x = torch.tensor([[0.7]])
+    mask = variational._mask(Streams([1], "masks").uniform(40_000, 1, width)[0], rate)
+    draws = forward(network, params, x, masks=[mask]).squeeze()
+    hidden = torch.relu(params["layer0.weight"][0, :, 0] * 0.7 + params["layer0.bias"][0])
+    expected = rate / (1 - rate) * (params["layer1.weight"][0, 0] * hidden).square().sum()
+    torch.testing.assert_close(draws.var(), expected, rtol=0.05, atol=0)
+
+
+def test_bbbs_divergence_is_torch_distributions():
+    means = {"w": torch.randn(2, 3, 4), "b": torch.randn(2, 3)}
+    stds = {name: torch.rand_like(t) + 0.1 for name, t in means.items()}
+    expected = sum(
+        kl_divergence(Normal(means[n], stds[n]), Normal(0.0, 1 / math.sqrt(2.5))).flatten(1).sum(dim=1) for n in means
+    )
+    torch.testing.assert_close(variational.gaussian_kl(means, stds, 2.5), expected)
+
+
+def linear_problem(training: Training) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    """One linear layer with known noise: the exact posterior's mean and covariance beside it."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 3, generator=source) * torch.tensor([0.5, 1.0, 2.0])
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.2 + 0.3 * torch.randn(400, 1, generator=source)
+    data = Data(x[None, :300], y[None, :300], x[None, 300:], y[None, 300:], "regression")
+    return Problem(data, Network(3, (), 1), training, (0,), draws=200), x[:300], y[:300]
+
+
+def test_the_full_laplace_of_a_linear_model_is_its_exact_posterior():
+    given, x, _ = linear_problem(Training(epochs=300, batch_size=300, lr=2e-2, weight_decay=0.0))
+    predictor = METHODS["laplace-full"](given).predictors[0]
+    network = given.network.build(member(given.optimum.params, 0))
+    held_out = network(given.data.x_held_out[0]).detach()
+    noise = noise_beside(held_out, torch.zeros_like(held_out), given.data.y_held_out[0]).double()
+    design = torch.cat([x, torch.ones(300, 1)], dim=1).double()
+    theta = torch.cat([p.detach().flatten() for p in network.parameters()]).double()
+    delta = optimum._evidence(torch.linalg.eigvalsh(design.T @ design / noise), theta)
+    covariance = torch.linalg.inv(design.T @ design / noise + delta * torch.eye(4, dtype=torch.float64))
+    test = torch.randn(5, 3)
+    rows = torch.cat([test, torch.ones(5, 1)], dim=1).double()
+    expected = torch.einsum("bi,ij,bj->b", rows, covariance, rows)
+    torch.testing.assert_close(predictor(test).variance.squeeze(1).double(), expected, rtol=1e-3, atol=0)
+
+
+def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision():
+    given, x, _ = linear_problem(Training(epochs=300, batch_size=300, lr=2e-2, weight_decay=0.0))
+    posterior = METHODS["laplace-diagonal"](given).posteriors[0]
+    noise = float(posterior.noise_variance)
+    precision = 1 / posterior.variance["layer0.weight"][0]
+    exact = x.square().sum(dim=0) / noise
+    assert (precision - exact).std() < 0.01 * precision.mean()
+    assert ((precision - exact) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["bbb", "vadam"])
+def test_variational_means_of_a_linear_model_are_the_exact_posteriors(name):
+    given, x, y = linear_problem(Training(epochs=400, batch_size=50, lr=2e-2 if name == "vadam" else 5e-3))
+    posterior = METHODS[name](given).posteriors[0]
+    design = torch.cat([x, torch.ones(300, 1)], dim=1)
+    precision = design.T @ design / 0.09 + torch.eye(4)
+    exact = torch.linalg.solve(precision, design.T @ y / 0.09).squeeze()
+    got = torch.cat([posterior.mean["layer0.weight"].flatten(), posterior.mean["layer0.bias"]])
+    assert ((got - exact).abs() * precision.diagonal().sqrt()).max() < 3
+
+
+def test_swags_moments_on_a_quadratic():
+    """SGD on a quadratic wanders round the minimum: SWAG's mean is near it, its variance that of the iterates."""
+    given, _, _ = linear_problem(Training(epochs=100, batch_size=10, lr=2e-2, weight_decay=0.0))
+    posterior = METHODS["swag"](given).posteriors[0]
+    weights = given.optimum.params["layer0.weight"][0]
+    assert (posterior.mean["layer0.weight"] - weights).abs().max() < 0.1
+    assert (posterior.variance["layer0.weight"] > 0).all()
+    assert posterior.variance["layer0.weight"].max() < 0.01
+
+
+def test_fit_takes_a_users_own_data():
+    x = torch.randn(60, 3)
+    labels = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    for name in ("badam", "mc-dropout", "laplace-full"):
+        fitted = methods.fit(name, x, labels, likelihood="classification", hidden=(8,), epochs=20, seeds=(1, 2))
+        probs = fitted.predict(x)[1].probs
+        torch.testing.assert_close(probs.sum(dim=1), torch.ones(60))
+    with pytest.raises(ba.BayesAdamError, match="method must be one of"):
+        methods.fit("magic", x, labels, likelihood="classification")
+    with pytest.raises(ba.BayesAdamError, match="held_out"):
+        methods.fit("map", x, labels, likelihood="classification", held_out=1.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_inputs": 0}, {"hidden": (3, -1)}, {"activation": "step"}, {"dropout": 1.0}], ids=str
+)
+def test_bad_networks_are_named(change):
+    with pytest.raises(ba.BayesAdamError):
+        Network(**{"n_inputs": 1, "hidden": (3,), "n_outputs": 1, **change})
+
+
+def test_a_network_with_dropout_builds_with_dropout_layers():
+    module = Network(2, (4,), 1, dropout=0.5).build()
+    assert any(isinstance(layer, nn.Dropout) for layer in module)
