@@ -73,8 +73,8 @@ class InjectedNoise:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
     drawn: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, like: Tensor, seed: int) -> Tensor:
-        self.drawn.append(torch.randn(like.shape, generator=self.generator, dtype=torch.float64))
+    def __call__(self, shape: torch.Size, like: Tensor, seed: int) -> Tensor:
+        self.drawn.append(torch.randn(shape, generator=self.generator, dtype=torch.float64))
         return self.drawn[-1].to(like, copy=True)
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from bayesadam.curvature.match import match_optimizers
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.noise import fresh_seed, stream_seed
+from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.posterior.settings import Precision
 
 Group = Mapping[str, Any]
@@ -231,7 +230,7 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _normal(self, like: Tensor, seed: int) -> Tensor:
         """ε ~ N(0, 1) for one parameter; a stack of networks draws each network's from its own stream instead."""
-        return standard_normal(like, seed)
+        return standard_normal(like.shape, like, seed)
 
     def _state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -293,16 +292,6 @@ class PerturbedOptimizer(Optimizer, ABC):
                 f"sampled_parameters() {expected} times a step with no zero_grad() between, or set "
                 f"samples={self._passes}"
             )
-
-
-def standard_normal(like: Tensor, seed: int) -> Tensor:
-    """ε ~ N(0, 1) in the shape, type and place of `like`, from a stream of its own."""
-    if like.device.type == "cpu":
-        # numpy draws normals several times faster than torch does on a CPU.
-        random = np.random.Generator(np.random.SFC64(seed))
-        return torch.from_numpy(random.standard_normal(tuple(like.shape), like.numpy().dtype.type))
-    generator = torch.Generator(device=like.device).manual_seed(seed)
-    return torch.empty_like(like).normal_(generator=generator)
 
 
 def positive(name: str, value: object, meaning: str) -> None:

@@ -8,7 +8,7 @@ as torch's own do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -38,6 +38,19 @@ def stream_seed(seed: int, name: str, *indices: int) -> int:
     """
     text = "\0".join([str(seed), name, *map(str, indices)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
+    """ε ~ N(0, 1) of a shape, in the type and place of `like`, from a stream of its own.
+
+    On a CPU numpy draws: it is several times faster than torch there.
+    """
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
+        random = np.random.Generator(np.random.SFC64(seed))
+        kind = np.float32 if like.dtype == torch.float32 else np.float64
+        return torch.from_numpy(random.standard_normal(tuple(shape), kind))
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device).normal_(generator=generator)
 
 
 def draw(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from bayesadam.posterior.noise import fresh_seed
+from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.linearised import Plan, one_jacobian, recorded
@@ -207,10 +208,10 @@ def activation_draws(
     and far fewer random numbers than weight draws.
     """
     like = next(iter(params.values()))
-    source = torch.Generator(device=like.device).manual_seed(fresh_seed(generator))
+    seed, layers = fresh_seed(generator), count()
 
     def noise(shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=like.dtype, device=like.device)
+        return standard_normal(shape, like, stream_seed(seed, "layer", next(layers)))
 
     at_a_time = _examples_at_a_time(inputs, 4 * n * activations, like, budget)
     part_late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
