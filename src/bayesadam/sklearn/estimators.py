@@ -1,0 +1,431 @@
+"""`BadamRegressor` and `BadamClassifier`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
+from torch import Tensor
+
+from bayesadam.calibrate import CalibrationError, calibrate
+from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam.posterior import Posterior
+from bayesadam.predict.predictive import Likelihood
+from bayesadam.sklearn.training import (
+    ACTIVATIONS,
+    Data,
+    Loss,
+    Part,
+    Recipe,
+    Schedule,
+    Trained,
+    cross_entropy,
+    squared_error,
+    train,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Calibration = Literal["auto", "evidence", "validation"]
+_DTYPES = (np.float64, np.float32)
+_LARGEST_SEED = 2**31 - 1
+# Chosen on made-up tables. A cross-entropy goes on falling as weights grow, a squared error does not.
+_WEIGHT_DECAY = {"regression": 0.01, "classification": 0.3}
+
+
+class ParameterError(SettingError, ValueError):
+    """An argument of an estimator is not what it may be; a ValueError too, as scikit-learn's users expect."""
+
+
+# --- the estimators -------------------------------------------------------------------------------------------------
+
+
+class _Badam(BaseEstimator):  # type: ignore[misc]
+    """What the two estimators share: arguments, training, posteriors."""
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (50, 50),
+        *,
+        activation: str = "relu",
+        lr: float = 1e-2,
+        schedule: Schedule = "cosine",
+        weight_decay: float | Literal["auto"] = "auto",
+        batch_size: int | Literal["auto"] = "auto",
+        max_epochs: int = 300,
+        patience: int | None = 30,
+        validation_fraction: float = 0.2,
+        n_ensemble: int = 1,
+        calibration: Calibration | None = "auto",
+        power: float = 0.5,
+        random_state: Any = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.hidden = hidden
+        self.activation = activation
+        self.lr = lr
+        self.schedule = schedule
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.max_epochs = max_epochs
+        self.patience = patience
+        self.validation_fraction = validation_fraction
+        self.n_ensemble = n_ensemble
+        self.calibration = calibration
+        self.power = power
+        self.random_state = random_state
+        self.device = device
+
+    def _learn(self, X: Array, y: Tensor, *, outputs: int, likelihood: Likelihood, loss: Loss) -> None:
+        """Scale, split, train, read the posteriors and calibrate them."""
+        _check(self)
+        self.input_scaler_ = _scaler(X)
+        data = Data(self._scaled(X).float(), y)
+        strata = np.zeros(len(y)) if likelihood == "regression" else y.numpy()
+        random = check_random_state(self.random_state)
+        parts = split(strata, float(self.validation_fraction), int(self.n_ensemble), random)
+        n = len(parts[0].rows)
+        trained = train(_recipe(self, n, likelihood), data, parts, outputs=outputs, loss=loss)
+        self.posteriors_ = [
+            calibrated(
+                read_posterior(one, n, float(self.power)), data.take(part.held_out), likelihood, self.calibration
+            )
+            for one, part in zip(trained, parts, strict=True)
+        ]
+        self.networks_ = [posterior.model for posterior in self.posteriors_]
+        self.best_epochs_ = [one.best_epoch for one in trained]
+        self.n_iter_ = max(one.epochs for one in trained)
+
+    def _scaled(self, X: Array) -> Tensor:
+        # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not depend
+        # on the rows beside it.
+        return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
+
+    def _inputs(self, X: Any) -> Tensor:
+        """What `predict` and its like are given, checked and scaled."""
+        check_is_fitted(self)
+        return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
+
+
+class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[misc]
+    """Regression by small networks under AdamW, with the posterior over their weights that AdamW kept.
+
+    Inputs and targets are standardised within. Each network is trained on a part of the data and keeps the weights, and
+    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior, by
+    evidence (see `bayesadam.calibrate`). The prediction is that of the linearised networks, a Gaussian; several are an
+    equal mixture, of which mean and standard deviation are given.
+
+    >>> X = np.linspace(-1, 1, 100)[:, None]
+    >>> model = BadamRegressor(max_epochs=50, random_state=0).fit(X, np.sin(3 * X[:, 0]))
+    >>> mean, std = model.predict(X[:3], return_std=True)
+    >>> mean.shape, std.shape
+    ((3,), (3,))
+
+    Args:
+        hidden: units of each hidden layer; () for a linear model.
+        activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
+        lr: AdamW's learning rate at the start.
+        schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
+        weight_decay: AdamW's λ; `"auto"`: 0.01 for regression, 0.3 for classification.
+        batch_size: the most examples behind one gradient; batches are of equal size. `"auto"`: 32, or a 32nd of the
+            training data where that is more, up to 256.
+        max_epochs: passes over the training data at most.
+        patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`. The best
+            epoch is kept either way.
+        validation_fraction: share of the data that a network holds out, two examples at least (one of two or three);
+            each network its own, so that five with a fifth each have seen all of it. With 0, or classes of one example
+            each, the training data stop and calibrate too, and the uncertainty is too small.
+        n_ensemble: how many networks; trained together, five cost two to three times as much as one.
+        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as its
+            prior precision (1 if λ is 0) and the noise from held-out residuals.
+        power: p of the curvature v̂ᵖ; the paper's is 1/2.
+        random_state: an int, a RandomState, or None for numpy's global one; determines everything.
+        device: where to train; what was learnt is then kept, and predicts, on the CPU.
+
+    Attributes:
+        posteriors_: one `bayesadam.Posterior` a network, over standardised inputs and targets.
+        networks_: the networks, in float64.
+        noise_variance_: σ² of the observations in the targets' own units, one number a target (a float for 1-D y).
+        input_scaler_: the StandardScaler of the inputs.
+        target_scaler_: the StandardScaler of the targets.
+        best_epochs_: for each network, the epoch that was kept.
+        n_iter_: the epochs trained.
+        n_features_in_: the number of features.
+        feature_names_in_: their names, where X had them.
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
+        X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        self._one_target = y.ndim == 1
+        columns = y.reshape(len(y), -1).astype(np.float64)
+        self.target_scaler_ = _scaler(columns)
+        targets = torch.from_numpy(self.target_scaler_.transform(columns)).float()
+        self._learn(X, targets, outputs=targets.shape[1], likelihood="regression", loss=squared_error)
+        noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
+        noise = noise * self.target_scaler_.scale_**2
+        self.noise_variance_ = float(noise[0]) if self._one_target else noise
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
+        """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
+        inputs = self._inputs(X)
+        if not return_std:
+            with torch.no_grad():
+                outputs = torch.stack([network(inputs) for network in self.networks_])
+            return self._in_units(outputs.mean(dim=0))
+        found = [private(posterior).predict(inputs) for posterior in self.posteriors_]
+        mean, variance = mixed([one.mean for one in found], [one.total_variance for one in found])
+        return self._in_units(mean), self._in_units(variance.sqrt(), shift=False)
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
+        """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
+
+        Args:
+            X: inputs (n, features).
+            n_samples: how many draws; each is of a network chosen at random.
+            random_state: an int, a RandomState, or None.
+        """
+        inputs = self._inputs(X)
+        if not _is_count(n_samples):
+            raise ParameterError(f"n_samples must be a positive whole number, got {n_samples!r}")
+        random = check_random_state(random_state)
+        chosen = random.randint(len(self.posteriors_), size=n_samples)
+        seeds = random.randint(_LARGEST_SEED, size=len(self.posteriors_))
+        draws = torch.empty(n_samples, len(inputs), len(self.target_scaler_.scale_), dtype=inputs.dtype)
+        for number in np.unique(chosen):
+            rows = torch.from_numpy(np.flatnonzero(chosen == number))
+            generator = torch.Generator().manual_seed(int(seeds[number]))
+            # Moments, which are not used here, need two draws.
+            found = private(self.posteriors_[number]).predict(
+                inputs, method="linearised-sampled", n_samples=max(2, len(rows)), generator=generator
+            )
+            draws[rows] = found.sample(len(rows), generator=generator)
+        return np.moveaxis(self._in_units(draws), 0, -1)
+
+    def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
+        """From standardised targets, in the last dimension, to the shape and units of y."""
+        values: Array = scaled.numpy() * self.target_scaler_.scale_
+        if shift:
+            values += self.target_scaler_.mean_
+        return values[..., 0] if self._one_target else values
+
+
+class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
+    """Classification by small networks under AdamW, with the posterior over their weights that AdamW kept.
+
+    As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss; every class keeps a share of the
+    data in training and, where it has two examples or more, may be held out. `calibration="auto"` is `"validation"`
+    here, for evidence fails. Probabilities are those of the linearised networks by the probit approximation, averaged
+    over the networks.
+
+    >>> X = np.linspace(-1, 1, 100)[:, None]
+    >>> y = np.where(X[:, 0] > 0, "right", "left")
+    >>> model = BadamClassifier(max_epochs=20, random_state=0).fit(X, y)
+    >>> print(model.predict([[-0.9], [0.9]]))
+    ['left' 'right']
+
+    Attributes:
+        classes_: the labels, sorted; the columns of `predict_proba`.
+        posteriors_: one `bayesadam.Posterior` a network, over standardised inputs and logits.
+        networks_: the networks, in float64.
+        input_scaler_: the StandardScaler of the inputs.
+        best_epochs_: for each network, the epoch that was kept.
+        n_iter_: the epochs trained.
+        n_features_in_: the number of features.
+        feature_names_in_: their names, where X had them.
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from inputs (n, features) and labels (n,) of any kind."""
+        X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
+        check_classification_targets(y)
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
+        targets = torch.from_numpy(numbers.astype(np.int64))
+        self._learn(X, targets, outputs=len(self.classes_), likelihood="classification", loss=cross_entropy)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """The likeliest label for each row."""
+        best = self.predict_proba(X).argmax(axis=1)
+        labels: Array = self.classes_[best]
+        return labels
+
+    def predict_proba(self, X: Any) -> Array:
+        """The probability of each class, (n, classes), in the order of `classes_`."""
+        inputs = self._inputs(X)
+        found = [private(posterior).predict(inputs, likelihood="classification") for posterior in self.posteriors_]
+        probs: Array = torch.stack([one.probs for one in found]).mean(dim=0).numpy()
+        return probs
+
+
+# --- the steps of fit and predict -----------------------------------------------------------------------------------
+
+
+def split(strata: Array, fraction: float, n_parts: int, random: Any) -> list[Part]:
+    """Which rows each network is trained on and which it holds out; the first part does not depend on `n_parts`.
+
+    Every stratum gives its share to what is held out, and always keeps one row in training. The parts' held-out rows
+    overlap as little as may be: not at all where all of them together are no more than the other rows.
+
+    Args:
+        strata: a number a row: its class, or one and the same for all.
+        fraction: share of the rows to hold out; two rows at least, or one of two or three. With 0, or where no stratum
+            has two rows, every part is trained on all rows and held to the same ones.
+        n_parts: the number of networks.
+        random: a RandomState.
+    """
+    n = len(strata)
+    order = random.permutation(n)
+    order = order[np.argsort(strata[order], kind="stable")]
+    spare = np.delete(order, np.unique(strata[order], return_index=True)[1])
+    count = min(max(round(fraction * n), min(2, n // 2)), len(spare)) if fraction else 0
+    start, seeds = random.uniform(), random.randint(_LARGEST_SEED, size=n_parts)
+    if not count:
+        everything = torch.arange(n)
+        return [Part(everything, everything, int(seed)) for seed in seeds]
+    parts = []
+    for number, seed in enumerate(seeds):
+        # Evenly spaced in an order that has the strata one after the other, and between those of the other parts.
+        places = (np.arange(count) + (start + number / n_parts) % 1) * (len(spare) / count)
+        held_out = spare[places.astype(int)]
+        rows = np.setdiff1d(order, held_out)
+        parts.append(Part(torch.from_numpy(rows), torch.from_numpy(held_out), int(seed)))
+    return parts
+
+
+def read_posterior(trained: Trained, n_data: int, power: float) -> Posterior:
+    """The posterior in AdamW's state; it and the network go on in float64."""
+    decay = trained.state["param_groups"][0]["weight_decay"]
+    posterior = Posterior.from_state_dict(
+        trained.network,
+        trained.state,
+        n_data,
+        optimizer="adamw",
+        # Without weight decay δ would be 0, and dead units of infinite variance.
+        prior_precision=None if decay else 1.0,
+        power=power,
+        batch_size=trained.batch_size,
+    )
+    trained.network.double()
+    return posterior.to(dtype=torch.float64)
+
+
+def calibrated(
+    posterior: Posterior, held_out: Data, likelihood: Likelihood, calibration: Calibration | None
+) -> Posterior:
+    """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be had."""
+    held_out = held_out.double()
+    if likelihood == "regression":
+        with torch.no_grad():
+            residual = held_out.y - posterior.model(held_out.x)
+        posterior = posterior.replace(noise_variance=residual.square().mean(dim=0))
+    if calibration is None:
+        return posterior
+    method = None if calibration == "auto" else calibration
+    try:
+        return calibrate(posterior, (held_out.x, held_out.y), likelihood=likelihood, method=method)
+    except CalibrationError as error:
+        # From here: _learn, fit, the caller.
+        warnings.warn(f"the posterior is not calibrated: {error}", BayesAdamWarning, stacklevel=5)
+        return posterior
+
+
+def mixed(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of an equal mixture: E[μ_k], and E[σ²_k] + Var[μ_k].
+
+    >>> mixed([torch.tensor(0.0), torch.tensor(2.0)], [torch.tensor(1.0), torch.tensor(3.0)])
+    (tensor(1.), tensor(3.))
+    """
+    stacked = torch.stack(list(means))
+    return stacked.mean(dim=0), torch.stack(list(variances)).mean(dim=0) + stacked.var(dim=0, correction=0)
+
+
+def private(posterior: Posterior) -> Posterior:
+    """The posterior with a model of its own: predicting swaps weights in it, and other threads may predict meanwhile."""
+    return dataclasses.replace(posterior, model=copy.deepcopy(posterior.model))
+
+
+def _scaler(columns: Array) -> Any:
+    # Whatever containers the user has set scikit-learn to make, this one's output stays in here.
+    return StandardScaler().set_output(transform="default").fit(columns)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _recipe(estimator: _Badam, n: int, likelihood: Likelihood) -> Recipe:
+    """An estimator's arguments for n training examples."""
+    weight_decay = _WEIGHT_DECAY[likelihood] if estimator.weight_decay == "auto" else float(estimator.weight_decay)
+    batch_size = min(max(32, n // 32), 256) if estimator.batch_size == "auto" else int(estimator.batch_size)
+    return Recipe(
+        hidden=tuple(int(units) for units in estimator.hidden),
+        activation=estimator.activation,
+        lr=float(estimator.lr),
+        schedule=estimator.schedule,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        max_epochs=int(estimator.max_epochs),
+        patience=None if estimator.patience is None else int(estimator.patience),
+        device=estimator.device,
+    )
+
+
+def _check(estimator: _Badam) -> None:
+    """Refuse bad arguments; in `fit`, since scikit-learn wants `__init__` to take them as they are."""
+    for name, (fits, wanted) in _RULES.items():
+        value = getattr(estimator, name)
+        if not fits(value):
+            raise ParameterError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _are_counts(values: Any) -> bool:
+    return not isinstance(values, str) and bool(np.iterable(values)) and all(map(_is_count, values))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden": (_are_counts, "a positive whole number for each layer, as in (50, 50)"),
+    "activation": (lambda value: value in tuple(ACTIVATIONS), f"one of {tuple(ACTIVATIONS)}"),
+    "lr": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "schedule": (lambda value: value in get_args(Schedule), f"one of {get_args(Schedule)}"),
+    "weight_decay": (lambda value: value == "auto" or (_is_number(value) and value >= 0), "'auto' or a number from 0"),
+    "batch_size": (lambda value: value == "auto" or _is_count(value), "'auto' or a positive whole number"),
+    "max_epochs": (_is_count, "a positive whole number"),
+    "patience": (lambda value: value is None or _is_count(value), "None or a positive whole number"),
+    "validation_fraction": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 and below 1"),
+    "n_ensemble": (_is_count, "a positive whole number"),
+    "calibration": (lambda value: value in (*get_args(Calibration), None), f"None or one of {get_args(Calibration)}"),
+    "power": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "device": (_is_device, "a device that torch knows"),
+}

@@ -1,0 +1,551 @@
+"""The scikit-learn estimators: scikit-learn's own checks, and each step against a plain reference."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import sklearn
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_iris, make_friedman1
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+from bayesadam import BayesAdamError, BayesAdamWarning, Posterior
+from bayesadam.calibrate import CalibrationError
+from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, ParameterError, estimators, training
+from bayesadam.sklearn.estimators import split
+from bayesadam.sklearn.training import Data, Part, Recipe
+
+# Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
+SMALL = {"hidden": (8,), "max_epochs": 20, "random_state": 0}
+
+
+def sine(n=120, seed=0, noise=0.1):
+    random = np.random.RandomState(seed)
+    X = random.uniform(-2, 2, (n, 2))
+    return X, np.sin(2 * X[:, 0]) + X[:, 1] + noise * random.randn(n)
+
+
+def two_targets(n=120, seed=0):
+    X, y = sine(n, seed)
+    return X, np.stack([y, 100 + 50 * X[:, 0] ** 2], axis=1)
+
+
+def blobs(n=90, seed=0, labels=("a", "b", "c")):
+    random = np.random.RandomState(seed)
+    numbers = np.arange(n) % len(labels)
+    return random.randn(n, 2) + 1.5 * numbers[:, None], np.array(labels)[numbers]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Torch's own, when it first loads its forward-mode derivatives.
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated", category=DeprecationWarning)
+        yield
+
+
+# --- what scikit-learn asks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")
+@parametrize_with_checks([BadamRegressor(), BadamClassifier()])
+def test_scikit_learn_accepts_the_defaults(estimator, check):
+    with warnings.catch_warnings():
+        # The checks feed bad data on purpose, and warn of that themselves.
+        warnings.simplefilter("default")
+        check(estimator)
+
+
+def test_they_work_in_scikit_learns_tools():
+    X, y = sine()
+    pipeline = make_pipeline(PolynomialFeatures(), BadamRegressor(**SMALL))
+    search = GridSearchCV(pipeline, {"badamregressor__hidden": [(4,), [8, 8]]}, cv=2).fit(X, y)
+    mean, std = search.best_estimator_.predict(X[:5], return_std=True)
+    assert mean.shape == std.shape == (5,)
+    X, labels = blobs()
+    for scoring in ("neg_log_loss", "accuracy", "roc_auc_ovr"):
+        assert np.isfinite(cross_val_score(BadamClassifier(**SMALL), X, labels, cv=2, scoring=scoring)).all()
+
+
+@pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
+def test_clones_and_pickles_predict_the_same(estimator):
+    X, y = sine() if estimator is BadamRegressor else blobs()
+    model = estimator(**SMALL, n_ensemble=2).fit(X, y)
+    predict = "predict" if estimator is BadamRegressor else "predict_proba"
+    expected = getattr(model, predict)(X)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), clone(model).fit(X, y)):
+        assert np.array_equal(getattr(other, predict)(X), expected)
+
+
+def test_frames_in_arrays_out():
+    pandas = pytest.importorskip("pandas")
+    X, y = sine()
+    frame = pandas.DataFrame(X, columns=["one", "two"])
+    plain = BadamRegressor(**SMALL).fit(X, y)
+    with sklearn.config_context(transform_output="pandas"):
+        model = BadamRegressor(**SMALL).fit(frame, pandas.Series(y))
+        found = model.predict(frame, return_std=True)
+    assert list(model.feature_names_in_) == ["one", "two"]
+    assert model.n_features_in_ == 2
+    for mine, theirs in zip(found, plain.predict(X, return_std=True), strict=True):
+        assert isinstance(mine, np.ndarray)
+        assert np.allclose(mine, theirs, rtol=1e-6)
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame.rename(columns={"one": "three"}))
+
+
+def test_importing_bayesadam_leaves_scikit_learn_alone_and_its_absence_names_the_extra():
+    code = (
+        "import sys, bayesadam\nassert 'sklearn' not in sys.modules\nsys.modules['sklearn'] = None\n"
+        "try:\n    import bayesadam.sklearn\nexcept bayesadam.BayesAdamError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert "pip install 'bayesadam[sklearn]'" in done.stdout, done.stderr
+
+
+# --- training, against a plain loop ---------------------------------------------------------------------------------
+
+
+def recipe(**changes):
+    plain = Recipe(
+        (5, 4), "tanh", 1e-2, "constant", weight_decay=0.1, batch_size=16, max_epochs=6, patience=None, device="cpu"
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def toy_parts(seeds=(3, 4)):
+    X, y = two_targets(60)
+    data = Data(torch.from_numpy(X).float(), torch.from_numpy((y - y.mean(axis=0)) / y.std(axis=0)).float())
+    parts = split(np.zeros(60), 0.2, len(seeds), np.random.RandomState(0))
+    return data, [Part(part.rows, part.held_out, seed) for part, seed in zip(parts, seeds, strict=True)]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_networks_trained_together_are_those_of_a_plain_loop(schedule):
+    data, parts = toy_parts()
+    settings = recipe(schedule=schedule)
+    together = training.train(settings, data, parts, outputs=2, loss=training.squared_error)
+    for part, found in zip(parts, together, strict=True):
+        generator = torch.Generator().manual_seed(part.seed)
+        network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+        with torch.no_grad():
+            start = training.initial_weights(network, [generator])
+            for parameter, values in zip(network.parameters(), start, strict=True):
+                parameter.copy_(values[0])
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        rows, losses, states = part.rows[None], [], []
+        for _ in range(6):
+            for (batch,) in training.batches(rows, 16, [generator]):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(network(data.x[batch]), data.y[batch]).backward()
+                optimizer.step()
+            if schedule == "cosine":
+                scheduler.step()
+            with torch.no_grad():
+                losses.append(float(nn.functional.mse_loss(network(data.x[part.held_out]), data.y[part.held_out])))
+            states.append(copy.deepcopy((list(network.parameters()), optimizer.state_dict()["state"])))
+        best = int(np.argmin(losses))
+        assert found.best_epoch == best + 1
+        weights, state = states[best]
+        for mine, theirs in zip(found.network.parameters(), weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        for index, entry in state.items():
+            mine = found.state["state"][index]
+            torch.testing.assert_close(mine["exp_avg_sq"], entry["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+            assert float(mine["step"]) == float(entry["step"])
+
+
+def test_what_early_stopping_keeps_is_what_stopping_there_would_have_given():
+    X, y = sine(60, noise=1.0)
+    settings = {**SMALL, "hidden": (20,), "schedule": "constant", "calibration": None, "lr": 0.05}
+    stopped = BadamRegressor(**{**settings, "max_epochs": 400, "patience": 5}).fit(X, y)
+    (best,) = stopped.best_epochs_
+    assert stopped.n_iter_ == best + 5 < 400
+    exact = BadamRegressor(**{**settings, "max_epochs": best, "patience": None}).fit(X, y)
+    assert exact.n_iter_ == best
+    for role in ("mean", "variance"):
+        for name, value in getattr(exact.posteriors_[0], role).items():
+            assert torch.equal(getattr(stopped.posteriors_[0], role)[name], value), (role, name)
+
+
+def test_a_network_that_stops_early_does_not_wait_for_the_others():
+    data, parts = toy_parts((3, 4, 5))
+    settings = recipe(max_epochs=60, patience=3, lr=0.05)
+    together = training.train(settings, data, parts, outputs=2, loss=training.squared_error)
+    assert len({found.epochs for found in together}) > 1
+    for part, found in zip(parts, together, strict=True):
+        (alone,) = training.train(settings, data, [part], outputs=2, loss=training.squared_error)
+        assert (alone.best_epoch, alone.epochs) == (found.best_epoch, found.epochs)
+        for mine, theirs in zip(found.network.parameters(), alone.network.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_initial_weights_are_torchs_own():
+    generator = torch.Generator().manual_seed(0)
+    network = training.make_network([100, 400, 3], "relu")
+    drawn = training.initial_weights(network, [generator])
+    assert [tuple(w.shape) for w in drawn] == [(1, 400, 100), (1, 400), (1, 3, 400), (1, 3)]
+    plain = nn.Sequential(nn.Linear(100, 400), nn.Linear(400, 3)).state_dict()
+    for mine, theirs in zip(drawn[:3], list(plain.values())[:3], strict=True):
+        assert float(mine.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.03)
+        assert float(mine.std()) == pytest.approx(float(theirs.std()), rel=0.1)
+
+
+def test_the_losses_are_torchs_one_network_at_a_time():
+    outputs = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
+    numbers, labels = torch.zeros(3, 7, 4), torch.arange(21).view(3, 7) % 4
+    for index in range(3):
+        expected = nn.functional.mse_loss(outputs[index], numbers[index])
+        assert torch.allclose(training.squared_error(outputs, numbers)[index], expected)
+        expected = nn.functional.cross_entropy(outputs[index], labels[index])
+        assert torch.allclose(training.cross_entropy(outputs, labels)[index], expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 33, 63, 100, 1000])
+def test_batches_are_equal_and_leave_next_to_nothing(n):
+    size = training.even_batch_size(n, 32)
+    assert size <= 32
+    rows = torch.arange(100, 100 + n)[None]
+    taken = list(training.batches(rows, size, [torch.Generator().manual_seed(0)]))
+    assert {batch.shape for batch in taken} == {(1, size)}
+    seen = torch.cat(taken, dim=1).flatten()
+    assert len(seen.unique()) == len(seen) > n - size
+    assert n - len(seen) < len(taken) or n == len(seen)
+
+
+def test_training_that_diverges_says_so():
+    X, y = sine(40)
+    with pytest.raises(DivergedError, match="lower lr=1e\\+30"):
+        BadamRegressor(**{**SMALL, "lr": 1e30}).fit(X, y)
+
+
+# --- what is held out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_parts", [1, 3, 5])
+@pytest.mark.parametrize("n", [10, 57, 200])
+def test_each_row_is_held_out_at_most_once_and_each_stratum_gives_its_share(n, n_parts):
+    strata = np.random.RandomState(n).choice([0, 1, 1, 1, 2, 2], size=n)
+    parts = split(strata, 0.2, n_parts, np.random.RandomState(0))
+    for part in parts:
+        assert sorted([*part.rows.tolist(), *part.held_out.tolist()]) == list(range(n))
+        assert len(part.held_out) == max(2, round(0.2 * n))
+        assert set(strata[part.rows]) == set(strata)
+        share = np.bincount(strata[part.held_out], minlength=3) - 0.2 * np.bincount(strata, minlength=3)
+        assert np.abs(share).max() < 2
+    held_out = np.concatenate([part.held_out for part in parts])
+    assert len(held_out) - len(np.unique(held_out)) <= max(0, len(held_out) - (n - 3))
+    again = split(strata, 0.2, 1, np.random.RandomState(0))[0]
+    assert torch.equal(again.held_out, parts[0].held_out)
+    assert again.seed == parts[0].seed
+
+
+@pytest.mark.parametrize(
+    ("strata", "fraction", "expected"),
+    [
+        ([0, 0], 0.2, (1, 1)),
+        ([0, 0, 0], 0.2, (2, 1)),
+        ([0, 0, 0, 0], 0.2, (2, 2)),
+        ([0, 0, 0, 0], 0.99, (1, 3)),
+        ([0, 1], 0.2, (2, 2)),
+        ([0, 1, 1], 0.2, (2, 1)),
+        ([0, 0, 0, 0], 0.0, (4, 4)),
+    ],
+)
+def test_few_rows_are_shared_as_well_as_can_be(strata, fraction, expected):
+    (part,) = split(np.array(strata), fraction, 1, np.random.RandomState(0))
+    assert (len(part.rows), len(part.held_out)) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "calibration"), [(2, "auto"), (2, None), (3, "auto"), (4, "validation"), (5, "evidence")]
+)
+def test_tiny_data(n, calibration):
+    X, y = sine(n)
+    settings = {**SMALL, "calibration": calibration}
+    mean, std = BadamRegressor(**settings, n_ensemble=2).fit(X, y).predict(X, return_std=True)
+    assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
+    probs = BadamClassifier(**settings).fit(X, np.arange(n) % 2).predict_proba(X)
+    assert np.allclose(probs.sum(axis=1), 1)
+
+
+def test_constant_inputs_and_targets():
+    X, y = sine(40)
+    X[:, 1] = 3.0
+    for targets in (y, np.full(40, 7.0)):
+        mean, std = BadamRegressor(**SMALL).fit(X, targets).predict(X, return_std=True)
+        assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
+    assert np.abs(mean - 7).max() < 0.5
+
+
+# --- regression -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_ensemble", [1, 3])
+@pytest.mark.parametrize("data", [sine, two_targets])
+def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
+    X, y = data()
+    model = BadamRegressor(**SMALL, n_ensemble=n_ensemble).fit(X, y)
+    mean, std = model.predict(X[:6], return_std=True)
+    assert mean.shape == std.shape == y[:6].shape
+    assert mean.dtype == std.dtype == np.float64
+    assert np.allclose(model.predict(X[:6]), mean, rtol=1e-12)
+
+    shift, scale = y.reshape(len(y), -1).mean(axis=0), y.reshape(len(y), -1).std(axis=0)
+    x = torch.from_numpy((X[:6] - X.mean(axis=0)) / X.std(axis=0))
+    means, variances = [], []
+    for posterior, network in zip(model.posteriors_, model.networks_, strict=True):
+        assert isinstance(posterior, Posterior)
+        names = list(posterior.mean)
+
+        def outputs(*weights, network=network, names=names):
+            return torch.func.functional_call(network, dict(zip(names, weights, strict=True)), (x,))
+
+        weights = tuple(posterior.mean[name] for name in names)
+        jacobians = torch.autograd.functional.jacobian(outputs, weights)
+        spread = sum(
+            (j.square() * posterior.variance[name]).flatten(2).sum(dim=2)
+            for name, j in zip(names, jacobians, strict=True)
+        )
+        means.append(outputs(*weights).detach().numpy())
+        variances.append((spread + posterior.noise_variance).numpy())
+    expected = np.mean(means, axis=0)
+    variance = np.mean(variances, axis=0) + np.mean(np.square(means), axis=0) - expected**2
+    assert np.allclose(mean.reshape(6, -1), expected * scale + shift, rtol=1e-9)
+    assert np.allclose(std.reshape(6, -1), np.sqrt(variance) * scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("data", [sine, two_targets])
+def test_draws_have_the_moments_of_the_prediction(data):
+    X, y = data()
+    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    mean, std = model.predict(X[:4], return_std=True)
+    draws = model.sample_y(X[:4], 1500, random_state=1)
+    assert draws.shape == (*y[:4].shape, 1500)
+    assert np.abs((draws.mean(axis=-1) - mean) / std).max() < 5 / np.sqrt(1500)
+    assert np.abs(draws.std(axis=-1) / std - 1).max() < 0.12
+
+
+def test_a_draw_is_one_function_over_all_rows():
+    X, y = sine(noise=0.5)
+    model = BadamRegressor(**SMALL).fit(X, y)
+    # The same row twice: one function has one value there, and only the noise differs.
+    draws = model.sample_y(X[[0, 0]], 1500)
+    _, std = model.predict(X[:1], return_std=True)
+    assert np.var(draws[0] - draws[1]) == pytest.approx(2 * model.noise_variance_, rel=0.15)
+    assert np.cov(draws)[0, 1] == pytest.approx(std[0] ** 2 - model.noise_variance_, rel=0.25)
+
+
+def test_draws_follow_their_random_state():
+    X, y = sine()
+    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    assert model.sample_y(X[:3]).shape == (3, 1)
+    first = model.sample_y(X[:3], 5)
+    assert np.array_equal(first, model.sample_y(X[:3], 5, random_state=np.random.RandomState(0)))
+    assert not np.array_equal(first, model.sample_y(X[:3], 5, random_state=1))
+    with pytest.raises(ParameterError, match="n_samples must be a positive whole number, got 0"):
+        model.sample_y(X, 0)
+
+
+def test_a_linear_problem_is_solved_with_its_noise():
+    random = np.random.RandomState(0)
+    X = random.randn(500, 3)
+    y = X @ [1.0, -2.0, 0.5] + 3 + 2 * random.randn(500)
+    model = BadamRegressor(hidden=(), n_ensemble=5, random_state=0).fit(X[:400], y[:400])
+    exact = LinearRegression().fit(X[:400], y[:400])
+    mean, std = model.predict(X[400:], return_std=True)
+    assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
+    assert model.noise_variance_ == pytest.approx(4, rel=0.25)
+    assert (np.abs(y[400:] - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.05)
+
+
+@pytest.mark.parametrize("calibration", ["evidence", "validation"])
+def test_the_band_holds_what_it_should(calibration):
+    X, y = make_friedman1(600, noise=1.0, random_state=0)
+    model = BadamRegressor(calibration=calibration, max_epochs=60, random_state=0).fit(X[:300], y[:300])
+    mean, std = model.predict(X[300:], return_std=True)
+    assert 0.88 < (np.abs(y[300:] - mean) < 1.96 * std).mean() < 0.995
+    assert model.score(X[300:], y[300:]) > 0.75
+
+
+def test_predictions_are_in_the_units_of_the_data():
+    X, y = sine()
+    model = BadamRegressor(**SMALL).fit(X, y)
+    other = BadamRegressor(**SMALL).fit(1e6 * X + 5e6, 1e-5 * y - 3)
+    for mine, theirs, shift in zip(
+        model.predict(X, return_std=True), other.predict(1e6 * X + 5e6, return_std=True), (-3, 0), strict=True
+    ):
+        assert np.allclose(1e-5 * mine + shift, theirs, rtol=1e-3, atol=1e-7)
+    assert other.noise_variance_ == pytest.approx(1e-10 * model.noise_variance_, rel=1e-3)
+
+
+def test_one_column_stays_a_column():
+    X, y = sine()
+    flat, column = BadamRegressor(**SMALL).fit(X, y), BadamRegressor(**SMALL).fit(X, y[:, None])
+    assert np.array_equal(flat.predict(X)[:, None], column.predict(X))
+    assert column.sample_y(X[:3], 2).shape == (3, 1, 2)
+    assert isinstance(flat.noise_variance_, float)
+    assert column.noise_variance_.shape == (1,)
+
+
+# --- classification -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels", [("no", "yes"), (False, True), (-1, 1), ("b", "a", "c"), (10.0, 3.0, 7.0), (0, 1, 2, 3)]
+)
+def test_labels_of_any_kind(labels):
+    X, y = blobs(40 * len(labels), labels=labels)
+    model = BadamClassifier(random_state=0, max_epochs=60).fit(X, y)
+    assert list(model.classes_) == sorted(labels)
+    probs = model.predict_proba(X)
+    assert probs.shape == (len(X), len(labels))
+    assert np.allclose(probs.sum(axis=1), 1)
+    assert np.array_equal(model.predict(X), model.classes_[probs.argmax(axis=1)])
+    assert model.score(X, y) > 0.75
+
+
+def test_probabilities_are_averaged_over_the_networks():
+    X, y = load_iris(return_X_y=True)
+    model = BadamClassifier(**SMALL, n_ensemble=3).fit(X, y)
+    x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
+    each = [posterior.predict(x, likelihood="classification").probs.numpy() for posterior in model.posteriors_]
+    assert not np.allclose(each[0], each[1], atol=1e-3)
+    assert np.allclose(model.predict_proba(X), np.mean(each, axis=0), rtol=1e-9)
+
+
+def test_far_from_the_data_the_classifier_is_less_sure_than_its_network():
+    X, y = blobs(150, seed=1, labels=(0, 1))
+    model = BadamClassifier(random_state=0, max_epochs=60).fit(X, y)
+    far = np.array([[-40.0, 40.0], [60.0, -50.0]])
+    with torch.no_grad():
+        plain = model.networks_[0](torch.from_numpy(model.input_scaler_.transform(far))).softmax(dim=-1)
+    assert (model.predict_proba(far).max(axis=1) <= plain.numpy().max(axis=1)).all()
+
+
+def test_one_class_is_refused():
+    with pytest.raises(ValueError, match="two classes or more; y holds 1 class, \\['x'\\]"):
+        BadamClassifier().fit(np.random.RandomState(0).randn(10, 2), ["x"] * 10)
+
+
+# --- randomness, threads, arguments ---------------------------------------------------------------------------------
+
+
+def test_the_random_state_determines_everything_and_no_global_one_is_touched():
+    X, y = sine()
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    expected = model.predict(X, return_std=True)
+    model.sample_y(X, 3)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+    torch.manual_seed(1234)
+    for state in (0, np.random.RandomState(0)):
+        again = BadamRegressor(**{**SMALL, "random_state": state}, n_ensemble=2).fit(X, y)
+        assert all(np.array_equal(a, b) for a, b in zip(again.predict(X, return_std=True), expected, strict=True))
+    other = BadamRegressor(**{**SMALL, "random_state": 1}, n_ensemble=2).fit(X, y)
+    assert not np.allclose(other.predict(X), expected[0])
+
+
+def test_threads_may_fit_and_predict_at_once():
+    X, y = sine(60)
+    models = [BadamRegressor(**{**SMALL, "random_state": seed}) for seed in range(4)]
+    expected = [clone(model).fit(X, y).predict(X, return_std=True)[1] for model in models]
+    with ThreadPoolExecutor(4) as pool:
+        fitted = list(pool.map(lambda model: model.fit(X, y), models))
+        shared = list(pool.map(lambda _: fitted[0].predict(X, return_std=True)[1], range(16)))
+    for model, std in zip(fitted, expected, strict=True):
+        assert np.array_equal(model.predict(X, return_std=True)[1], std)
+    assert all(np.array_equal(std, expected[0]) for std in shared)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
+def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
+    X, y = sine() if estimator is BadamRegressor else blobs()
+    here, there = (estimator(**SMALL, n_ensemble=2, device=device).fit(X, y) for device in ("cpu", "cuda"))
+    assert {p.device.type for network in there.networks_ for p in network.parameters()} == {"cpu"}
+    predict = "predict" if estimator is BadamRegressor else "predict_proba"
+    assert np.allclose(getattr(here, predict)(X), getattr(there, predict)(X), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", 50, "hidden must be a positive whole number for each layer, as in"),
+        ("hidden", (50, 0), r"got \(50, 0\)"),
+        ("hidden", (2.5,), "whole number"),
+        ("activation", "swish", "activation must be one of"),
+        ("schedule", "linear", r"schedule must be one of \('cosine', 'constant'\), got 'linear'"),
+        ("calibration", "best", "calibration must be None or one of"),
+        ("lr", 0.0, "lr must be a number above 0, got 0.0"),
+        ("lr", float("nan"), "got nan"),
+        ("lr", float("inf"), "got inf"),
+        ("power", "half", "power must be a number above 0"),
+        ("weight_decay", -1, "weight_decay must be 'auto' or a number from 0, got -1"),
+        ("validation_fraction", 1.0, "validation_fraction must be a number from 0 and below 1, got 1.0"),
+        ("batch_size", 0, "batch_size must be 'auto' or a positive whole number, got 0"),
+        ("batch_size", "all", "got 'all'"),
+        ("max_epochs", 1.5, "max_epochs must be a positive whole number, got 1.5"),
+        ("patience", 0, "patience must be None or a positive whole number, got 0"),
+        ("n_ensemble", True, "n_ensemble must be a positive whole number, got True"),
+        ("device", "abacus", "device must be a device that torch knows, got 'abacus'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(name, value, message):
+    X, y = sine(20)
+    with pytest.raises(ParameterError, match=message) as caught:
+        BadamRegressor(**{name: value}).fit(X, y)
+    assert isinstance(caught.value, BayesAdamError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"activation": activation} for activation in ("relu", "tanh", "gelu", "silu", "elu", "sigmoid")]
+    + [
+        {"power": 1.0},
+        {"weight_decay": 0.0, "calibration": None},
+        {"validation_fraction": 0.0, "batch_size": 7},
+        {"hidden": np.array([4, 4]), "n_ensemble": np.int64(2), "patience": np.int64(3), "lr": np.float32(0.01)},
+        {"device": torch.device("cpu")},
+    ],
+)
+def test_good_arguments_are_heeded(settings):
+    X, y = sine(60)
+    model = BadamRegressor(**{**SMALL, **settings}).fit(X, y)
+    mean, std = model.predict(X, return_std=True)
+    assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
+    assert len(model.posteriors_) == settings.get("n_ensemble", 1)
+    assert all(posterior.settings.power == settings.get("power", 0.5) for posterior in model.posteriors_)
+    if "batch_size" in settings:
+        assert model.posteriors_[0].settings.batch_size == 6
+        assert model.posteriors_[0].n_data == 60
+
+
+def test_a_posterior_that_cannot_be_calibrated_is_kept_as_it_was_read(monkeypatch):
+    def fail(*args, **kwargs):
+        raise CalibrationError("no luck")
+
+    monkeypatch.setattr(estimators, "calibrate", fail)
+    X, y = sine(60)
+    with pytest.warns(BayesAdamWarning, match="not calibrated: no luck") as caught:
+        model = BadamRegressor(**SMALL).fit(X, y)
+    assert caught[0].filename == __file__
+    plain = BadamRegressor(**SMALL, calibration=None).fit(X, y)
+    for mine, theirs in zip(model.predict(X, return_std=True), plain.predict(X, return_std=True), strict=True):
+        assert np.array_equal(mine, theirs)
