@@ -25,8 +25,8 @@ def problem() -> dict[str, object]:
     with torch.no_grad():
         model.weight.zero_()
     optimizer = ba.Badam(model.parameters(), lr=1e-2, betas=(0.9, 0.9995))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
-    for _ in range(10_000):
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9995)
+    for _ in range(20_000):
         rows = torch.randint(N, (BATCH,), generator=generator)
         loss = (model(x[rows]) - y[rows]).square().mean() / (2 * NOISE**2)
         optimizer.zero_grad()
