@@ -131,6 +131,8 @@ def test_a_real_ctrl_c_leaves_nothing_behind(tmp_path):
     ) as process:
         while process.poll() is None and not out.exists():
             time.sleep(0.05)
+        # Past torch's own late imports, inside which an interrupt can be lost.
+        time.sleep(1.5)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
