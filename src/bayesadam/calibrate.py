@@ -16,7 +16,8 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.noise import fresh_seed
 from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
-from bayesadam.predict.linearised import DEFAULT_BUDGET, Spread, moments
+from bayesadam.predict.generic import Spread
+from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
 from bayesadam.predict.predictive import Likelihood, Link, like
 

@@ -33,3 +33,7 @@ class MissingExtraError(BayesAdamError, ImportError):
 
 class BayesAdamWarning(UserWarning):
     """Base of the library's warnings."""
+
+
+class MemoryBudgetError(BayesAdamError):
+    """One example does not fit the memory budget."""

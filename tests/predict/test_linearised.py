@@ -19,7 +19,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError
 from bayesadam.predict import MemoryBudgetError, contract, linearised, predict
 from bayesadam.predict.call import Call, evaluating
-from bayesadam.predict.linearised import Plan, make_plan
+from bayesadam.predict.plan import Plan, make_plan
 from bayesadam.predict.predict import parameters_at_mean
 from cases import mlp
 from predict.cases_networks import (
@@ -433,6 +433,51 @@ def test_a_thousand_outputs_take_little_memory():
         + torch.einsum("ch,bh,bh->bc", second.weight.square(), slope.square(), inner)
     )
     torch.testing.assert_close(found.variance, expected.detach(), rtol=1e-4, atol=0)
+
+
+# --- the last layer -------------------------------------------------------------------------------------------------
+
+
+class Ending(nn.Module):
+    """A body and a head, whose ends differ: `end(head, hidden, x)` makes the output."""
+
+    def __init__(self, end: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor], bias: bool = True) -> None:
+        super().__init__()
+        self.body, self.head, self.end = nn.Linear(4, 4), nn.Linear(4, 4, bias=bias), end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.head, self.body(x).tanh(), x)
+
+
+DIRECT = {
+    "plain": Ending(lambda head, h, x: head(h)),
+    "no-bias": Ending(lambda head, h, x: head(h), bias=False),
+    "through-its-input": Ending(lambda head, h, x: head(h.square() + x)),
+}
+INDIRECT = {
+    "skip": Ending(lambda head, h, x: head(h) + h),
+    "scaled": Ending(lambda head, h, x: 2 * head(h)),
+    "cloned": Ending(lambda head, h, x: head(h).clone()),
+    "twice": Ending(lambda head, h, x: head(head(h))),
+    "turned": Ending(lambda head, h, x: head(h).flip(1)),
+    "in-place": Ending(lambda head, h, x: head(h).tanh_()),
+    "weight-used-elsewhere": Ending(lambda head, h, x: head(h @ head.weight)),
+    "no-body": Ending(lambda head, h, x: head(x)),
+}
+
+
+@pytest.mark.parametrize(("end", "direct"), [(e, True) for e in DIRECT] + [(e, False) for e in INDIRECT])
+def test_back_propagation_starts_behind_the_last_layer_only_where_that_is_the_output(
+    end: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model = copy.deepcopy((DIRECT | INDIRECT)[end]).double()
+    x = normal(5, 4)()
+    taken = []
+    found = linearised._head
+    monkeypatch.setattr(linearised, "_head", lambda *given: taken.append(found(*given)) or taken[-1])
+    assert error_of(posterior_over(model), x) <= 1e-8
+    assert all((head is not None) is direct for head in taken)
+    assert taken
 
 
 # --- state ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -186,6 +187,11 @@ class Posterior:
         """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
         return self.structure.variance(self.settings)
 
+    @cached_property
+    def spread(self) -> Mapping[str, Tensor]:
+        """`variance`, computed once and kept for prediction after prediction: to be read, not written to."""
+        return self.variance
+
     @property
     def stddev(self) -> dict[str, Tensor]:
         """The square root of `variance`."""
@@ -223,7 +229,7 @@ class Posterior:
         """
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
-        self._require_proper()
+        self.require_proper()
         with torch.no_grad():
             return self.structure.sample(
                 self.mode, self.settings, seed=fresh_seed(generator), n=n, dtypes=self._parameter_dtypes()
@@ -231,7 +237,7 @@ class Posterior:
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept."""
-        self._require_proper()
+        self.require_proper()
         missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
         if missing or unknown:
             raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
@@ -250,7 +256,7 @@ class Posterior:
 
     def entropy(self) -> Tensor:
         """H[q] in nats."""
-        self._require_proper()
+        self.require_proper()
         return self.structure.entropy(self.settings)
 
     @contextmanager
@@ -260,7 +266,7 @@ class Posterior:
         The parameters' own memory is set aside, not written to, so what comes back is the very same bits.
         """
         draw = self.sample(generator=generator)
-        parameters = self._parameters()
+        parameters = self.parameters()
         originals = {name: parameters[name].data for name in draw}
         holders = [
             (m, key, b, b.clone()) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
@@ -278,7 +284,7 @@ class Posterior:
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
-        parameters = self._parameters()
+        parameters = self.parameters()
         with torch.no_grad():
             for name, mu in self.mean.items():
                 parameters[name].copy_(mu)
@@ -398,7 +404,8 @@ class Posterior:
             f"{len(self.mode)} parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
         )
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, which must still be those of the posterior."""
         parameters = dict(self.model.named_parameters())
         for name, theta in self.mode.items():
             if name not in parameters or parameters[name].shape != theta.shape:
@@ -406,10 +413,11 @@ class Posterior:
         return parameters
 
     def _parameter_dtypes(self) -> dict[str, torch.dtype]:
-        parameters = self._parameters()
+        parameters = self.parameters()
         return {name: parameters[name].dtype for name in self.mode}
 
-    def _require_proper(self) -> None:
+    def require_proper(self) -> None:
+        """Raise unless every weight has a finite variance."""
         flat = self.structure.flat_weights(self.settings)
         if flat:
             name, count = next(iter(flat.items()))

@@ -1,6 +1,6 @@
 """Predictive distributions from a weight posterior: linearised without a Jacobian, or sampled."""
 
-from bayesadam.predict.linearised import MemoryBudgetError
+from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.predictive import (
     BinaryPredictive,

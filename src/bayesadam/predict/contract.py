@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,13 +229,16 @@ def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int
 def gram(rows: Tensor) -> Tensor:
     """Σ_n rows rowsᵀ, (b, c, n) → (b, c, c).
 
-    Long rows are cut and their parts summed: few numbers out of many are slow work for a matrix product. Both factors are
-    laid out first: on a CPU torch hands strided ones to BLAS one small matrix at a time.
+    On a CPU numpy does it, which knows the product to be symmetric. Elsewhere long rows are cut and their parts summed: few
+    numbers out of many are slow work for a matrix product.
     """
+    if rows.device.type == "cpu":
+        array = rows.numpy()
+        return torch.from_numpy(np.matmul(array, array.swapaxes(1, 2)))
     b, c, n = rows.shape
     parts = n // _LONG_ROW
     if parts < 2:
-        return torch.bmm(rows.contiguous(), rows.mT.contiguous())
+        return torch.bmm(rows, rows.mT)
     even = rows[:, :, : parts * _LONG_ROW].reshape(b, c, parts, _LONG_ROW).transpose(1, 2).flatten(0, 1)
-    total = torch.bmm(even, even.mT.contiguous()).view(b, parts, c, c).sum(dim=1)
+    total = torch.bmm(even, even.mT).view(b, parts, c, c).sum(dim=1)
     return total + gram(rows[:, :, parts * _LONG_ROW :]) if n % _LONG_ROW else total

@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
-from torch.func import jacrev, vmap
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
-from bayesadam.predict.call import Call, batch_size, examples, is_batched, repeated
+from bayesadam.predict.call import Call, batch_size, examples
+from bayesadam.predict.generic import Spread, batched_grad, generic_moments
 from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use
-from bayesadam.predict.recording import recording
+from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 
 DEFAULT_BUDGET = 1 << 30
-Spread = Callable[[str], Tensor]
+Cotangents = Callable[[int, int], Tensor]
 _OUTPUTS_AT_ONCE = 64
-_PLANS_KEPT = 16
-
-
-class MemoryBudgetError(BayesAdamError):
-    """One example does not fit the memory budget."""
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How the parameters of a model are handled, found out on a few examples.
-
-    Attributes:
-        uses: the parameter and the kind of every use of a layer, in order.
-        layouts: for every use, how the examples lie in its tensors; None leaves the use out.
-        generic: parameters whose gradients go through autograd, example by example.
-        silent: parameters that had no gradient on these examples, so that nothing is known of them.
-        activations: entries of activations an example.
-        outputs: C, the outputs of the network.
-        shape: the shape of one example's output.
-    """
-
-    uses: tuple[tuple[str, type[Use]], ...]
-    layouts: tuple[Layout | None, ...]
-    generic: tuple[str, ...]
-    silent: tuple[str, ...]
-    activations: int
-    outputs: int
-    shape: torch.Size
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,181 +61,14 @@ def moments(
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
         chunk = examples(inputs, start, start + per_chunk)
-        fitted, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance)
+        own, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance)
         with torch.no_grad():
-            generic = _generic(call, leaves, fitted, spreads, chunk, covariance, budget)
+            generic = generic_moments(call, leaves, own, spreads, chunk, covariance, budget)
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
     variance = torch.cat(parts, dim=1)
     return Moments(torch.cat(means), variance, torch.cat(blocks) if covariance else None, plan.shape)
-
-
-_plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
-
-
-def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
-    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same."""
-    flat, spec = pytree.tree_flatten(inputs)
-    modules = tuple(
-        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
-        for m in call.model.modules()
-    )
-    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
-    tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
-    # Weakly, for a forward may hold the model, which would then never be freed.
-    key = (call.forward and ref(call.forward), modules, str(spec), kinds, tensors)
-    known = _plans.setdefault(call.model, {})
-    if key not in known:
-        if len(known) >= _PLANS_KEPT:
-            known.pop(next(iter(known)))
-        known[key] = make_plan(call, leaves, inputs)
-    return known[key]
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Plain attributes, on which its forward may depend."""
-    for name, value in vars(module).items():
-        if isinstance(value, bool | int | float | str) and name != "training":
-            yield name, value
-
-
-def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
-    """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
-
-    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors example
-    by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not what it
-    seems.
-    """
-    size = batch_size(inputs)
-    probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
-    size = batch_size(probe)
-    with torch.enable_grad():
-        uses, output = recorded(call, leaves, probe)
-        if output.shape[0] != size:
-            raise BayesAdamError(
-                f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
-                "Pass forward=lambda model, batch: ... that returns (batch, ...)"
-            )
-        if not output.requires_grad:
-            raise BayesAdamError(
-                "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
-                "there a torch.no_grad(), a detach() or an argmax in its forward?"
-            )
-        if output.numel() == 0:
-            raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
-        _check_alone(call, leaves, probe, output)
-        flat = output.reshape(size, -1)
-        names = list(leaves)
-        generator = torch.Generator().manual_seed(0)
-        r = torch.randn(flat.shape, generator=generator).to(flat)
-        # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
-        s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        truths = torch.autograd.grad(
-            (s[:, None] * r * flat).sum(), [leaves[n] for n in names], retain_graph=True, allow_unused=True
-        )
-        ds = torch.autograd.grad((r * flat).sum(), [use.output for use in uses], allow_unused=True) if uses else ()
-    layouts: list[Layout | None] = [None] * len(uses)
-    generic, silent = [], []
-    for name, truth in zip(names, truths, strict=True):
-        if truth is None or not truth.any():
-            silent.append(name)
-            continue
-        mine = [i for i, use in enumerate(uses) if use.name == name and ds[i] is not None]
-        chosen = _agreeing_layouts([uses[i] for i in mine], [ds[i] for i in mine], truth, s, size)
-        if chosen is None:
-            generic.append(name)
-        for i, layout in zip(mine, chosen or [], strict=False):
-            layouts[i] = layout
-    seen = {id(use.output): use.output.numel() for use in uses}
-    activations = max(sum(seen.values()), flat.numel()) // size
-    return Plan(
-        _kinds(uses), tuple(layouts), tuple(generic), tuple(silent), activations, flat.shape[1], output.shape[1:]
-    )
-
-
-def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
-    return tuple((use.name, type(use)) for use in uses)
-
-
-def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
-    """An example must give the same alone as among others: work is cut along the batch."""
-    size = len(output)
-    told = (
-        "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row an example? Pass that one through forward=lambda model, batch: ..."
-    )
-    try:
-        with torch.no_grad():
-            alone = call(leaves, examples(probe, size - 1, size))
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise BayesAdamError(f"{told} ({error})") from error
-    among = output[-1:].detach()
-    # Outputs that are not finite are told of elsewhere.
-    finite = torch.isfinite(among)
-    if alone.shape != among.shape or not _agree(alone[finite], among[finite]):
-        raise BayesAdamError(told)
-
-
-def _agree(ours: Tensor, truth: Tensor) -> bool:
-    """Equal but for rounding."""
-    tolerance: float = min(0.2, 10 * torch.finfo(truth.dtype).eps ** 0.5)
-    return _disagreement(ours, truth) <= tolerance
-
-
-def _disagreement(ours: Tensor, truth: Tensor) -> float:
-    wide = torch.promote_types(truth.dtype, torch.float32)
-    scale = float(truth.to(wide).norm())
-    found = float((ours.to(wide) - truth.to(wide)).norm())
-    return found / scale if scale else found
-
-
-def _agreeing_layouts(
-    uses: Sequence[Use], ds: Sequence[Tensor], truth: Tensor, s: Tensor, size: int
-) -> list[Layout] | None:
-    wide = torch.promote_types(truth.dtype, torch.float32)
-    best: tuple[float, list[Layout] | None] = (0.2, None)
-    for attempt in range(max((len(use.layouts) for use in uses), default=0)):
-        layout = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
-        ours = torch.zeros_like(truth, dtype=wide)
-        try:
-            for use, d, lay in zip(uses, ds, layout, strict=True):
-                part = contract.total_gradient([use], [d[None]], [lay], size, s.to(wide), ours)
-                use.of(ours).add_(part)
-        except (RuntimeError, IndexError):
-            continue
-        found = _disagreement(ours, truth)
-        if found <= min(4e-3, 10 * torch.finfo(truth.dtype).eps ** 0.5):
-            return layout
-        if torch.finfo(truth.dtype).bits == 16 and found < best[0]:
-            # Rounding alone may come to this much; a wrong layout is still farther off.
-            best = (found, layout)
-    return best[1]
-
-
-def _fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
-    """The plan for one chunk: weights that were silent before, or all where other layers are used, go the generic way."""
-    same = _kinds(uses) == plan.uses
-    unknown = plan.silent if same else tuple(leaves)
-    live: tuple[str, ...] = ()
-    if unknown and flat.requires_grad:
-        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
-        grads = torch.autograd.grad(
-            (r * flat).sum(), [leaves[name] for name in unknown], retain_graph=True, allow_unused=True
-        )
-        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(g.any()))
-    if same:
-        return replace(plan, generic=plan.generic + live)
-    return replace(plan, layouts=(None,) * len(uses), generic=live)
-
-
-def recorded(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[list[Use], Tensor]:
-    """The uses of the parameters in one forward pass, and its output."""
-    with recording(call.model, {id(leaf): name for name, leaf in leaves.items()}) as uses:
-        output = call(leaves, inputs)
-    # What the model runs without gradients has none.
-    return [use for use in uses if use.output.requires_grad], output
 
 
 def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
@@ -299,15 +102,27 @@ def _layerwise(
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs)
         flat = output.reshape(size, -1)
-    plan = _fitted(plan, uses, flat, leaves)
+    plan = fitted(plan, uses, flat, leaves)
     like = torch.promote_types(flat.dtype, torch.float32)
     variance = torch.zeros(len(spreads), size, plan.outputs, dtype=like, device=flat.device)
     blocks = variance[0, :, :, None]
     if covariance:
         blocks = torch.zeros(size, plan.outputs, plan.outputs, dtype=like, device=flat.device)
-    shares = _shares(uses, plan.layouts, spreads, size, covariance)
+    head = _head(uses, plan.layouts, output)
+    layouts = plan.layouts
+    if head is not None:
+        scales = _head_scales(uses, head, spreads)
+        variance += scales
+        if covariance:
+            blocks.diagonal(dim1=1, dim2=2).add_(scales[0])
+        layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
+    shares = _shares(uses, layouts, spreads, size, covariance)
     active = sorted({index for share in shares for index in share.uses})
-    for first, ds in _back_propagated(flat, [uses[i].output for i in active], at_once if active else 0):
+    if head is None:
+        source, cotangents = flat, _one_hot(size, flat)
+    else:
+        source, cotangents = head.input, _head_rows(size, head, leaves[head.name])
+    for first, ds in _back_propagated(source, cotangents, [uses[i].output for i in active], plan.outputs, at_once):
         by_use = dict(zip(active, ds, strict=True))
         with torch.no_grad():
             for share in shares:
@@ -322,6 +137,45 @@ def _layerwise(
     if covariance:
         variance[0] = blocks.diagonal(dim1=1, dim2=2)
     return plan, flat.detach(), variance, blocks
+
+
+def _head(uses: Sequence[Use], layouts: Sequence[Layout | None], output: Tensor) -> MatrixUse | None:
+    """The linear layer z = a Wᵀ + b whose output is the network's, if nothing else is and its weights are used nowhere else.
+
+    Then ∂f/∂z is the identity and ∂f/∂a is W: neither has to be back-propagated, nor held for every output.
+    """
+    for use, layout in zip(uses, layouts, strict=True):
+        if (
+            isinstance(use, MatrixUse)
+            and layout is not None
+            and contract.one_position(use, layout, len(output))
+            and use.input.requires_grad
+            and _is_direct(use, output)
+        ):
+            names = {other.name for other in uses if other.output is use.output}
+            known = all(lay is not None for other, lay in zip(uses, layouts, strict=True) if other.output is use.output)
+            elsewhere = any(other.name in names and other.output is not use.output for other in uses)
+            return use if known and not elsewhere else None
+    return None
+
+
+def _is_direct(use: MatrixUse, output: Tensor) -> bool:
+    """Whether the network's output is this layer's, as the recording handed it on, and its input was left as it was."""
+    handed_on, made_by = output.grad_fn, use.output.grad_fn
+    if handed_on is None or made_by is None or handed_on.name() != "CloneBackward0":
+        return False
+    same_input = any(before is use.input.grad_fn for before, _ in made_by.next_functions)
+    return handed_on.next_functions[0][0] is made_by and same_input
+
+
+def _head_scales(uses: Sequence[Use], head: MatrixUse, spreads: Sequence[Spread]) -> Tensor:
+    bias = next((use for use in uses if use.output is head.output and use is not head), None)
+    return torch.stack([_affine_scale(head, bias, spread) for spread in spreads])
+
+
+def _affine_scale(use: MatrixUse, bias: Use | None, spread: Spread) -> Tensor:
+    own = None if bias is None else bias.of(spread(bias.name))
+    return contract.affine_scale(use, use.of(spread(use.name)), own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,10 +211,7 @@ def _shares(
 
 
 def _affine_share(use: MatrixUse, index: int, bias: Use | None, spreads: Sequence[Spread], covariance: bool) -> _Share:
-    scales = [
-        contract.affine_scale(use, use.of(s(use.name)), None if bias is None else bias.of(s(bias.name)))
-        for s in spreads
-    ]
+    scales = [_affine_scale(use, bias, spread) for spread in spreads]
 
     def of(ds: Mapping[int, Tensor]) -> Tensor:
         d = ds[index].to(scales[0].dtype)
@@ -392,126 +243,33 @@ def _general_share(
     return _Share(tuple(indices), of)
 
 
-def _back_propagated(flat: Tensor, outputs: list[Tensor], at_once: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
+def _one_hot(size: int, flat: Tensor) -> Cotangents:
+    """The outputs' own unit vectors, for every example."""
+    total = flat.shape[1]
+
+    def rows(first: int, count: int) -> Tensor:
+        basis = torch.zeros(count, size, total, dtype=flat.dtype, device=flat.device)
+        basis[torch.arange(count), :, first + torch.arange(count)] = 1.0
+        return basis
+
+    return rows
+
+
+def _head_rows(size: int, head: MatrixUse, weight: Tensor) -> Cotangents:
+    """∂f/∂a = W, the same for every example."""
+
+    def rows(first: int, count: int) -> Tensor:
+        some = head.of(weight.detach())[first : first + count].to(head.input.dtype)
+        return some.unsqueeze(1).expand(-1, size, -1)
+
+    return rows
+
+
+def _back_propagated(
+    source: Tensor, cotangents: Cotangents, outputs: list[Tensor], total: int, at_once: int
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """∂f_c/∂(layer outputs) for `at_once` outputs c at a time; examples are independent, so their sum separates them."""
     if not outputs:
         return
-    size, total = flat.shape
     for first in range(0, total, at_once):
-        count = min(at_once, total - first)
-        basis = torch.zeros(count, size, total, dtype=flat.dtype, device=flat.device)
-        basis[torch.arange(count), :, first + torch.arange(count)] = 1.0
-        yield first, _batched_grad(flat, outputs, basis)
-
-
-def _batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence[Tensor]:
-    try:
-        return torch.autograd.grad(flat, tensors, basis, retain_graph=True, allow_unused=True, is_grads_batched=True)
-    except RuntimeError:
-        # Some operation cannot be batched: one output after the other.
-        rows = [torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True) for row in basis]
-        return [
-            torch.stack([row[i] for row in rows]) if rows[0][i] is not None else None  # type: ignore[misc]
-            for i in range(len(tensors))
-        ]
-
-
-def _generic(
-    call: Call,
-    leaves: Mapping[str, Tensor],
-    plan: Plan,
-    spreads: Sequence[Spread],
-    inputs: Any,
-    covariance: bool,
-    budget: int,
-) -> tuple[Tensor | float, Tensor | float]:
-    """The share of parameters that no layer explains: their gradients example by example, a few at a time."""
-    if not plan.generic:
-        return 0.0, 0.0
-    size = batch_size(inputs)
-    mine = {name: leaves[name].detach() for name in plan.generic}
-    others = {name: leaf.detach() for name, leaf in leaves.items() if name not in mine}
-    entries = sum(tensor.numel() for tensor in mine.values()) * plan.outputs
-    needed = entries * next(iter(mine.values())).element_size()
-    if needed > budget:
-        raise MemoryBudgetError(
-            f"the gradients of {len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need "
-            f"{needed:,} bytes an example, the memory budget is {budget:,}: raise memory_budget, or use "
-            "method='linearised-sampled', which needs less"
-        )
-    variance, blocks = [], []
-    chunk = max(1, budget // (4 * needed))
-    for start in range(0, size, chunk):
-        jacobians = _jacobians(call, mine, others, examples(inputs, start, start + chunk))
-        rows = {name: j.flatten(2).to(torch.promote_types(j.dtype, torch.float32)) for name, j in jacobians.items()}
-        variance.append(
-            torch.stack([sum_of([row.square() @ s(name).flatten() for name, row in rows.items()]) for s in spreads])
-        )
-        if covariance:
-            scaled = [row * spreads[0](name).flatten().sqrt() for name, row in rows.items()]
-            blocks.append(sum_of([contract.gram(row) for row in scaled]))
-    joined = torch.cat(variance, dim=1)
-    return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
-
-
-def _jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:
-    """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
-    size = batch_size(inputs)
-
-    leaves, spec = pytree.tree_flatten(inputs)
-    batched = [is_batched(leaf, size) for leaf in leaves]
-
-    def single(params: dict[str, Tensor], *varying: Tensor) -> Tensor:
-        given = iter(varying)
-        parts = [next(given).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
-        return call.flat({**others, **params}, pytree.tree_unflatten(parts, spec))[0]
-
-    varying = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
-    try:
-        result: dict[str, Tensor] = vmap(jacrev(single), in_dims=(None, *[0] * len(varying)))(mine, *varying)
-        if _confirmed(call, mine, others, inputs, result):
-            return result
-    except RuntimeError:
-        pass
-    loop = [one_jacobian(call, mine, others, examples(inputs, i, i + 1)) for i in range(size)]
-    return {name: torch.stack([row[name] for row in loop]) for name in mine}
-
-
-def _confirmed(
-    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, jacobians: Mapping[str, Tensor]
-) -> bool:
-    """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
-    with torch.enable_grad():
-        flat = call.flat({**others, **leaves}, inputs)
-        if not flat.requires_grad:
-            return not any(bool(jacobian.any()) for jacobian in jacobians.values())
-        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)).to(flat)
-        truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
-    for (name, jacobian), truth in zip(((n, jacobians[n]) for n in mine), truths, strict=True):
-        ours = torch.tensordot(r, jacobian, dims=2)
-        if not _agree(ours, torch.zeros_like(leaves[name]) if truth is None else truth):
-            return False
-    return True
-
-
-def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
-    """∂f/∂w of one example, (c, *shape), by plain reverse passes."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
-    with torch.enable_grad():
-        flat = call.flat({**others, **leaves}, example)
-    basis = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device).unsqueeze(1)
-    # This example may not reach any of them.
-    grads = _batched_grad(flat, list(leaves.values()), basis) if flat.requires_grad else [None] * len(leaves)
-    return {
-        name: torch.zeros(flat.shape[1], *leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
+        yield first, batched_grad(source, outputs, cotangents(first, min(at_once, total - first)))

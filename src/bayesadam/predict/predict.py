@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.predict.call import Call, Forward, evaluating, plain
-from bayesadam.predict.linearised import DEFAULT_BUDGET, moments, plan_for
+from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
+from bayesadam.predict.plan import plan_for
 from bayesadam.predict.predictive import (
     BinaryPredictive,
     ClassificationPredictive,
@@ -22,6 +23,7 @@ from bayesadam.predict.predictive import (
 from bayesadam.predict.sampled import (
     activation_draws,
     allows_local_reparameterisation,
+    at_mean,
     linearised_draws,
     weight_draws,
 )
@@ -72,23 +74,22 @@ def predict(
     """
     check_options(likelihood, method, link, n_samples, memory_budget)
     inputs = plain(inputs)
-    posterior._require_proper()
+    posterior.require_proper()
     call = Call(posterior.model, forward)
     with evaluating(posterior.model):
         params = parameters_at_mean(posterior)
         if method == "linearised":
-            variance = posterior.variance
-            found = moments(call, params, [variance.__getitem__], inputs, covariance=covariance, budget=memory_budget)
+            found = moments(
+                call, params, [posterior.spread.__getitem__], inputs, covariance=covariance, budget=memory_budget
+            )
             shape = (-1, *found.shape)
             mean = found.mean.reshape(shape).to(found.variance.dtype)
             return wrap(posterior, likelihood, link, mean, found.variance[0].reshape(shape), found.covariance, None)
-        draws = _draws(posterior, call, params, inputs, method, n_samples, generator, memory_budget)
-        with torch.no_grad():
-            at_mean = call(params, inputs).to(draws.dtype)
+        draws, centre = _draws(posterior, call, params, inputs, method, n_samples, generator, memory_budget)
     if method == "sampled":
-        _warn_if_collapsed(draws, at_mean, likelihood)
+        _warn_if_collapsed(draws, centre, likelihood)
     # The mean of the linearised draws is known, that of the others estimated from them.
-    mean, count = (draws.mean(dim=0), n_samples - 1) if method == "sampled" else (at_mean, n_samples)
+    mean, count = (draws.mean(dim=0), n_samples - 1) if method == "sampled" else (centre, n_samples)
     centred = (draws - mean).reshape(n_samples, len(mean), -1)
     block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if covariance else None
     spread = centred.square().sum(dim=0).div(count).view_as(mean)
@@ -97,7 +98,7 @@ def predict(
 
 def parameters_at_mean(posterior: Posterior) -> dict[str, Tensor]:
     """μ in the types and on the devices of the model's parameters."""
-    own = posterior._parameters()
+    own = posterior.parameters()
     return {name: mu.to(own[name]) for name, mu in posterior.mean.items()}
 
 
@@ -132,7 +133,8 @@ def _draws(
     n: int,
     generator: torch.Generator | None,
     budget: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Draws of f, (n, batch, ...), and f(x; μ)."""
     padding = _padding_rows(posterior.model)
 
     def draw() -> dict[str, Tensor]:
@@ -146,11 +148,12 @@ def _draws(
     if method == "linearised-sampled":
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
     elif posterior.structure.kind == "diagonal" and allows_local_reparameterisation(call, plan, params, inputs):
-        variances = {name: v.to(params[name]) for name, v in posterior.variance.items()}
+        variances = {name: v.to(params[name]) for name, v in posterior.spread.items()}
         drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
     else:
         drawn = weight_draws(call, draw, inputs, n, **bounds)
-    return drawn.to(torch.promote_types(drawn.dtype, torch.float32))
+    drawn = drawn.to(torch.promote_types(drawn.dtype, torch.float32))
+    return drawn, at_mean(call, params, inputs, **bounds).to(drawn.dtype)
 
 
 def _padding_rows(model: nn.Module) -> dict[str, int]:

@@ -15,11 +15,19 @@ from torch.func import jvp, vmap
 
 from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.predict.call import Call, batch_size, examples, repeated
+from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
-from bayesadam.predict.linearised import Plan, one_jacobian, recorded
+from bayesadam.predict.plan import Plan, recorded
 
 Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]
+
+
+def at_mean(call: Call, params: Mapping[str, Tensor], inputs: Any, *, activations: int, budget: int) -> Tensor:
+    """f(x; μ), (batch, ...), as many examples at a time as the budget holds."""
+    at_a_time = _examples_at_a_time(inputs, 4 * activations, next(iter(params.values())), budget)
+    with torch.no_grad():
+        return torch.cat([call(params, part) for part in _parts(inputs, at_a_time)])
 
 
 def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""Gradients by autograd, example by example, of parameters that no layer explains; the same numbers, at a higher price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, vmap
+from torch.utils import _pytree as pytree
+
+from bayesadam.errors import MemoryBudgetError
+from bayesadam.predict import contract
+from bayesadam.predict.call import Call, batch_size, examples, is_batched
+from bayesadam.predict.plan import Plan, agree
+
+Spread = Callable[[str], Tensor]
+
+
+def generic_moments(
+    call: Call,
+    leaves: Mapping[str, Tensor],
+    plan: Plan,
+    spreads: Sequence[Spread],
+    inputs: Any,
+    covariance: bool,
+    budget: int,
+) -> tuple[Tensor | float, Tensor | float]:
+    """The share of parameters that no layer explains: their gradients example by example, a few at a time."""
+    if not plan.generic:
+        return 0.0, 0.0
+    size = batch_size(inputs)
+    mine = {name: leaves[name].detach() for name in plan.generic}
+    others = {name: leaf.detach() for name, leaf in leaves.items() if name not in mine}
+    entries = sum(tensor.numel() for tensor in mine.values()) * plan.outputs
+    needed = entries * next(iter(mine.values())).element_size()
+    if needed > budget:
+        raise MemoryBudgetError(
+            f"the gradients of {len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need "
+            f"{needed:,} bytes an example, the memory budget is {budget:,}: raise memory_budget, or use "
+            "method='linearised-sampled', which needs less"
+        )
+    variance, blocks = [], []
+    chunk = max(1, budget // (4 * needed))
+    for start in range(0, size, chunk):
+        jacobians = _jacobians(call, mine, others, examples(inputs, start, start + chunk))
+        rows = {name: j.flatten(2).to(torch.promote_types(j.dtype, torch.float32)) for name, j in jacobians.items()}
+        variance.append(
+            torch.stack([sum_of([row.square() @ s(name).flatten() for name, row in rows.items()]) for s in spreads])
+        )
+        if covariance:
+            scaled = [row * spreads[0](name).flatten().sqrt() for name, row in rows.items()]
+            blocks.append(sum_of([contract.gram(row) for row in scaled]))
+    joined = torch.cat(variance, dim=1)
+    return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:
+    """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
+    size = batch_size(inputs)
+
+    leaves, spec = pytree.tree_flatten(inputs)
+    batched = [is_batched(leaf, size) for leaf in leaves]
+
+    def single(params: dict[str, Tensor], *varying: Tensor) -> Tensor:
+        given = iter(varying)
+        parts = [next(given).unsqueeze(0) if b else leaf for b, leaf in zip(batched, leaves, strict=True)]
+        return call.flat({**others, **params}, pytree.tree_unflatten(parts, spec))[0]
+
+    varying = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
+    try:
+        result: dict[str, Tensor] = vmap(jacrev(single), in_dims=(None, *[0] * len(varying)))(mine, *varying)
+        if _confirmed(call, mine, others, inputs, result):
+            return result
+    except RuntimeError:
+        pass
+    loop = [one_jacobian(call, mine, others, examples(inputs, i, i + 1)) for i in range(size)]
+    return {name: torch.stack([row[name] for row in loop]) for name in mine}
+
+
+def _confirmed(
+    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, jacobians: Mapping[str, Tensor]
+) -> bool:
+    """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
+    with torch.enable_grad():
+        flat = call.flat({**others, **leaves}, inputs)
+        if not flat.requires_grad:
+            return not any(bool(jacobian.any()) for jacobian in jacobians.values())
+        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)).to(flat)
+        truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
+    for (name, jacobian), truth in zip(((n, jacobians[n]) for n in mine), truths, strict=True):
+        ours = torch.tensordot(r, jacobian, dims=2)
+        if not agree(ours, torch.zeros_like(leaves[name]) if truth is None else truth):
+            return False
+    return True
+
+
+def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+    """∂f/∂w of one example, (c, *shape), by plain reverse passes."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
+    with torch.enable_grad():
+        flat = call.flat({**others, **leaves}, example)
+    basis = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device).unsqueeze(1)
+    # This example may not reach any of them.
+    grads = batched_grad(flat, list(leaves.values()), basis) if flat.requires_grad else [None] * len(leaves)
+    return {
+        name: torch.zeros(flat.shape[1], *leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence[Tensor]:
+    """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None where there is no path."""
+    try:
+        return torch.autograd.grad(flat, tensors, basis, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:
+        # Some operation cannot be batched: one output after the other.
+        rows = [torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True) for row in basis]
+        return [
+            torch.stack([row[i] for row in rows]) if rows[0][i] is not None else None  # type: ignore[misc]
+            for i in range(len(tensors))
+        ]

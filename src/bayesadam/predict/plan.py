@@ -1,0 +1,210 @@
+"""Which layer explains which parameter of a model, found out on a few examples and checked against autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bayesadam.errors import BayesAdamError, MatchError
+from bayesadam.predict import contract
+from bayesadam.predict.call import Call, batch_size, examples, repeated
+from bayesadam.predict.layers import Layout, Use
+from bayesadam.predict.recording import recording
+
+_PLANS_KEPT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the parameters of a model are handled, found out on a few examples.
+
+    Attributes:
+        uses: the parameter and the kind of every use of a layer, in order.
+        layouts: for every use, how the examples lie in its tensors; None leaves the use out.
+        generic: parameters whose gradients go through autograd, example by example.
+        silent: parameters that had no gradient on these examples, so that nothing is known of them.
+        activations: entries of activations an example.
+        outputs: C, the outputs of the network.
+        shape: the shape of one example's output.
+    """
+
+    uses: tuple[tuple[str, type[Use]], ...]
+    layouts: tuple[Layout | None, ...]
+    generic: tuple[str, ...]
+    silent: tuple[str, ...]
+    activations: int
+    outputs: int
+    shape: torch.Size
+
+
+_plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
+    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same."""
+    flat, spec = pytree.tree_flatten(inputs)
+    modules = tuple(
+        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
+        for m in call.model.modules()
+    )
+    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
+    tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
+    # Weakly, for a forward may hold the model, which would then never be freed.
+    key = (call.forward and ref(call.forward), modules, str(spec), kinds, tensors)
+    known = _plans.setdefault(call.model, {})
+    if key not in known:
+        if len(known) >= _PLANS_KEPT:
+            known.pop(next(iter(known)))
+        known[key] = make_plan(call, leaves, inputs)
+    return known[key]
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Plain attributes, on which its forward may depend."""
+    for name, value in vars(module).items():
+        if isinstance(value, bool | int | float | str) and name != "training":
+            yield name, value
+
+
+def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
+    """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
+
+    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors example
+    by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not what it
+    seems.
+    """
+    size = batch_size(inputs)
+    probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
+    size = batch_size(probe)
+    with torch.enable_grad():
+        uses, output = recorded(call, leaves, probe)
+        if output.shape[0] != size:
+            raise BayesAdamError(
+                f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
+                "Pass forward=lambda model, batch: ... that returns (batch, ...)"
+            )
+        if not output.requires_grad:
+            raise BayesAdamError(
+                "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
+                "there a torch.no_grad(), a detach() or an argmax in its forward?"
+            )
+        if output.numel() == 0:
+            raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
+        _check_alone(call, leaves, probe, output)
+        flat = output.reshape(size, -1)
+        names = list(leaves)
+        generator = torch.Generator().manual_seed(0)
+        r = torch.randn(flat.shape, generator=generator).to(flat)
+        # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
+        s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
+        truths = torch.autograd.grad(
+            (s[:, None] * r * flat).sum(), [leaves[n] for n in names], retain_graph=True, allow_unused=True
+        )
+        ds = torch.autograd.grad((r * flat).sum(), [use.output for use in uses], allow_unused=True) if uses else ()
+    layouts: list[Layout | None] = [None] * len(uses)
+    generic, silent = [], []
+    for name, truth in zip(names, truths, strict=True):
+        if truth is None or not truth.any():
+            silent.append(name)
+            continue
+        mine = [i for i, use in enumerate(uses) if use.name == name and ds[i] is not None]
+        chosen = _agreeing_layouts([uses[i] for i in mine], [ds[i] for i in mine], truth, s, size)
+        if chosen is None:
+            generic.append(name)
+        for i, layout in zip(mine, chosen or [], strict=False):
+            layouts[i] = layout
+    seen = {id(use.output): use.output.numel() for use in uses}
+    activations = max(sum(seen.values()), flat.numel()) // size
+    return Plan(
+        _kinds(uses), tuple(layouts), tuple(generic), tuple(silent), activations, flat.shape[1], output.shape[1:]
+    )
+
+
+def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
+    return tuple((use.name, type(use)) for use in uses)
+
+
+def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
+    """An example must give the same alone as among others: work is cut along the batch."""
+    size = len(output)
+    told = (
+        "each example's output must depend on that example alone, but the model gives something else when one is run "
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
+        "without being one row an example? Pass that one through forward=lambda model, batch: ..."
+    )
+    try:
+        with torch.no_grad():
+            alone = call(leaves, examples(probe, size - 1, size))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise BayesAdamError(f"{told} ({error})") from error
+    among = output[-1:].detach()
+    # Outputs that are not finite are told of elsewhere.
+    finite = torch.isfinite(among)
+    if alone.shape != among.shape or not agree(alone[finite], among[finite]):
+        raise BayesAdamError(told)
+
+
+def agree(ours: Tensor, truth: Tensor) -> bool:
+    """Equal but for rounding."""
+    tolerance: float = min(0.2, 10 * torch.finfo(truth.dtype).eps ** 0.5)
+    return _disagreement(ours, truth) <= tolerance
+
+
+def _disagreement(ours: Tensor, truth: Tensor) -> float:
+    wide = torch.promote_types(truth.dtype, torch.float32)
+    scale = float(truth.to(wide).norm())
+    found = float((ours.to(wide) - truth.to(wide)).norm())
+    return found / scale if scale else found
+
+
+def _agreeing_layouts(
+    uses: Sequence[Use], ds: Sequence[Tensor], truth: Tensor, s: Tensor, size: int
+) -> list[Layout] | None:
+    wide = torch.promote_types(truth.dtype, torch.float32)
+    best: tuple[float, list[Layout] | None] = (0.2, None)
+    for attempt in range(max((len(use.layouts) for use in uses), default=0)):
+        layout = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
+        ours = torch.zeros_like(truth, dtype=wide)
+        try:
+            for use, d, lay in zip(uses, ds, layout, strict=True):
+                part = contract.total_gradient([use], [d[None]], [lay], size, s.to(wide), ours)
+                use.of(ours).add_(part)
+        except (RuntimeError, IndexError):
+            continue
+        found = _disagreement(ours, truth)
+        if found <= min(4e-3, 10 * torch.finfo(truth.dtype).eps ** 0.5):
+            return layout
+        if torch.finfo(truth.dtype).bits == 16 and found < best[0]:
+            # Rounding alone may come to this much; a wrong layout is still farther off.
+            best = (found, layout)
+    return best[1]
+
+
+def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
+    """The plan for one chunk: weights that were silent before, or all where other layers are used, go the generic way."""
+    same = _kinds(uses) == plan.uses
+    unknown = plan.silent if same else tuple(leaves)
+    live: tuple[str, ...] = ()
+    if unknown and flat.requires_grad:
+        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
+        grads = torch.autograd.grad(
+            (r * flat).sum(), [leaves[name] for name in unknown], retain_graph=True, allow_unused=True
+        )
+        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(g.any()))
+    if same:
+        return replace(plan, generic=plan.generic + live)
+    return replace(plan, layouts=(None,) * len(uses), generic=live)
+
+
+def recorded(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[list[Use], Tensor]:
+    """The uses of the parameters in one forward pass, and its output."""
+    with recording(call.model, {id(leaf): name for name, leaf in leaves.items()}) as uses:
+        output = call(leaves, inputs)
+    # What the model runs without gradients has none.
+    return [use for use in uses if use.output.requires_grad], output
