@@ -116,11 +116,12 @@ FLOORS = (
     {"checkpoint"},
     {"posterior"},
     {"predict", "prune", "doctor", "optim"},
-    {"calibrate", "scores"},
+    {"calibrate", "inspect", "scores"},
     {"methods"},
     {"bandits", "sklearn"},
     {""},
     {"experiments"},
+    {"cli_data"},
     {"cli"},
     {"__main__"},
 )

@@ -1,6 +1,6 @@
 """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
 
-from bayesadam import curvature, methods, optim, scores
+from bayesadam import checkpoint, curvature, methods, optim, scores
 from bayesadam._version import __version__
 from bayesadam.calibrate import calibrate, log_marginal_likelihood
 from bayesadam.doctor import Diagnosis, Finding, doctor
@@ -8,6 +8,21 @@ from bayesadam.errors import BayesAdamError, BayesAdamWarning
 from bayesadam.optim import Badam
 from bayesadam.posterior import Posterior
 from bayesadam.predict import Predictive
+from bayesadam.prune import (
+    PruningReport,
+    from_torch_prune,
+    keep_pruned,
+    load_masks,
+    neuron_masks,
+    path_scores,
+    prune,
+    prune_checkpoint,
+    pruning_masks,
+    pruning_report,
+    save_masks,
+    shrink,
+    to_torch_prune,
+)
 
 __all__ = [
     "Badam",
@@ -17,12 +32,26 @@ __all__ = [
     "Finding",
     "Posterior",
     "Predictive",
+    "PruningReport",
     "__version__",
     "calibrate",
+    "checkpoint",
     "curvature",
     "doctor",
+    "from_torch_prune",
+    "keep_pruned",
+    "load_masks",
     "log_marginal_likelihood",
     "methods",
+    "neuron_masks",
     "optim",
+    "path_scores",
+    "prune",
+    "prune_checkpoint",
+    "pruning_masks",
+    "pruning_report",
+    "save_masks",
     "scores",
+    "shrink",
+    "to_torch_prune",
 ]

@@ -16,6 +16,7 @@ EXTRA_OF: dict[str, str | None] = {
     "gpytorch": "gp",
     "lightning": "lightning",
     "peft": "transformers",
+    "pooch": "data",
     "ray": "ray",
     "sklearn": "sklearn",
     "transformers": "transformers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from typer.core import TyperGroup
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
+from bayesadam.cli_data import app as data_app
+from bayesadam.errors import SettingError
 
 
 class _Group(TyperGroup):
@@ -32,9 +35,40 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(data_app, name="data")
+
 Seed = Annotated[int, typer.Option("--seed", help="Fixes every random number: same seed, same results.")]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write to; made if absent.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one a line.")]
+
+
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
+OptimizerFile = Annotated[
+    Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
+]
+OptimizerName = Annotated[
+    str, typer.Option("--optimizer", help="The optimiser that wrote the state; told by its keys if absent.")
+]
+GroupsInOrder = Annotated[
+    bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
+]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device cuda: torch sees no CUDA device here; leave the option out, or say --device cpu")
+    if asked not in ("", "cpu", "cuda"):
+        raise SettingError(f"--device must be cpu or cuda, got {asked!r}")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _print_version(asked: bool) -> None:
@@ -78,8 +112,83 @@ def regression(
     require("matplotlib")
     from bayesadam.experiments.regression import RegressionSettings, run_regression
 
-    chosen = tuple(name.strip() for name in methods.split(",") if name.strip())
     settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap)
-    if chosen:
-        settings = RegressionSettings(methods=chosen, n_seeds=seeds, epochs=epochs, gap=gap)
+    chosen = _names(methods)
+    settings = replace(settings, methods=chosen) if chosen else settings
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
+
+
+@app.command()
+def pruning(
+    data: Annotated[str, typer.Option(help="mnist, fashion-mnist or digits.")] = "mnist",
+    methods: Annotated[str, typer.Option(help="Which methods, separated by commas; all by default.")] = "",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 100,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Networks for each method.")] = 3,
+    activation: Annotated[str, typer.Option(help="relu or sigmoid.")] = "relu",
+    sparse: Annotated[bool, typer.Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
+    device: Device = "",
+    seed: Seed = 0,
+    out: Out = Path("out/pruning"),
+    quiet: Quiet = False,
+) -> None:
+    """Figure 2: accuracy after pruning by signal to noise, every method beside the others."""
+    require("matplotlib")
+    from bayesadam.experiments import pruning as experiment
+
+    where = _device(device)
+    if sparse:
+        recipe = experiment.SparseSettings(data, seeds, epochs)
+        experiment.run_sparse(seed=seed, out=out, quiet=quiet, settings=recipe, device=where)
+        return
+    settings = experiment.PruningSettings(data=data, n_seeds=seeds, epochs=epochs, activation=activation)
+    chosen = _names(methods)
+    settings = replace(settings, methods=chosen) if chosen else settings
+    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where)
+
+
+@app.command()
+def prune(
+    checkpoint: Checkpoint,
+    fraction: Annotated[float, typer.Option(min=0, max=1, help="The share of weights to remove.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
+    ranking: Annotated[str, typer.Option(help="snr, magnitude or saliency.")] = "snr",
+    scope: Annotated[str, typer.Option(help="global, or layer for the same share of each parameter.")] = "global",
+    exclude: Annotated[str, typer.Option(help="Patterns of parameters to leave whole, separated by commas.")] = "",
+    optimizer_file: OptimizerFile = None,
+    optimizer: OptimizerName = "",
+    groups_in_order: GroupsInOrder = False,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Prune a saved network by its optimiser's state, without the model and without data."""
+    from bayesadam.experiments.pruned_file import PruneSettings, run_prune
+
+    settings = PruneSettings(
+        checkpoint, fraction, ranking, scope, _names(exclude), optimizer_file, optimizer or None, groups_in_order
+    )
+    run_prune(seed=seed, out=out, quiet=quiet, settings=settings)
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    optimizer_file: OptimizerFile = None,
+    optimizer: OptimizerName = "",
+    n_data: Annotated[
+        float | None,
+        typer.Option("--n-data", help="Training examples; without them only the order of SNR means something."),
+    ] = None,
+    snr: Annotated[
+        float | None, typer.Option("--snr", min=0, help="Count weights below this; 1 where N is known.")
+    ] = None,
+    groups_in_order: GroupsInOrder = False,
+    seed: Seed = 0,
+    out: Out = Path("out/inspect"),
+    quiet: Quiet = False,
+) -> None:
+    """What a saved optimiser state says about a model's weights, without the model and without data."""
+    require("matplotlib")
+    from bayesadam.experiments.inspection import InspectSettings, run_inspect
+
+    settings = InspectSettings(checkpoint, optimizer_file, optimizer or None, n_data, snr, groups_in_order)
+    run_inspect(seed=seed, out=out, quiet=quiet, settings=settings)

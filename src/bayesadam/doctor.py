@@ -85,6 +85,11 @@ def doctor(
         return Diagnosis(
             f"{type(model).__name__}: no posterior can be read", (Finding("unreadable", "error", str(error)),)
         )
+    return diagnose(match, type(model).__name__, n_data=n_data)
+
+
+def diagnose(match: Match, subject: str, *, n_data: float | None = None) -> Diagnosis:
+    """The findings on parameters matched to their states, whatever they were matched from."""
     examined = [_examine(entry) for entry in match.entries]
     findings = [
         *_values(examined),
@@ -100,7 +105,7 @@ def doctor(
     findings.sort(key=lambda finding: order.index(finding.severity))
     weights = sum(entry.parameter.numel() for entry in match.entries)
     summary = (
-        f"{type(model).__name__} trained by {' and '.join(match.optimizers)}: {weights:,} weights in "
+        f"{subject} trained by {' and '.join(match.optimizers)}: {weights:,} weights in "
         f"{len(match.entries)} parameters have a second moment"
     )
     return Diagnosis(summary, tuple(findings))

@@ -27,6 +27,10 @@ class FileError(BayesAdamError):
     """A file cannot be read (truncated, of a newer format, not one of ours) or written."""
 
 
+class DataError(FileError):
+    """A data set cannot be had, or one of its files does not hold what it should."""
+
+
 class MissingExtraError(BayesAdamError, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.distributions import Normal, kl_divergence
 import bayesadam as ba
 from bayesadam import methods
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum, variational
-from bayesadam.methods.base import noise_beside
-from bayesadam.methods.network import forward, initial, member
+from bayesadam.methods.base import dropout_masks, noise_beside
+from bayesadam.methods.network import flatten, forward, initial, member
 from bayesadam.methods.training import Streams
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
@@ -88,7 +89,7 @@ def test_badams_posterior_is_the_one_read_off_a_plain_adam():
         out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, stack.data.x[1][chosen])[0]
         (out - stack.data.y[1][chosen]).square().mean().backward()
         adam.step()
-    state = optimum.state_of_member(stack, 1)
+    state = stack.optimum.state_dict(1)
     for key, parameter in enumerate(params.values()):
         torch.testing.assert_close(
             state["state"][key]["exp_avg_sq"], adam.state[parameter]["exp_avg_sq"], rtol=1e-4, atol=1e-9
@@ -102,7 +103,7 @@ def test_dropouts_variance_on_one_linear_layer():
     network = Network(1, (width,), 1, "relu")
     params = {name: t.expand(40_000, *t.shape[1:]) for name, t in initial(network, [0]).items()}
     x = torch.tensor([[0.7]])
-    mask = variational._mask(Streams([1], "masks").uniform(40_000, 1, width)[0], rate)
+    mask = dropout_masks(Streams([1], "masks"), replace(network, dropout=rate), 40_000, 1)[0][0]
     draws = forward(network, params, x, masks=[mask]).squeeze()
     hidden = torch.relu(params["layer0.weight"][0, :, 0] * 0.7 + params["layer0.bias"][0])
     expected = rate / (1 - rate) * (params["layer1.weight"][0, 0] * hidden).square().sum()
@@ -110,12 +111,10 @@ def test_dropouts_variance_on_one_linear_layer():
 
 
 def test_bbbs_divergence_is_torch_distributions():
-    means = {"w": torch.randn(2, 3, 4), "b": torch.randn(2, 3)}
-    stds = {name: torch.rand_like(t) + 0.1 for name, t in means.items()}
-    expected = sum(
-        kl_divergence(Normal(means[n], stds[n]), Normal(0.0, 1 / math.sqrt(2.5))).flatten(1).sum(dim=1) for n in means
-    )
-    torch.testing.assert_close(variational.gaussian_kl(means, stds, 2.5), expected)
+    mean = torch.randn(2, 15)
+    std = torch.rand_like(mean) + 0.1
+    expected = kl_divergence(Normal(mean, std), Normal(0.0, 1 / math.sqrt(2.5))).sum(dim=1)
+    torch.testing.assert_close(variational.gaussian_kl(mean, std, 2.5), expected)
 
 
 def linear_problem(training: Training) -> tuple[Problem, torch.Tensor, torch.Tensor]:
@@ -153,25 +152,62 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
     assert ((precision - exact) > 0).all()
 
 
-@pytest.mark.parametrize("name", ["bbb", "vadam"])
-def test_variational_means_of_a_linear_model_are_the_exact_posteriors(name):
-    given, x, y = linear_problem(Training(epochs=400, batch_size=50, lr=2e-2 if name == "vadam" else 5e-3))
+@pytest.mark.parametrize(
+    ("name", "lr", "tolerance"), [("bbb", 5e-3, 0.35), ("vadam", 2e-2, None), ("ivon", 5e-3, None)]
+)
+def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(name, lr, tolerance):
+    """q's best mean is the exact one, its best precisions are the diagonal of the exact precision.
+
+    Vadam's precision is that of squared mini-batch gradients, B times too small beside the exact one and known to be;
+    IVON's moves by a hundred-thousandth a step, and is checked where it is let run, in `tests/optim`.
+    """
+    given, x, y = linear_problem(Training(epochs=600, batch_size=50, lr=lr, weight_decay=1 / 300))
     posterior = METHODS[name](given).posteriors[0]
     design = torch.cat([x, torch.ones(300, 1)], dim=1)
     precision = design.T @ design / 0.09 + torch.eye(4)
     exact = torch.linalg.solve(precision, design.T @ y / 0.09).squeeze()
     got = torch.cat([posterior.mean["layer0.weight"].flatten(), posterior.mean["layer0.bias"]])
     assert ((got - exact).abs() * precision.diagonal().sqrt()).max() < 3
+    if tolerance is not None:
+        found = torch.cat([posterior.variance["layer0.weight"].flatten(), posterior.variance["layer0.bias"]])
+        torch.testing.assert_close(1 / found, precision.diagonal(), rtol=tolerance, atol=0)
 
 
-def test_swags_moments_on_a_quadratic():
-    """SGD on a quadratic wanders round the minimum: SWAG's mean is near it, its variance that of the iterates."""
-    given, _, _ = linear_problem(Training(epochs=100, batch_size=10, lr=2e-2, weight_decay=0.0))
-    posterior = METHODS["swag"](given).posteriors[0]
-    weights = given.optimum.params["layer0.weight"][0]
-    assert (posterior.mean["layer0.weight"] - weights).abs().max() < 0.1
-    assert (posterior.variance["layer0.weight"] > 0).all()
-    assert posterior.variance["layer0.weight"].max() < 0.01
+def test_swags_moments_are_those_of_the_iterates():
+    """A plain SGD beside it, on the same batches: the mean, the variance, and the last deviations from the running mean."""
+    given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
+    found = optimum.train_swag(given, rank=4, snapshots=20, every=5, lr=1e-2)
+    theta = flatten(given.optimum.params)[0].clone().requires_grad_()
+    sgd = torch.optim.SGD([theta], lr=1e-2)
+    source = Streams([0], "batches")
+    rows = torch.cat([source.shuffled(300)[0].view(30, 10) for _ in range(4)])
+    seen, deviations = [], []
+    for number, chosen in enumerate(rows, start=1):
+        sgd.zero_grad()
+        x, y = given.data.x[0][chosen], given.data.y[0][chosen]
+        (x @ theta[:3, None] + theta[3] - y).square().mean().backward()
+        sgd.step()
+        if number % 5 == 0:
+            seen.append(theta.detach().clone())
+            deviations.append(seen[-1] - torch.stack(seen).mean(dim=0))
+    iterates = torch.stack(seen)
+    torch.testing.assert_close(flatten(found.gaussian.mean)[0], iterates.mean(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        flatten(found.gaussian.variance)[0], iterates.var(dim=0, correction=0), rtol=1e-2, atol=1e-7
+    )
+    torch.testing.assert_close(found.deviations[0].T, torch.stack(deviations[-4:]), rtol=1e-3, atol=1e-5)
+
+
+def test_swags_draws_have_half_of_both_variances():
+    """Of f = w·x + b: ½ (Σ var x² + |Dᵀx|²/(K − 1))."""
+    given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
+    given = replace(given, draws=40_000)
+    found = optimum.train_swag(given)
+    x = torch.tensor([[1.0, -0.5, 2.0]])
+    row = torch.tensor([1.0, -0.5, 2.0, 1.0])
+    low_rank = (found.deviations[0].T @ row).square().sum() / (found.deviations.shape[-1] - 1)
+    expected = 0.5 * (flatten(found.gaussian.variance)[0] @ row.square() + low_rank)
+    torch.testing.assert_close(METHODS["swag"](given).predict(x)[0].variance.squeeze(), expected, rtol=0.05, atol=0)
 
 
 def test_fit_takes_a_users_own_data():

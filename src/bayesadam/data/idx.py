@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
         raise FileError(f"no file at {path}")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"{path} is damaged: {error}") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         raise FileError(f"{path} is not an IDX file: it starts with {raw[:4]!r}")

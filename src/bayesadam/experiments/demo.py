@@ -13,12 +13,13 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from bayesadam import Diagnosis, Posterior, calibrate, curvature, doctor, scores
+from bayesadam import Diagnosis, Posterior, calibrate, curvature, doctor, pruning_masks, scores
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, Track, generator, silent
 from bayesadam.predict import RegressionPredictive
+from bayesadam.prune import Ranking
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,28 +149,15 @@ def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tupl
 
 
 @torch.no_grad()
-def pruned_rmse(
-    posterior: Posterior, data: ToyData, ranking: Mapping[str, Tensor], fractions: Sequence[float]
-) -> tuple[float, ...]:
+def pruned_rmse(posterior: Posterior, data: ToyData, ranking: Ranking, fractions: Sequence[float]) -> tuple[float, ...]:
     """RMSE of the mean network after the given fractions of its weights, lowest score first, are set to 0."""
-    flat = torch.cat([score.flatten() for score in ranking.values()])
-    # Places in the order of removal; many scores are equal, 0 for every dead weight, so a threshold would not do.
-    places = flat.argsort(stable=True).argsort()
-    place = {
-        name: part.view_as(ranking[name])
-        for name, part in zip(ranking, torch.split(places, [score.numel() for score in ranking.values()]), strict=True)
-    }
     errors = []
     for fraction in fractions:
-        weights = {name: mean * (place[name] >= fraction * len(flat)) for name, mean in posterior.mean.items()}
+        masks = pruning_masks(posterior, fraction, ranking=ranking)
+        weights = {name: mean * masks[name] for name, mean in posterior.mean.items()}
         prediction = torch.func.functional_call(posterior.model, weights, (data.x,))
         errors.append(float((prediction - data.y).square().mean().sqrt()))
     return tuple(errors)
-
-
-def rankings(posterior: Posterior) -> dict[str, dict[str, Tensor]]:
-    """Scores to prune by."""
-    return {"snr": posterior.snr(), "magnitude": {name: mean.abs() for name, mean in posterior.mean.items()}}
 
 
 def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
@@ -203,9 +191,7 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
             "coverage95": scores.coverage(tested, test.y),
             "function_std": float(tested.variance.sqrt().mean()),
         },
-        pruning={
-            name: pruned_rmse(posterior, test, ranking, _FRACTIONS) for name, ranking in rankings(posterior).items()
-        },
+        pruning={ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")},
     )
 
 

@@ -112,15 +112,18 @@ class Run:
             "results": dict(results),
         }
 
-    def finish(self, files: Mapping[str, Writer], results: Mapping[str, Any]) -> tuple[Path, ...]:
+    def finish(
+        self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"
+    ) -> tuple[Path, ...]:
         """Write the files and `metrics.json`, all or none, then print and return their paths.
 
         Args:
             files: by name, such as `"demo.png"`, what writes each to the path it is given (see `plots.png`).
             results: numbers, text, lists and mappings; what is not finite becomes null, as JSON has no word for it.
+            name: of the file for the results, where the folder is not the command's own.
         """
         text = json.dumps(_plain(self.metrics(results)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        writers: dict[str, Writer] = {**files, "metrics.json": lambda path: path.write_text(text, encoding="utf-8")}
+        writers: dict[str, Writer] = {**files, name: lambda path: path.write_text(text, encoding="utf-8")}
         paths = tuple(self.out / name for name in writers)
         try:
             with ExitStack() as stack:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.methods.network import Network, forward, initial
-from bayesadam.methods.training import Data, Training, descend, negative_log_likelihood
+from bayesadam.methods.network import Network, flatten, forward, initial, unflatten
+from bayesadam.methods.training import Data, Rate, Streams, Training, adam, descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import (
     BinaryPredictive,
@@ -27,10 +27,37 @@ _LEAST_NOISE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Trained weights of a stack, (s, *shape) by name, and the Adam that trained them."""
+    """Trained weights of a stack, (s, *shape) by name, and the Adam that trained them as one flat matrix."""
 
+    network: Network
     params: dict[str, Tensor]
     optimizer: torch.optim.Adam
+
+    @property
+    def second_moment(self) -> dict[str, Tensor]:
+        """Adam's v̂, (s, *shape) by name."""
+        (group,) = self.optimizer.param_groups
+        state = self.optimizer.state[group["params"][0]]
+        return unflatten(self.network, state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"])))
+
+    def state_dict(self, index: int) -> dict[str, object]:
+        """One network's part of the Adam's state, as Adam's own state dict for that network alone."""
+        (saved,) = self.optimizer.state_dict()["state"].values()
+        (group,) = self.optimizer.state_dict()["param_groups"]
+        parts = {key: unflatten(self.network, saved[key]) for key in ("exp_avg", "exp_avg_sq")}
+        state = {
+            place: {"step": saved["step"], **{key: part[name][index] for key, part in parts.items()}}
+            for place, name in enumerate(self.params)
+        }
+        return {"state": state, "param_groups": [{**group, "params": [*state], "param_names": [*self.params]}]}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightGaussian:
+    """A diagonal Gaussian over the weights of a stack: mean and variance, (s, *shape) by name."""
+
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +87,6 @@ class Problem:
         """The networks at their optimum under plain Adam: trained once, shared by the methods that start from there."""
         return train_with_adam(self, self.network, self.seeds)
 
-    def loss(self, network: Network) -> Callable[..., Tensor]:
-        """The mean negative log-likelihood of every network on a batch."""
-        likelihood = self.data.likelihood
-        return lambda params, x, y: negative_log_likelihood(forward(network, params, x), y, likelihood)
-
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
@@ -89,15 +111,31 @@ Method = Callable[[Problem], Fitted]
 
 
 def train_with_adam(problem: Problem, network: Network, seeds: Sequence[int]) -> Stack:
-    """Train a stack by Adam with the paper's L2 penalty."""
-    device = problem.data.x.device
-    params = {name: t.requires_grad_() for name, t in initial(network, seeds, device=device).items()}
-    training = problem.training
-    optimizer = torch.optim.Adam(
-        list(params.values()), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
-    )
-    descend(params, optimizer, problem.loss(network), problem.data, training, seeds)
-    return Stack({name: tensor.detach() for name, tensor in params.items()}, optimizer)
+    """Train a stack by Adam with the paper's L2 penalty, under the network's dropout, every seed with its own masks."""
+    data, training = problem.data, problem.training
+    device = data.x.device
+    flat = flatten(initial(network, seeds, device=device)).requires_grad_()
+    streams = Streams(seeds, "dropout", device)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        if network.input_dropout:
+            x = x * _mask(streams, network.input_dropout, x.shape[1], x.shape[2])
+        masks = dropout_masks(streams, network, x.shape[1]) if network.dropout else None
+        return negative_log_likelihood(forward(network, unflatten(network, flat), x, masks=masks), y, data.likelihood)
+
+    rate = Rate(training, training.steps(len(data)), device)
+    optimizer = adam([flat], training, rate)
+    descend(optimizer, loss, data, training, seeds, streams=[streams], rate=rate)
+    return Stack(network, unflatten(network, flat.detach()), optimizer)
+
+
+def dropout_masks(streams: Streams, network: Network, *shape: int) -> list[Tensor]:
+    """For every hidden layer, (s, *shape, units): zeros with the network's dropout rate, otherwise 1/(1 − rate)."""
+    return list(torch.split(_mask(streams, network.dropout, *shape, sum(network.hidden)), list(network.hidden), dim=-1))
+
+
+def _mask(streams: Streams, rate: float, *shape: int) -> Tensor:
+    return (streams.uniform(*shape) >= rate) / (1 - rate)
 
 
 def from_draws(draws: Tensor, likelihood: Likelihood, noise: Tensor | None) -> AnyPredictive:

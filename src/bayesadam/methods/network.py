@@ -34,6 +34,7 @@ class Network:
         n_outputs: width of the output.
         activation: `"relu"`, `"tanh"`, `"sigmoid"`, `"silu"` or `"gelu"`.
         dropout: the chance that a hidden unit is switched off while training.
+        input_dropout: the same for an input.
     """
 
     n_inputs: int
@@ -41,6 +42,7 @@ class Network:
     n_outputs: int
     activation: str = "relu"
     dropout: float = 0.0
+    input_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         widths = (self.n_inputs, *self.hidden, self.n_outputs)
@@ -48,8 +50,9 @@ class Network:
             raise SettingError(f"every width must be a positive whole number, got {widths}")
         if self.activation not in _ACTIVATIONS:
             raise SettingError(f"activation must be one of {tuple(_ACTIVATIONS)}, got {self.activation!r}")
-        if not 0 <= self.dropout < 1:
-            raise SettingError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        for name in ("dropout", "input_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise SettingError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' shapes by the names that `build` gives them."""
@@ -65,6 +68,8 @@ class Network:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         widths = (self.n_inputs, *self.hidden, self.n_outputs)
         last = len(widths) - 2
+        if self.input_dropout:
+            layers["input_dropout"] = nn.Dropout(self.input_dropout)
         for number, (wide, narrow) in enumerate(itertools.pairwise(widths)):
             layers[f"layer{number}"] = nn.Linear(wide, narrow, device="meta")
             if number < last:
@@ -92,13 +97,30 @@ def initial(network: Network, seeds: Sequence[int], *, device: str | torch.devic
     return found
 
 
+def flatten(params: Mapping[str, Tensor]) -> Tensor:
+    """Stacked weights as one matrix, a row a network, (s, weights): one tensor to draw for, to penalise, to step."""
+    return torch.cat([tensor.flatten(1) for tensor in params.values()], dim=1)
+
+
+def unflatten(network: Network, flat: Tensor) -> dict[str, Tensor]:
+    """The inverse of `flatten`: views of its columns, by name."""
+    shapes = network.shapes()
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()], dim=1)
+    return {name: part.view(-1, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     """One network's part of stacked tensors."""
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
 def forward(
-    network: Network, params: Mapping[str, Tensor], x: Tensor, *, masks: Sequence[Tensor] | None = None
+    network: Network,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    *,
+    masks: Sequence[Tensor] | None = None,
+    seen: tuple[list[Tensor], list[Tensor]] | None = None,
 ) -> Tensor:
     """The outputs (s, b, outputs) of a stack.
 
@@ -107,12 +129,17 @@ def forward(
         params: stacked weights.
         x: inputs, (b, inputs) for all alike or (s, b, inputs).
         masks: for every hidden layer what its units are multiplied with, for dropout.
+        seen: two lists to which every layer's input and output, before the activation, are added.
     """
     stack = params["layer0.bias"].shape[0]
     h = x.expand(stack, *x.shape[-2:])
     activation = _ACTIVATIONS[network.activation]()
     for number in range(len(network.hidden) + 1):
-        h = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
+        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
+        if seen is not None:
+            seen[0].append(h)
+            seen[1].append(z)
+        h = z
         if number < len(network.hidden):
             h = activation(h)
             if masks is not None:
@@ -140,5 +167,5 @@ class _ContiguousLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        into_x = torch.bmm(grad, weight) if ctx.needs_input_grad[0] else None
+        into_x = torch.bmm(grad, weight.contiguous()) if ctx.needs_input_grad[0] else None
         return into_x, torch.bmm(grad.mT.contiguous(), x.contiguous()), grad.sum(dim=1)

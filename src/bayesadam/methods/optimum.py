@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,14 @@ from bayesadam.methods.base import (
     AnyPredictive,
     Fitted,
     Problem,
+    WeightGaussian,
     from_draws,
     noise_beside,
     sampled_predictors,
     train_with_adam,
 )
-from bayesadam.methods.network import forward, member
-from bayesadam.methods.training import Streams, descend
+from bayesadam.methods.network import Network, flatten, forward, member, unflatten
+from bayesadam.methods.training import Streams, descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import RegressionPredictive
 
@@ -45,7 +46,7 @@ def fit_badam(problem: Problem) -> Fitted:
     data = problem.data
     posteriors = []
     for index, network in enumerate(_networks(problem)):
-        read = Posterior.from_state_dict(network, state_of_member(problem, index), len(data))
+        read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
         held_out = (data.x_held_out[index], data.y_held_out[index])
         posteriors.append(calibrate(read.replace(prior_precision=1.0), held_out, likelihood=data.likelihood))
     return Fitted("badam", tuple(_linearised(p, problem) for p in posteriors), tuple(posteriors))
@@ -81,40 +82,18 @@ def fit_laplace_full(problem: Problem) -> Fitted:
     return Fitted("laplace-full", tuple(predictors))
 
 
-def fit_swag(problem: Problem, *, rank: int = 20, snapshots: int = 100, every: int = 10, lr: float = 1e-2) -> Fitted:
-    """SWAG: moments of SGD's iterates around the optimum; θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-    data, network = problem.data, problem.network
-    params = {name: t.clone().requires_grad_() for name, t in problem.optimum.params.items()}
-    mean = {name: torch.zeros_like(t) for name, t in params.items()}
-    square = {name: torch.zeros_like(t) for name, t in params.items()}
-    deviations: dict[str, list[Tensor]] = {name: [] for name in params}
-    count = 0
-
-    def collect(step: int) -> None:
-        nonlocal count
-        if step % every:
-            return
-        count += 1
-        for name, tensor in params.items():
-            value = tensor.detach()
-            mean[name] += (value - mean[name]) / count
-            square[name] += (value.square() - square[name]) / count
-            deviations[name] = [*deviations[name], value - mean[name]][-rank:]
-
-    steps = snapshots * every
-    size = min(problem.training.batch_size, len(data))
-    training = replace(problem.training, epochs=max(1, math.ceil(steps * size / len(data))))
-    optimizer = torch.optim.SGD(list(params.values()), lr=lr, weight_decay=problem.training.weight_decay)
-    descend(params, optimizer, problem.loss(network), data, training, problem.seeds, each_step=collect)
-    variance = {name: (square[name] - mean[name].square()).clamp(min=1e-12) for name in params}
-    columns = {name: torch.stack(parts, dim=-1) for name, parts in deviations.items()}
+def fit_swag(problem: Problem) -> Fitted:
+    """SWAG, predicting by weight draws θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
+    found = train_swag(problem)
+    network, mean, variance = problem.network, found.gaussian.mean, found.gaussian.variance
+    columns = _by_name(network, found.deviations)
 
     def draw(index: int, x: Tensor) -> Tensor:
-        source = Streams([problem.seeds[index]], "swag")
-        k = next(iter(columns.values())).shape[-1]
+        source = Streams([problem.seeds[index]], "swag", x.device)
+        k = found.deviations.shape[-1]
         z2 = source.normal(problem.draws, k)[0]
         weights = {}
-        for name in params:
+        for name in mean:
             low_rank = columns[name][index] @ z2.T / math.sqrt(k - 1)
             noise = source.normal(problem.draws, *mean[name].shape[1:])[0]
             spread = variance[name][index].sqrt() * noise + low_rank.movedim(-1, 0)
@@ -122,10 +101,61 @@ def fit_swag(problem: Problem, *, rank: int = 20, snapshots: int = 100, every: i
         return forward(network, weights, x)
 
     posteriors = tuple(
-        Posterior.from_moments(network.build(member(mean, i)), member(mean, i), member(variance, i), len(data))
+        Posterior.from_moments(network.build(member(mean, i)), member(mean, i), member(variance, i), len(problem.data))
         for i in range(len(problem.seeds))
     )
     return Fitted("swag", sampled_predictors(problem, draw), posteriors)
+
+
+@dataclass(frozen=True, eq=False)
+class SwagMoments:
+    """Mean and variance of SGD's iterates, and the last deviations D, (s, weights, K)."""
+
+    gaussian: WeightGaussian
+    deviations: Tensor
+
+
+def train_swag(
+    problem: Problem, *, rank: int = 20, snapshots: int = 100, every: int = 10, lr: float = 1e-2
+) -> SwagMoments:
+    """Moments of SGD's iterates around the optimum that Adam found."""
+    data, network, optimum = problem.data, problem.network, problem.optimum
+    flat = flatten(optimum.params).requires_grad_()
+    mean, squares = torch.zeros_like(flat.detach()), torch.zeros_like(flat.detach())
+    deviations: list[Tensor] = []
+    count = 0
+
+    def collect(step: int) -> None:
+        nonlocal count
+        if step % every:
+            return
+        count += 1
+        value = flat.detach()
+        surprise = value - mean
+        mean.add_(surprise / count)
+        deviations.append(value - mean)
+        # Welford's sum: w² less w̄² would leave the difference of two large numbers.
+        squares.add_(surprise * deviations[-1])
+        del deviations[:-rank]
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return negative_log_likelihood(forward(network, unflatten(network, flat), x), y, data.likelihood)
+
+    size = min(problem.training.batch_size, len(data))
+    epochs = max(1, math.ceil(snapshots * every * size / len(data)))
+    training = replace(problem.training, epochs=epochs, sparsity=0.0)
+    optimizer = torch.optim.SGD([flat], lr=lr, weight_decay=problem.training.weight_decay)
+    descend(optimizer, loss, data, training, problem.seeds, each_step=collect)
+    variance = (squares / count).clamp(min=1e-12)
+    moments = WeightGaussian(unflatten(network, mean), unflatten(network, variance))
+    return SwagMoments(moments, torch.stack(deviations, dim=-1))
+
+
+def _by_name(network: Network, columns: Tensor) -> dict[str, Tensor]:
+    """(s, weights, K) as (s, *shape, K) by name."""
+    stack, _, count = columns.shape
+    parts = unflatten(network, columns.permute(0, 2, 1).reshape(stack * count, -1))
+    return {name: part.view(stack, count, *part.shape[1:]).movedim(1, -1) for name, part in parts.items()}
 
 
 def fit_ensemble(problem: Problem, *, members: int = N_MEMBERS) -> Fitted:
@@ -152,15 +182,41 @@ def fit_ensemble(problem: Problem, *, members: int = N_MEMBERS) -> Fitted:
     return Fitted("ensemble", sampled_predictors(problem, draw))
 
 
-def state_of_member(problem: Problem, index: int) -> dict[str, object]:
-    """One network's part of the stacked Adam's state, as Adam's own state dict for that network alone."""
-    saved = problem.optimum.optimizer.state_dict()
-    state = {
-        key: {entry: t[index] if t.dim() else t for entry, t in values.items()}
-        for key, values in saved["state"].items()
-    }
-    group = {**saved["param_groups"][0], "param_names": list(problem.optimum.params)}
-    return {"state": state, "param_groups": [group]}
+def diagonal_ggn(
+    network: Network, params: Mapping[str, Tensor], x: Tensor, *, at_once: int = 1000
+) -> dict[str, Tensor]:
+    """diag Σ_n J_nᵀ (diag p − p pᵀ) J_n of a stack of classifiers, (s, *shape), layer by layer and never a Jacobian.
+
+    With A Aᵀ the softmax's curvature and D = ∂(Aᵀf)/∂z back-propagated, a layer's share is Σ_n Σ_c D²ᵀ a².
+
+    Args:
+        network: the recipe.
+        params: stacked weights.
+        x: inputs, (n, inputs), the same for all.
+        at_once: examples at a time.
+    """
+    total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    depth = len(network.hidden) + 1
+    for part in x.split(at_once):  # type: ignore[no-untyped-call]
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        with torch.enable_grad():
+            f = forward(
+                network, {n: t.detach().requires_grad_() for n, t in params.items()}, part, seen=(inputs, outputs)
+            )
+        root = _softmax_root(f.detach().softmax(dim=-1))
+        for c in range(f.shape[-1]):
+            grads = torch.autograd.grad(f, outputs, root[..., c], retain_graph=True)
+            for number in range(depth):
+                squares, read = grads[number].square(), inputs[number].detach().square()
+                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), read.contiguous())
+                total[f"layer{number}.bias"] += squares.sum(dim=1)
+    return total
+
+
+def _softmax_root(p: Tensor) -> Tensor:
+    """A with diag(p) − p pᵀ = A Aᵀ: diag(√p) − p √pᵀ."""
+    return torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
 
 
 def _networks(problem: Problem) -> list[nn.Sequential]:
@@ -197,10 +253,7 @@ def _scaled_jacobian(problem: Problem, network: nn.Module, index: int) -> tuple[
         if data.likelihood == "binary":
             p = output.sigmoid()
             return (jacobian * (p * (1 - p)).sqrt().unsqueeze(-1)).flatten(0, 1), None
-        # diag(p) − p pᵀ = A Aᵀ with A = diag(√p) − p √pᵀ.
-        p = output.softmax(dim=-1)
-        root = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
-        return (root.mT @ jacobian).flatten(0, 1), None
+        return (_softmax_root(output.softmax(dim=-1)).mT @ jacobian).flatten(0, 1), None
 
 
 def _evidence(eigenvalues: Tensor, theta: Tensor) -> float:

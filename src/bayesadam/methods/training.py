@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,10 @@ from bayesadam.errors import MatchError, SettingError
 from bayesadam.posterior.noise import stream_seed
 from bayesadam.predict.predictive import Likelihood
 
-# Random numbers are drawn for this many steps at a time.
+# Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256
+_LONG_EPOCH = 20
+_WARM_UP = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +56,13 @@ class Training:
     """How a network is trained; the defaults are the paper's for its toy problem.
 
     Attributes:
-        epochs: passes over the data, counted in examples: batches are drawn with replacement.
+        epochs: passes over the data, counted in examples.
         batch_size: examples a step.
         lr: the learning rate.
         weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
         betas: Adam's β₁ and β₂.
+        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
+        schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
     """
 
     epochs: int = 20_000
@@ -64,11 +70,17 @@ class Training:
     lr: float = 1e-3
     weight_decay: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
+    sparsity: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr"):
             if not getattr(self, name) > 0:
                 raise SettingError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if not self.sparsity >= 0:
+            raise SettingError(f"sparsity must be at least 0, got {self.sparsity!r}")
+        if self.schedule not in ("constant", "cosine"):
+            raise SettingError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
 
     def steps(self, n: int) -> int:
         """The number of steps for n examples."""
@@ -80,31 +92,138 @@ class Streams:
 
     def __init__(self, seeds: Sequence[int], purpose: str, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
-        self._sources = [torch.Generator().manual_seed(stream_seed(seed, purpose)) for seed in seeds]
+        self.sources = [torch.Generator(self.device).manual_seed(stream_seed(seed, purpose)) for seed in seeds]
 
     def normal(self, *shape: int) -> Tensor:
         """(s, *shape) standard normals."""
-        return torch.stack([torch.randn(shape, generator=source) for source in self._sources]).to(self.device)
+        return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self.sources])
 
     def uniform(self, *shape: int) -> Tensor:
         """(s, *shape) uniform numbers in [0, 1)."""
-        return torch.stack([torch.rand(shape, generator=source) for source in self._sources]).to(self.device)
+        return torch.stack([torch.rand(shape, generator=g, device=self.device) for g in self.sources])
 
     def rows(self, n: int, *shape: int) -> Tensor:
         """(s, *shape) row numbers below n."""
-        return torch.stack([torch.randint(n, shape, generator=source) for source in self._sources]).to(self.device)
+        return torch.stack([torch.randint(n, shape, generator=g, device=self.device) for g in self.sources])
+
+    def shuffled(self, n: int) -> Tensor:
+        """(s, n), the numbers below n, each row in an order of its own."""
+        return torch.stack([torch.randperm(n, generator=g, device=self.device) for g in self.sources])
 
 
-def batches(data: Data, training: Training, seeds: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Mini-batches (s, b, inputs) and (s, b, ...), every seed with its own choice of examples."""
-    streams = Streams(seeds, "batches", data.x.device)
-    size, total = min(training.batch_size, len(data)), training.steps(len(data))
-    stack = torch.arange(len(seeds), device=data.x.device)[:, None]
-    for first in range(0, total, _BLOCK):
-        rows = streams.rows(len(data), min(_BLOCK, total - first), size)
-        for step in range(rows.shape[1]):
-            chosen = rows[:, step]
-            yield data.x[stack, chosen], data.y[stack, chosen]
+class Batches:
+    """Mini-batches (s, b, inputs) and (s, b, ...), every seed with its own choice of examples.
+
+    Rows are drawn for many steps at a time, outside a step: an epoch's, shuffled, or a block's, with replacement where one
+    pass is too short to be worth a shuffle. Which of them is next is counted in device memory, so that a step can be
+    replayed.
+    """
+
+    def __init__(self, data: Data, batch_size: int, seeds: Sequence[int]) -> None:
+        self._data, self._size = data, min(batch_size, len(data))
+        self._streams = Streams(seeds, "batches")
+        self._stack = torch.arange(len(seeds), device=data.x.device)[:, None]
+        epoch = len(data) // self._size
+        self.block, self._shuffled = (epoch, True) if epoch >= _LONG_EPOCH else (_BLOCK, False)
+        self._rows = torch.zeros(self.block, len(seeds), self._size, dtype=torch.int64, device=data.x.device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=data.x.device)
+        self.device = data.x.device
+
+    def refill(self) -> None:
+        """Draw the rows of the next `block` steps."""
+        if self._shuffled:
+            rows = self._streams.shuffled(len(self._data))[:, : self.block * self._size]
+            rows = rows.view(len(rows), self.block, self._size)
+        else:
+            rows = self._streams.rows(len(self._data), self.block, self._size)
+        self._rows.copy_(rows.transpose(0, 1))
+        self._next.zero_()
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """The next batch."""
+        chosen = self._rows.index_select(0, self._next)[0]
+        self._next += 1
+        return self._data.x[self._stack, chosen], self._data.y[self._stack, chosen]
+
+
+def repeat(
+    step: Callable[[], None],
+    times: int,
+    batches: Batches,
+    streams: Sequence[Streams] = (),
+    *,
+    each_step: Callable[[int], None] | None = None,
+) -> None:
+    """Run one step many times; on CUDA it is captured as a graph after a few, and replayed.
+
+    Args:
+        step: changes device memory alone, so that a replay does the same work on what is there by then.
+        times: how often.
+        batches: where the step takes its batches from.
+        streams: where the step takes its random numbers from.
+        each_step: called with the number of steps done, after each.
+    """
+    # Optimisers make their state in the first step, and libraries choose their kernels in the first few.
+    eager = times if batches.device.type == "cpu" else min(times, _WARM_UP)
+    run = step
+    for number in range(times):
+        if number % batches.block == 0:
+            batches.refill()
+        if number == eager:
+            run = _captured(step, streams)
+        run()
+        if each_step is not None:
+            each_step(number + 1)
+
+
+def _captured(step: Callable[[], None], streams: Sequence[Streams]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    for stream in streams:
+        for source in stream.sources:
+            graph.register_generator_state(source)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Rate:
+    """The learning rate, in device memory where it changes from step to step: lr ½(1 + cos πt/T)."""
+
+    def __init__(self, training: Training, steps: int, device: torch.device) -> None:
+        self._training, self._steps = training, steps
+        self._t = torch.zeros((), device=device)
+        constant = training.schedule == "constant"
+        self.value: float | Tensor = training.lr if constant else torch.tensor(training.lr, device=device)
+
+    def advance(self) -> None:
+        """On to the next step."""
+        if isinstance(self.value, Tensor):
+            self._t += 1
+            self.value.copy_(0.5 * self._training.lr * (1 + torch.cos(math.pi * self._t / self._steps)))
+
+
+def adam(leaves: Sequence[Tensor], training: Training, rate: Rate) -> torch.optim.Adam:
+    """torch's Adam, as fast as it can be on the leaves' device."""
+    return torch.optim.Adam(
+        list(leaves),
+        lr=rate.value,
+        betas=training.betas,
+        weight_decay=training.weight_decay,
+        fused=True,
+        capturable=leaves[0].device.type == "cuda",
+    )
+
+
+def shrink_towards_zero(optimizer: torch.optim.Adam, sparsity: float) -> None:
+    """The proximal step of the penalty λ|θ|₁ in Adam's own metric: |θ| loses α λ/(√v̂ + ε), not below 0."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            step = state["step"].to(parameter.device)
+            root = (state["exp_avg_sq"] / (1 - group["betas"][1] ** step)).sqrt_().add_(group["eps"])
+            loss = root.reciprocal_().mul_(group["lr"] * sparsity)
+            parameter.copy_(parameter.sign() * (parameter.abs() - loss).clamp_(min=0))
 
 
 def negative_log_likelihood(output: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
@@ -120,33 +239,43 @@ def negative_log_likelihood(output: Tensor, y: Tensor, likelihood: Likelihood) -
     return F.binary_cross_entropy_with_logits(output, y, reduction="none").mean(dim=(1, 2))
 
 
-Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def descend(
-    params: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     data: Data,
     training: Training,
     seeds: Sequence[int],
     *,
+    streams: Sequence[Streams] = (),
+    rate: Rate | None = None,
     each_step: Callable[[int], None] | None = None,
 ) -> None:
     """The training loop: the sum of the networks' losses separates into their own gradients.
 
     Args:
-        params: stacked weights, trained in place.
-        optimizer: over them; it must work entry by entry, as Adam and SGD do.
-        loss: (params, x, y) → a loss a network, (s,).
+        optimizer: over stacked weights; it must work entry by entry, as Adam and SGD do.
+        loss: (x, y) → a loss a network, (s,).
         data: the data.
-        training: batch size and epochs.
+        training: batch size, epochs, and the penalty.
         seeds: the networks' seeds.
+        streams: where the loss takes its random numbers from.
+        rate: advances after each step.
         each_step: called with the number of steps done, after each.
     """
-    for number, (x, y) in enumerate(batches(data, training, seeds), start=1):
+    batches = Batches(data, training.batch_size, seeds)
+
+    def step() -> None:
+        x, y = batches()
         optimizer.zero_grad(set_to_none=True)
-        loss(params, x, y).sum().backward()  # type: ignore[no-untyped-call]
+        loss(x, y).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if each_step is not None:
-            each_step(number)
+        if training.sparsity and isinstance(optimizer, torch.optim.Adam):
+            with torch.no_grad():
+                shrink_towards_zero(optimizer, training.sparsity)
+        if rate is not None:
+            rate.advance()
+
+    repeat(step, training.steps(len(data)), batches, streams, each_step=each_step)

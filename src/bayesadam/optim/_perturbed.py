@@ -232,6 +232,14 @@ class PerturbedOptimizer(Optimizer, ABC):
         """ε ~ N(0, 1) for one parameter; a stack of networks draws each network's from its own stream instead."""
         return standard_normal(like.shape, like, seed)
 
+    def _first_step(self, parameter: Tensor) -> Tensor:
+        """The count of steps at the start; a graph that is captured needs it beside the parameter."""
+        return torch.zeros(())
+
+    def _steps(self, state: Mapping[str, Tensor]) -> float | Tensor:
+        """The count of steps, for the corrections by 1 − βᵗ."""
+        return float(state["step"])
+
     def _state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -240,7 +248,7 @@ class PerturbedOptimizer(Optimizer, ABC):
                     f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, or store "
                     "it as two real tensors"
                 )
-            state["step"] = torch.zeros(())
+            state["step"] = self._first_step(parameter)
             state["momentum"] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
             state[self.reader.key] = torch.full_like(state["momentum"], self._start(group))
         return state

@@ -111,7 +111,7 @@ class IVON(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        (beta1, beta2), steps = group["betas"], float(state["step"])
+        (beta1, beta2), steps = group["betas"], self._steps(state)
         g, h, decay = state["momentum"], state["hessian"], group["weight_decay"]
         g.mul_(beta1).add_(gradient, alpha=1 - beta1)
         # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, and h would settle beside f.

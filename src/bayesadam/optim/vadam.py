@@ -110,12 +110,12 @@ class Vadam(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        (beta1, beta2), steps = group["betas"], float(state["step"])
+        (beta1, beta2), steps = group["betas"], self._steps(state)
         m, v, pull = state["momentum"], state["second_moment"], group["prior_precision"] / group["n_data"]
         m.mul_(beta1).add_(gradient.add_(mean, alpha=pull), alpha=1 - beta1)
         v.mul_(beta2).add_(product, alpha=1 - beta2)
         denominator = v.div(1 - beta2**steps).sqrt_().add_(pull)
-        mean.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**steps))
+        mean.sub_(m.div(denominator).mul_(group["lr"] / (1 - beta1**steps)))
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._version import __version__
+from bayesadam.checkpoint import load_weights, read_checkpoint, read_curvature
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
 from bayesadam.curvature.match import check_parameter, unwrap
 from bayesadam.curvature.read import working_dtype
@@ -38,7 +39,7 @@ class Posterior:
         likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
 
     Frozen: `replace` returns a new one that shares its tensors. It keeps its own copy of the weights, so training may
-    go on. Build it with `from_optimizer` or `from_state_dict`.
+    go on. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -131,6 +132,55 @@ class Posterior:
         """
         _check_structure(structure)
         curvature = read_state_dict(model, state_dict, optimizer=optimizer, param_names=param_names)
+        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        n_data: float,
+        *,
+        optimizer_path: str | os.PathLike[str] | None = None,
+        optimizer: str | StateReader | None = None,
+        param_names: Sequence[str] | None = None,
+        groups_in_order: bool = False,
+        weights_key: str | None = None,
+        optimizer_key: str | None = None,
+        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        form: Form = "map",
+        structure: str = "diagonal",
+    ) -> Posterior:
+        """The same from what a trainer saved; the model gets the weights and buffers of the file.
+
+        Args:
+            path: the checkpoint; only tensors and plain data are read from it.
+            model: the model that was trained, its weights as yet of no matter.
+            n_data: N, the number of training examples.
+            optimizer_path: the file with the optimiser's state, where it is another.
+            optimizer: the name of the optimiser that wrote it, or a reader; None tells it by the state's keys.
+            param_names: the parameter names in the optimiser's order, where the state has none of its own.
+            groups_in_order: your word that each of several groups was filled in the model's order.
+            weights_key: which weights, where the file holds several.
+            optimizer_key: which optimiser's state, where the file holds several.
+            prior_precision: as in `from_optimizer`.
+            power: as in `from_optimizer`.
+            batch_size: as in `from_optimizer`.
+            form: as in `from_optimizer`.
+            structure: as in `from_optimizer`.
+        """
+        _check_structure(structure)
+        # A bad N or power is refused before the model is touched.
+        Settings(n_data, {}, power, batch_size, form)
+        checkpoint = read_checkpoint(
+            path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
+        )
+        curvature = read_curvature(
+            checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
+        )
+        load_weights(checkpoint, model)
         return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
 
     @classmethod

@@ -1,0 +1,103 @@
+"""`bayesadam data`: which data sets there are, where they are, and whether they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bayesadam.data import DataSet, data_set, data_sets, fetch, find, verify
+from bayesadam.data.fetch import CACHE_VARIABLE, DATA_VARIABLE, FileCheck, cache_folder, data_folder
+from bayesadam.errors import BayesAdamError
+
+app = typer.Typer(
+    name="data",
+    help="Data sets: list them, fetch them, verify their checksums.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one a line.")]
+
+
+@app.command("list")
+def list_() -> None:
+    """Show every data set, and where it was found."""
+    typer.echo(f"{DATA_VARIABLE}: {data_folder() or 'not set'}")
+    typer.echo(f"cache: {cache_folder() or f'none: name a folder in {CACHE_VARIABLE}'}")
+    typer.echo("")
+    records = data_sets()
+    widths = [max(len(text) for text in column) for column in zip(*((r.name, r.title) for r in records), strict=True)]
+    for record in records:
+        typer.echo(f"{record.name:{widths[0]}}  {record.title:{widths[1]}}  {_where(record)}")
+
+
+@app.command("fetch")
+def fetch_(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, or `all`.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Bring data sets to this machine: what BAYESADAM_DATA or the cache has is checked, the rest is downloaded."""
+    failed = False
+    for record in _chosen(names):
+        try:
+            paths = fetch(record.name, folder=out, progress=not quiet)
+        except BayesAdamError as error:
+            typer.echo(f"bayesadam: {error}", err=True)
+            failed = True
+            continue
+        if record.embedded and not quiet:
+            typer.echo(f"{record.name} is embedded: there is nothing to fetch")
+        for path in paths:
+            typer.echo(path)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("verify")
+def verify_(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME...]", help="Data sets that must be there; without any, what is there is checked."
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
+) -> None:
+    """Compare the files on this machine with their published checksums."""
+    failed = False
+    for record in _chosen(names or ["all"]):
+        for check in verify(record.name):
+            wrong = check.status == "wrong checksum" or (check.status == "missing" and bool(names))
+            failed |= wrong
+            if wrong or not quiet:
+                typer.echo(_line(check), err=wrong)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _chosen(names: list[str]) -> tuple[DataSet, ...]:
+    """The records, every name checked before any work."""
+    return data_sets() if names == ["all"] else tuple(data_set(name) for name in names)
+
+
+def _where(record: DataSet) -> str:
+    if record.embedded:
+        return "embedded"
+    found = find(record.name)
+    folders = " and ".join(dict.fromkeys(str(item.path.parent) for item in found.values()))
+    if len(found) == len(record.files):
+        return folders
+    if found:
+        return f"{len(found)} of {len(record.files)} files: {folders}"
+    return "absent" if all(file.urls for file in record.files) else "absent, and no public source is known"
+
+
+def _line(check: FileCheck) -> str:
+    where = f"{check.data_set}/{check.file}" if check.path is None else str(check.path)
+    detail = f": expected sha256 {check.expected}, found {check.found}" if check.status == "wrong checksum" else ""
+    return f"{check.status}  {where}{detail}"

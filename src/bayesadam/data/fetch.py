@@ -1,0 +1,360 @@
+"""Finds a data set's files: the folder BAYESADAM_DATA, then the user's cache, then their public source.
+
+Every folder is laid out alike, as `DataSet.folder` says. A download is checked against its checksum before it takes its
+name, so a file in the cache is whole.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import time
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from bayesadam._extras import require
+from bayesadam._files import replacing
+from bayesadam.data.registry import Copy, DataFile, DataSet, data_set
+from bayesadam.errors import DataError, MissingExtraError, SettingError
+
+DATA_VARIABLE = "BAYESADAM_DATA"
+CACHE_VARIABLE = "BAYESADAM_CACHE"
+
+# Rounds over the sources that may yet answer, and the seconds before the second round; each later wait is twice as long.
+ROUNDS = 3
+FIRST_WAIT = 0.5
+TIMEOUT = 20.0
+# Answers that a second try may change.
+_PASSING = {408, 425, 429}
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file of a data set on this machine, and the form in which it lies there."""
+
+    file: DataFile
+    copy: Copy
+    path: Path
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """What `verify` says of one file.
+
+    Attributes:
+        data_set: the set's name.
+        file: the file's published name.
+        status: `"ok"`, `"missing"` or `"wrong checksum"`.
+        path: where it is, unless missing.
+        expected: the sha256 of the form that is there, or of the published file where none is.
+        found: the sha256 of the file that is there.
+    """
+
+    data_set: str
+    file: str
+    status: Literal["ok", "missing", "wrong checksum"]
+    expected: str
+    found: str | None = None
+    path: Path | None = None
+
+
+def data_folder() -> Path | None:
+    """The folder named by BAYESADAM_DATA, if any is."""
+    named = os.environ.get(DATA_VARIABLE)
+    if not named:
+        return None
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise SettingError(f"{DATA_VARIABLE} names {folder}, which is not a folder: correct it, or unset it")
+    return folder
+
+
+def cache_folder() -> Path | None:
+    """The folder downloads go to: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    try:
+        return Path(require("pooch").os_cache("bayesadam"))
+    except MissingExtraError:
+        return None
+
+
+def find(name: str) -> dict[str, Found]:
+    """The files of a data set that are on this machine, by published name; nothing is read or fetched."""
+    return _find(data_set(name), _folders())
+
+
+def locate(name: str, files: Collection[str] | None = None, *, progress: bool = False) -> dict[str, Path]:
+    """Where the files of a data set are, by published name; what is in neither folder is downloaded to the cache.
+
+    Args:
+        name: the data set.
+        files: published names of the files wanted; all of them by default.
+        progress: whether to show a bar for each download.
+
+    Raises:
+        DataError: a file has the wrong size, or is absent and cannot be downloaded.
+    """
+    record = data_set(name)
+    present = find(name)
+    paths = {}
+    for file in record.files:
+        if files is not None and file.name not in files:
+            continue
+        if file.name in present:
+            paths[file.name] = _sized(record, present[file.name])
+        else:
+            paths[file.name] = _download(record, file, cache_folder(), progress)
+    return paths
+
+
+def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
+    """Bring every file of a data set to this machine, check it against its checksum, and say where it is.
+
+    A damaged file in the cache is fetched anew; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
+    has no files.
+
+    Args:
+        name: the data set.
+        folder: a folder to bring the files to, for use as BAYESADAM_DATA; by default they are looked for in the usual
+            places, and the cache takes those that are in neither.
+        progress: whether to show a bar for each download.
+    """
+    record = data_set(name)
+    target = cache_folder() if folder is None else Path(folder)
+    paths = []
+    for check in _verify(record, _folders() if folder is None else (Path(folder),)):
+        if check.status == "wrong checksum" and _is_users(check.path):
+            raise DataError(f"{_damage(check)}: replace it, or remove it to have it fetched")
+        if check.status == "ok" and check.path is not None:
+            paths.append(check.path)
+        else:
+            paths.append(_download(record, record.file(check.file), target, progress))
+    return tuple(paths)
+
+
+def verify(name: str) -> list[FileCheck]:
+    """Read every file of a data set and compare its sha256 with the published one; nothing is fetched."""
+    return _verify(data_set(name), _folders())
+
+
+def _folders() -> tuple[Path, ...]:
+    return tuple(folder for folder in (data_folder(), cache_folder()) if folder is not None)
+
+
+def _find(record: DataSet, folders: Collection[Path]) -> dict[str, Found]:
+    found = {}
+    for file in record.files:
+        places = ((copy, folder / record.folder / copy.name) for folder in folders for copy in file.copies)
+        first = next((Found(file, copy, path) for copy, path in places if path.is_file()), None)
+        if first is not None:
+            found[file.name] = first
+    return found
+
+
+def _verify(record: DataSet, folders: Collection[Path]) -> list[FileCheck]:
+    present = _find(record, folders)
+    checks = []
+    for file in record.files:
+        found = present.get(file.name)
+        if found is None:
+            checks.append(FileCheck(record.name, file.name, "missing", file.published.sha256))
+            continue
+        digest = _sha256(found.path)
+        status: Literal["ok", "wrong checksum"] = "ok" if digest == found.copy.sha256 else "wrong checksum"
+        checks.append(FileCheck(record.name, file.name, status, found.copy.sha256, digest, found.path))
+    return checks
+
+
+def _is_users(path: Path | None) -> bool:
+    folder = data_folder()
+    return folder is not None and path is not None and folder in path.parents
+
+
+def _damage(check: FileCheck) -> str:
+    return f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
+
+
+def _sized(record: DataSet, found: Found) -> Path:
+    """The path, if the size is right: a truncated file is caught without reading it."""
+    size = found.path.stat().st_size
+    if size != found.copy.n_bytes:
+        raise DataError(
+            f"{found.path} has {size:,} bytes, expected {found.copy.n_bytes:,}: it is truncated or another file; "
+            f"remove it, then `bayesadam data fetch {record.name}`"
+        )
+    return found.path
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as handle:
+            while block := handle.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+# --- downloading ----------------------------------------------------------------------------------------------------
+
+
+class _RefusedError(Exception):
+    """A source answered, and asking it again would not help."""
+
+
+def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
+    """Download one file into `folder`; it has its name only once it is whole."""
+    if not file.urls:
+        raise DataError(f"{_absent(record, file, folder)}; no public source is known")
+    try:
+        require("pooch")
+    except MissingExtraError as error:
+        raise DataError(f"{_absent(record, file, folder)}; to download it, {error}") from error
+    if folder is None:
+        raise DataError(f"{_absent(record, file, folder)}; to download it, name a folder in {CACHE_VARIABLE}")
+    # It comes with pooch, which downloads through it.
+    requests = require("requests")
+    target = folder / record.folder / file.name
+    reasons = dict.fromkeys(file.urls, "")
+    waiting = list(file.urls)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(ROUNDS):
+            if number and waiting:
+                time.sleep(FIRST_WAIT * 2 ** (number - 1))
+            for url in tuple(waiting):
+                try:
+                    with replacing(target) as temporary, _bar(f"{record.name}/{file.name}", progress) as bar:
+                        _get(url, temporary, bar)
+                        _unpack(url, temporary, file)
+                        _check(temporary, file)
+                    return target
+                except _RefusedError as error:
+                    waiting.remove(url)
+                    reasons[url] = str(error)
+                except requests.RequestException as error:
+                    reasons[url] = _first_cause(error)
+    except OSError as error:
+        raise DataError(f"cannot write {target}: {error.strerror or error}") from error
+    answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+    raise DataError(f"{_absent(record, file, folder)}; no source delivered it ({answers})")
+
+
+def _get(url: str, target: Path, bar: Any) -> None:
+    requests = require("requests")
+    # A server that packs what it sends would have it unpacked on arrival, .gz files included.
+    download = require("pooch").HTTPDownloader(
+        progressbar=bar, chunk_size=_CHUNK, timeout=TIMEOUT, headers={"Accept-Encoding": "identity"}
+    )
+    try:
+        download(url, str(target), None)
+    except requests.HTTPError as error:
+        status = error.response.status_code
+        if 400 <= status < 500 and status not in _PASSING:
+            raise _RefusedError(f"HTTP {status} {error.response.reason}") from error
+        raise
+
+
+def _unpack(url: str, path: Path, file: DataFile) -> None:
+    """Put the packed file's content in its place, where the source delivers it packed."""
+    packing = PurePosixPath(url).suffix
+    if packing not in (".gz", ".zip") or file.name.endswith(packing):
+        return
+    # One byte more than expected shows a wrong file, whatever it would unpack to.
+    limit = file.published.n_bytes + 1
+    try:
+        if packing == ".gz":
+            with gzip.open(path) as stream:
+                content = stream.read(limit)
+        else:
+            with zipfile.ZipFile(path) as archive:
+                largest = max(archive.infolist(), key=lambda member: member.file_size)
+                with archive.open(largest) as stream:
+                    content = stream.read(limit)
+    except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        raise _RefusedError(f"not a {packing} file ({error})") from error
+    path.write_bytes(content)
+
+
+def _check(path: Path, file: DataFile) -> None:
+    digest = _sha256(path)
+    if digest != file.published.sha256:
+        raise _RefusedError(
+            f"wrong checksum: {path.stat().st_size:,} bytes of sha256 {digest}, "
+            f"expected {file.published.n_bytes:,} of {file.published.sha256}"
+        )
+
+
+def _absent(record: DataSet, file: DataFile, folder: Path | None) -> str:
+    """What is missing, where it was looked for, and what to do."""
+    named = data_folder()
+    data = f"{DATA_VARIABLE} (not set)" if named is None else str(named / record.folder)
+    places = [data] if folder is None else [data, str(folder / record.folder)]
+    return (
+        f"{file.name} of the data set {record.name!r} is in none of {', '.join(places)}: put it there by hand, "
+        f"or use the embedded set {record.instead!r}, which needs no file"
+    )
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong, without the layers that passed it on."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__ or error
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def _bar(name: str, shown: bool) -> Iterator[Any]:
+    """What pooch asks of a progress bar, drawn by rich on standard error; False where none is to be shown."""
+    if not shown:
+        yield False
+        return
+    rich = require("rich.progress")
+    console = require("rich.console").Console(stderr=True)
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=console) as bars:
+        yield _Bar(bars, bars.add_task(name, total=None))
+
+
+class _Bar:
+    """The names pooch uses, on one task of rich's bars."""
+
+    def __init__(self, bars: Any, task: Any) -> None:
+        self._bars = bars
+        self._task = task
+
+    @property
+    def total(self) -> int:
+        """The bytes to come."""
+        return int(self._bars.tasks[self._task].total or 0)
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self._bars.update(self._task, total=total or None)
+
+    def update(self, n_bytes: int) -> None:
+        """Count bytes as they arrive."""
+        self._bars.update(self._task, advance=n_bytes)
+
+    def reset(self) -> None:
+        """Back to none, before pooch fills the bar."""
+        self._bars.reset(self._task)
+
+    def close(self) -> None:
+        """The bars are stopped by `_bar`, whether the download succeeds or not."""

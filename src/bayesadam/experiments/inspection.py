@@ -1,0 +1,131 @@
+"""The `inspect` command: a checkpoint's weights by signal to noise, as a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from bayesadam.experiments import plots
+from bayesadam.experiments.run import Run
+from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, inspect_checkpoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# More rows than this cannot be read; the picture shows the largest parameters.
+_ROWS = 40
+
+
+@dataclass(frozen=True)
+class InspectSettings:
+    """What is inspected, and how; the arguments of `inspect_checkpoint`."""
+
+    path: Path
+    optimizer_path: Path | None = None
+    optimizer: str | None = None
+    n_data: float | None = None
+    snr: float | None = None
+    groups_in_order: bool = False
+
+
+def table(inspection: Inspection) -> Table:
+    """One row per parameter, and the total."""
+    heading, *rows, total = inspection.rows()
+    view = Table(title="Signal to noise |μ|/σ of the weights", title_justify="left", show_footer=True)
+    for number, (title, footer) in enumerate(zip(heading, total, strict=True)):
+        view.add_column(title, footer, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
+    for row in rows:
+        view.add_row(*row)
+    return view
+
+
+def picture(inspection: Inspection) -> Figure:
+    """A histogram of log₁₀ |μ|/σ for each parameter, and how many weights it has, the dead ones marked."""
+    shown = _largest(inspection.parameters)
+    with plots.house_style():
+        figure = plots.new_figure(11, 1.6 + 0.34 * max(len(shown), 3))
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+        few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
+        figure.suptitle(
+            f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}",
+            fontsize=12,
+            fontweight="bold",
+            x=0.01,
+            ha="left",
+        )
+        _draw_histograms(left, shown, inspection)
+        _draw_weights(right, shown)
+    return figure
+
+
+def _largest(parameters: Sequence[ParameterReport]) -> list[ParameterReport]:
+    """The largest parameters, in the order they came in."""
+    names = {row.name for row in sorted(parameters, key=lambda row: -row.weights)[:_ROWS]}
+    return [row for row in parameters if row.name in names]
+
+
+def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: Inspection) -> None:
+    edges = 10 ** np.linspace(*LOG_RANGE, BINS + 1)
+    histograms = np.array([row.histogram for row in shown], dtype=float)
+    histograms /= histograms.max(axis=1, keepdims=True).clip(min=1)
+    # Tails too thin to be seen are not worth the room.
+    occupied = np.flatnonzero(histograms.max(axis=0) > 0.01)
+    for number, (row, heights) in enumerate(zip(shown, histograms, strict=True)):
+        if heights.any():
+            # Upwards is towards smaller numbers: the first parameter is on top.
+            axes.stairs(
+                number + 0.4 - 0.8 * heights,
+                edges,
+                baseline=number + 0.4,
+                fill=True,
+                color=plots.colour("snr"),
+                alpha=0.75,
+            )
+            axes.plot([row.snr_q50] * 2, [number - 0.4, number + 0.4], color=plots.INK, linewidth=1.4)
+    axes.plot([], [], color=plots.INK, linewidth=1.4, label="median")
+    if inspection.threshold:
+        axes.axvline(inspection.threshold, color=plots.colour("magnitude"), linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot([], [], color=plots.colour("magnitude"), linewidth=1, label=f"|μ|/σ = {inspection.threshold:g}")
+    axes.set_xscale("log")
+    if occupied.size:
+        axes.set_xlim(edges[max(occupied[0] - 3, 0)], edges[min(occupied[-1] + 4, BINS)])
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
+    axes.set(title="Signal to noise of the weights", xlabel=f"|μ|/σ  ({scale})")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)
+
+
+def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
+    places = np.arange(len(shown))
+    weights = np.array([row.weights for row in shown], dtype=float)
+    axes.barh(places, weights, height=0.62, color=plots.FAINT)
+    axes.set_xscale("log")
+    axes.set_xlim(0.5, max(weights.max(), 2) * 100)
+    for row, place in zip(shown, places, strict=True):
+        dead = row.dead / row.weights if row.weights else 0.0
+        told = f" {row.weights:,}" + (f", {dead:.1%} dead" if row.dead else "")
+        axes.text(max(row.weights, 0.5), float(place), told, va="center", fontsize=7.5, color=plots.INK)
+    axes.tick_params(axis="y", length=0, labelleft=False)
+    axes.spines["left"].set_visible(False)
+    axes.set(title="Weights, and the share with v = 0", xlabel="weights")
+
+
+def run_inspect(*, seed: int, out: Path, quiet: bool, settings: InspectSettings) -> tuple[Path, ...]:
+    """The `inspect` command."""
+    asked = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
+    run = Run("inspect", seed, out, asked, quiet=quiet)
+    run.prepare()
+    with run.progress() as track:
+        inspection = inspect_checkpoint(**vars(settings), seed=seed, track=track)
+        figure = picture(inspection)
+    run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)
+    return run.finish({"inspect.png": plots.png(figure)}, inspection.to_dict())

@@ -1,0 +1,434 @@
+"""Figure 2: accuracy of MNIST networks after pruning, every method's ranking; and networks trained to be pruned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from bayesadam._files import replacing
+from bayesadam.data import Images, load_images
+from bayesadam.errors import SettingError
+from bayesadam.experiments import plots
+from bayesadam.experiments.run import Run
+from bayesadam.methods import Data, Network, Problem, Training
+from bayesadam.methods.base import WeightGaussian, train_with_adam
+from bayesadam.methods.network import forward, member
+from bayesadam.methods.optimum import diagonal_ggn, train_swag
+from bayesadam.methods.variational import train_bbb, train_ivon, train_vadam
+from bayesadam.posterior import Posterior
+from bayesadam.prune import path_scores, weight_scores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FRACTIONS = (
+    *(round(0.1 * k, 1) for k in range(8)),
+    *(0.75, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.992, 0.995, 0.997, 0.999),
+)
+SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
+PAPER = ("badam", "mc-dropout", "bbb", "vadam")
+BEYOND = ("swag", "ivon", "laplace-diagonal")
+TITLES = {
+    "badam": "Badam",
+    "mc-dropout": "MC dropout",
+    "bbb": "Bayes by Backprop",
+    "vadam": "Vadam",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "laplace-diagonal": "Laplace, diagonal GGN",
+}
+_STYLES = {"snr": "-", "magnitude": "--", "path-snr": (0, (1, 1))}
+# Below the square root of the smallest float32, so that a weight the data say nothing of ranks last.
+_LEAST_CURVATURE = 1e-30
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+
+    Attributes:
+        data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
+        methods: which methods.
+        n_seeds: networks for each.
+        epochs: passes over the training images.
+        hidden: widths of the hidden layers.
+        activation: `"relu"` or `"sigmoid"`.
+        dropout: while Badam's and MC dropout's networks train.
+        batch_size: examples a step.
+        lr: the learning rate.
+        beta2: Badam's β₂; the other methods have Adam's usual .999.
+    """
+
+    data: str = "mnist"
+    methods: tuple[str, ...] = (*PAPER, *BEYOND)
+    n_seeds: int = 3
+    epochs: int = 100
+    hidden: tuple[int, ...] = (400, 400)
+    activation: str = "relu"
+    dropout: float = 0.2
+    batch_size: int = 128
+    lr: float = 1e-3
+    beta2: float = 0.99999
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in TITLES]
+        if unknown or not self.methods:
+            raise SettingError(f"methods must be among {', '.join(TITLES)}; got {', '.join(self.methods) or 'none'}")
+        if self.n_seeds < 1:
+            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
+
+
+@dataclass(frozen=True)
+class SparseSettings:
+    """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing.
+
+    Attributes:
+        data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
+        n_seeds: networks for each recipe.
+        epochs: passes over the training images, for recipes of the usual length.
+        batch_size: examples a step.
+        lr: the learning rate at the start.
+        beta2: Adam's β₂.
+    """
+
+    data: str = "mnist"
+    n_seeds: int = 3
+    epochs: int = 100
+    batch_size: int = 128
+    lr: float = 1e-3
+    beta2: float = 0.99999
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way of training to be pruned: widths, λ of the penalty λ|θ|₁, dropout, and how many times the usual epochs."""
+
+    hidden: tuple[int, ...]
+    sparsity: float
+    dropout: float = 0.2
+    input_dropout: float = 0.0
+    longer: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as `2×400, λ = 3e-05`."""
+        usual = Recipe(self.hidden, self.sparsity)
+        extra = [
+            f"dropout {self.dropout:g}" if self.dropout != usual.dropout else "",
+            f"input dropout {self.input_dropout:g}" if self.input_dropout else "",
+            f"{self.longer} × epochs" if self.longer != 1 else "",
+        ]
+        return ", ".join([f"{len(self.hidden)}×{self.hidden[0]}", f"λ = {self.sparsity:g}", *filter(None, extra)])
+
+
+RECIPES = (
+    Recipe((400, 400), 1e-5),
+    Recipe((400, 400), 3e-5),
+    Recipe((400, 400), 6e-5),
+    Recipe((1200, 1200), 2e-5),
+    Recipe((1200, 1200), 2e-5, input_dropout=0.1, longer=2),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One method's or recipe's accuracy after pruning by one ranking: (seeds, fractions)."""
+
+    method: str
+    ranking: str
+    accuracy: tuple[tuple[float, ...], ...]
+
+    def mean(self) -> list[float]:
+        """Over the seeds."""
+        return [sum(column) / len(column) for column in zip(*self.accuracy, strict=True)]
+
+    def at(self, fraction: float) -> float:
+        """The mean accuracy at one of `FRACTIONS`."""
+        return self.mean()[FRACTIONS.index(fraction)]
+
+
+# --- the work ---------------------------------------------------------------------------------------------------------
+
+
+def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
+    """All seeds on the same images, which lie on the device once; nothing is held out."""
+    x, y = images.train_x.to(device), images.train_y.to(device)
+    x_test, y_test = images.test_x.to(device), images.test_y.to(device)
+    stack = len(seeds)
+    data = Data(
+        x.expand(stack, -1, -1),
+        y.expand(stack, -1),
+        x_test.expand(stack, -1, -1),
+        y_test.expand(stack, -1),
+        "classification",
+    )
+    return Problem(data, network, training, seeds)
+
+
+def curves_of(method: str, problem: Problem) -> list[Curve]:
+    """Train one method on every seed at once, and prune by each ranking that it has."""
+    posteriors = _TRAINERS[method](problem)
+    if method == "mc-dropout":
+        # It has no posterior over weights.
+        return _curves(method, problem, posteriors, ("magnitude",))
+    rankings = ("snr", "magnitude", "path-snr") if method == "badam" else ("snr", "magnitude")
+    return _curves(method, problem, posteriors, rankings)
+
+
+def _from_adam(problem: Problem) -> list[Posterior]:
+    """Read off Adam's state, as the paper has it: no prior."""
+    stack = problem.optimum
+    return [
+        Posterior.from_state_dict(
+            problem.network.build(member(stack.params, index)),
+            stack.state_dict(index),
+            len(problem.data),
+            prior_precision=0.0,
+        )
+        for index in range(len(problem.seeds))
+    ]
+
+
+def _from_dropout(problem: Problem) -> list[Posterior]:
+    usual = replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
+    return _from_adam(usual)
+
+
+def _from_gaussian(train: Callable[[Problem], WeightGaussian]) -> Callable[[Problem], list[Posterior]]:
+    def posteriors(problem: Problem) -> list[Posterior]:
+        usual = replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
+        learnt = train(usual)
+        found = []
+        for index in range(len(problem.seeds)):
+            mean, variance = (
+                {name: t.cpu() for name, t in member(part, index).items()} for part in (learnt.mean, learnt.variance)
+            )
+            found.append(Posterior.from_moments(problem.network.build(mean), mean, variance, len(problem.data)))
+        return found
+
+    return posteriors
+
+
+def _ggn(problem: Problem) -> WeightGaussian:
+    stack = train_with_adam(problem, problem.network, problem.seeds)
+    curvature = diagonal_ggn(problem.network, stack.params, problem.data.x[0])
+    return WeightGaussian(
+        stack.params, {name: t.clamp(min=_LEAST_CURVATURE).reciprocal() for name, t in curvature.items()}
+    )
+
+
+_TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
+    "badam": _from_adam,
+    "mc-dropout": _from_dropout,
+    "bbb": _from_gaussian(train_bbb),
+    "vadam": _from_gaussian(lambda problem: train_vadam(problem, prior_precision=len(problem.data) / 600)),
+    "swag": _from_gaussian(lambda problem: train_swag(problem).gaussian),
+    "ivon": _from_gaussian(lambda problem: train_ivon(problem, lr=0.1, initial_hessian=0.1)),
+    "laplace-diagonal": _from_gaussian(_ggn),
+}
+
+
+def _curves(method: str, problem: Problem, posteriors: Sequence[Posterior], rankings: Sequence[str]) -> list[Curve]:
+    found = []
+    for ranking in rankings:
+        scores = [_scores(posterior, ranking) for posterior in posteriors]
+        stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
+        weights = {name: torch.stack([p.mean[name] for p in posteriors]) for name in scores[0]}
+        found.append(Curve(method, ranking, pruned_accuracy(problem, weights, stacked)))
+    return found
+
+
+def _scores(posterior: Posterior, ranking: str) -> dict[str, Tensor]:
+    if ranking == "path-snr":
+        width = next(iter(posterior.mean.values())).shape[1]
+        return path_scores(posterior, example_input=torch.zeros(1, width))
+    return weight_scores(posterior, ranking)
+
+
+@torch.no_grad()
+def pruned_accuracy(
+    problem: Problem, weights: Mapping[str, Tensor], scores: Mapping[str, Tensor]
+) -> tuple[tuple[float, ...], ...]:
+    """Test accuracy after each of `FRACTIONS` of all weights, biases included, is set to 0, lowest score first."""
+    device = problem.data.x.device
+    weights = {name: t.to(device) for name, t in weights.items()}
+    flat = torch.cat([scores[name].to(device).flatten(1) for name in weights], dim=1)
+    places = flat.argsort(dim=1, stable=True).argsort(dim=1)
+    sizes = [t[0].numel() for t in weights.values()]
+    place = {
+        name: part.view_as(weights[name]) for name, part in zip(weights, torch.split(places, sizes, dim=1), strict=True)
+    }
+    x, y = problem.data.x_held_out[0], problem.data.y_held_out[0]
+    found = []
+    for fraction in FRACTIONS:
+        removed = round(fraction * flat.shape[1])
+        kept = {name: t * (place[name] >= removed) for name, t in weights.items()}
+        right = forward(problem.network, kept, x).argmax(dim=-1) == y
+        found.append(right.double().mean(dim=1))
+    return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run has finished so far, on disk, so that a stopped one goes on from there; gone when all is done."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, out: Path, asked: Mapping[str, Any]) -> Ledger:
+        """The ledger of a run with these settings; another setting has another."""
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return cls(out / f"unfinished-{digest}.json")
+
+    def read(self) -> dict[str, list[Curve]]:
+        """The finished curves, by method; none where there is no ledger or it is damaged."""
+        try:
+            rows = json.loads(self.path.read_text(encoding="utf-8"))
+            return {
+                name: [Curve(name, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in found.items()]
+                for name, found in rows.items()
+            }
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def write(self, curves: Mapping[str, Sequence[Curve]]) -> None:
+        """Put the curves on disk, whole or not at all."""
+        rows = {name: {curve.ranking: curve.accuracy for curve in found} for name, found in curves.items()}
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps(rows), encoding="utf-8")
+
+    def close(self) -> None:
+        """The run is done."""
+        self.path.unlink(missing_ok=True)
+
+
+def _worked_off(
+    run: Run, names: Sequence[str], work: Callable[[str], list[Curve]]
+) -> Iterator[tuple[str, list[Curve]]]:
+    """Each name's curves, from the ledger or by work, noted as they come."""
+    ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, "methods": None})
+    done = ledger.read()
+    with run.progress() as track:
+        for name in track(names, run.command):
+            if name not in done:
+                done[name] = work(name)
+                ledger.write(done)
+            yield name, done[name]
+    ledger.close()
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def table(curves: Sequence[Curve], titles: Mapping[str, str]) -> Table:
+    """Mean accuracy in percent at some of the fractions."""
+    view = Table(title="Test accuracy in % after pruning this fraction, mean over the seeds", title_justify="left")
+    view.add_column("method")
+    view.add_column("ranking")
+    for fraction in SHOWN:
+        view.add_column(f"{fraction:g}", justify="right")
+    for curve in curves:
+        name = titles.get(curve.method, curve.method)
+        view.add_row(name, curve.ranking, *(f"{100 * curve.at(f):.2f}" for f in SHOWN))
+    return view
+
+
+def picture(curves: Sequence[Curve], titles: Mapping[str, str], title: str, *, since: float = 0.0) -> Figure:
+    """Accuracy against the fraction pruned, from `since` on, and the error, on a log scale, against what is left."""
+    palette = dict(zip(titles, _SHADES, strict=False))
+    with plots.house_style():
+        figure = plots.new_figure(11.5, 4.6)
+        left, right = figure.subplots(1, 2)
+        for curve in curves:
+            shade = plots.COLOURS.get(curve.method, palette.get(curve.method, plots.MUTED))
+            label = f"{titles.get(curve.method, curve.method)}, {curve.ranking}"
+            style: Any = {"color": shade, "linestyle": _STYLES[curve.ranking], "linewidth": 1.5, "label": label}
+            accuracy = curve.mean()
+            left.plot([100 * f for f in FRACTIONS], [100 * a for a in accuracy], **style)
+            right.plot([100 * (1 - f) for f in FRACTIONS], [max(100 * (1 - a), 0.1) for a in accuracy], **style)
+        left.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(100 * since, 100), title="Accuracy")
+        right.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
+        right.set(xscale="log", yscale="log", xlim=(100, 0.1))
+        for axes in (left, right):
+            axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
+        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    return figure
+
+
+_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6A5ACD", "#8C564B")
+
+
+def _results(curves: Sequence[Curve]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for curve in curves:
+        found.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
+    return found
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
+    """The `pruning` command."""
+    run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
+    run.prepare()
+    images = load_images(settings.data, progress=not quiet)
+    seeds = tuple(1000 * seed + number for number in range(settings.n_seeds))
+    network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, settings.activation, settings.dropout)
+    training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
+    problem = problem_of(images, network, training, seeds, device)
+    found = dict(_worked_off(run, settings.methods, lambda name: curves_of(name, problem)))
+    curves = [curve for name in settings.methods for curve in found[name]]
+    run.show(table(curves, TITLES))
+    units = f"{settings.activation} units, {settings.epochs} epochs"
+    title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
+    return run.finish({"figure2.png": plots.png(picture(curves, TITLES, title))}, _results(curves))
+
+
+def run_sparse(*, seed: int, out: Path, quiet: bool, settings: SparseSettings, device: str) -> tuple[Path, ...]:
+    """The `pruning --sparse` command."""
+    run = Run("pruning", seed, out, {**asdict(settings), "sparse": True}, device=device, quiet=quiet)
+    run.prepare()
+    images = load_images(settings.data, progress=not quiet)
+    seeds = tuple(1000 * seed + number for number in range(settings.n_seeds))
+    recipes = {recipe.name: recipe for recipe in RECIPES}
+
+    def work(name: str) -> list[Curve]:
+        recipe = recipes[name]
+        network = Network(
+            images.train_x.shape[1],
+            recipe.hidden,
+            images.n_classes,
+            dropout=recipe.dropout,
+            input_dropout=recipe.input_dropout,
+        )
+        training = Training(
+            settings.epochs * recipe.longer,
+            settings.batch_size,
+            settings.lr,
+            0.0,
+            (0.9, settings.beta2),
+            sparsity=recipe.sparsity,
+            schedule="cosine",
+        )
+        problem = problem_of(images, network, training, seeds, device)
+        return _curves(name, problem, _from_adam(problem), ("snr", "magnitude", "path-snr"))
+
+    found = dict(_worked_off(run, list(recipes), work))
+    curves = [curve for name in recipes for curve in found[name]]
+    titles = {name: name for name in recipes}
+    run.show(table(curves, titles))
+    title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
+    return run.finish({"figure2-sparse.png": plots.png(picture(curves, titles, title, since=0.8))}, _results(curves))

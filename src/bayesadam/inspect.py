@@ -1,0 +1,255 @@
+"""What a saved optimiser state says about a model's weights, without the model and without data."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam.checkpoint import Checkpoint, match_checkpoint, read_checkpoint
+from bayesadam.checkpoint.identify import read_alike
+from bayesadam.curvature import StateReader
+from bayesadam.curvature.match import Entry
+from bayesadam.curvature.read import read_entry
+from bayesadam.doctor import Diagnosis, diagnose
+from bayesadam.errors import SettingError
+from bayesadam.posterior.formulas import precision
+from bayesadam.posterior.settings import Settings
+
+# log₁₀ of the signal to noise: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
+LOG_RANGE = (-12.0, 8.0)
+BINS = 200
+# Quantiles of a larger tensor come from a sample of this size: within 0.05 percentage points of their rank.
+_SAMPLE = 2**22
+_LEVELS = (0.05, 0.5, 0.95)
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """The signal to noise |μ|/σ of one parameter's weights.
+
+    Attributes:
+        name: the parameter.
+        shape: its shape.
+        weights: how many it has.
+        dead: how many of them have v = 0.
+        snr_q05: the 5 % quantile of |μ|/σ.
+        snr_q50: the median.
+        snr_q95: the 95 % quantile.
+        below: how many weights lie below the threshold; None without a threshold.
+        histogram: counts of log₁₀ |μ|/σ in `BINS` bins over `LOG_RANGE`; weights with |μ|/σ = 0 are in none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weights: int
+    dead: int
+    snr_q05: float
+    snr_q50: float
+    snr_q95: float
+    below: int | None
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found; prints as a table and the doctor's remarks.
+
+    Attributes:
+        source: the file.
+        format: its format.
+        optimizer: the reader that read the state.
+        read_alike: optimisers that a file cannot tell from it, and that make no difference.
+        n_data: N, or None where nobody said: the numbers are then those of N = 1.
+        threshold: the signal to noise below which weights are counted; None where they are not.
+        parameters: one report each, in the file's order.
+        omitted: tensors without a state, with the reason.
+        diagnosis: what the doctor says of the state.
+    """
+
+    source: str
+    format: str
+    optimizer: str
+    read_alike: tuple[str, ...]
+    n_data: float | None
+    threshold: float | None
+    parameters: tuple[ParameterReport, ...]
+    omitted: Mapping[str, str]
+    diagnosis: Diagnosis
+
+    @property
+    def weights(self) -> int:
+        """Weights with a state."""
+        return sum(row.weights for row in self.parameters)
+
+    @property
+    def dead(self) -> int:
+        """Weights with v = 0."""
+        return sum(row.dead for row in self.parameters)
+
+    @property
+    def below(self) -> int | None:
+        """Weights below the threshold."""
+        return None if self.threshold is None else sum(row.below or 0 for row in self.parameters)
+
+    @property
+    def scale_note(self) -> str:
+        """What the numbers mean as N is known or not."""
+        if self.n_data is not None:
+            return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {self.n_data:g}."
+        return (
+            "|μ|/σ = |θ| v̂^¼, which is N = 1: nobody said how many examples there were. Every |μ|/σ grows as √N, so only "
+            "the order of the weights means something; pass n_data for more."
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table as text, its heading first and its total last."""
+        heading = ["parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %"]
+        counted = self.threshold is not None
+        table = [(*heading, f"< {self.threshold:g}") if counted else tuple(heading)]
+        for row in self.parameters:
+            quantiles = [f"{value:.2g}" for value in (row.snr_q05, row.snr_q50, row.snr_q95)]
+            cells = [row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", _share(row.dead, row.weights)]
+            table.append((*cells, *quantiles, *([_share(row.below or 0, row.weights)] if counted else [])))
+        total = ["total", "", f"{self.weights:,}", _share(self.dead, self.weights), "", "", ""]
+        return [*table, (*total, *([_share(self.below or 0, self.weights)] if counted else []))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; the histograms are left out."""
+        return {
+            "format": self.format,
+            "optimizer": self.optimizer,
+            "read_alike": self.read_alike,
+            "n_data": self.n_data,
+            "threshold": self.threshold,
+            "weights": self.weights,
+            "dead": self.dead,
+            "below": self.below,
+            "parameters": {
+                row.name: {
+                    key: getattr(row, key) for key in row.__dataclass_fields__ if key not in ("name", "histogram")
+                }
+                for row in self.parameters
+            },
+            "omitted": dict(self.omitted),
+            "doctor": self.diagnosis.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        table = self.rows()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in table
+        ]
+        return "\n".join([str(self.diagnosis), "", *lines, "", self.scale_note])
+
+
+def inspect_checkpoint(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    optimizer_path: str | os.PathLike[str] | None = None,
+    optimizer: str | StateReader | None = None,
+    param_names: Sequence[str] | None = None,
+    groups_in_order: bool = False,
+    n_data: float | None = None,
+    snr: float | None = None,
+    seed: int = 0,
+    track: Callable[[Sequence[Entry], str], Iterable[Entry]] | None = None,
+) -> Inspection:
+    """Signal to noise and dead weights of every parameter in a checkpoint; one tensor is in memory at a time.
+
+    The signal to noise is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none.
+
+    Args:
+        path: the checkpoint, or what `read_checkpoint` returned.
+        optimizer_path: the file with the optimiser's state, where it is another.
+        optimizer: the name of the optimiser that wrote the state, or a reader; None tells it by the state's keys.
+        param_names: the parameter names in the optimiser's order, where the state has none of its own.
+        groups_in_order: your word that each of several groups was filled in the model's order.
+        n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
+        snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
+        seed: of the sample that the quantiles of very large tensors come from.
+        track: goes through the parameters and may show how far it has come.
+    """
+    if snr is not None and not (math.isfinite(snr) and snr >= 0):
+        raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
+    checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(path, optimizer_path=optimizer_path)
+    known = n_data if n_data is not None else checkpoint.recorded.n_data
+    settings = Settings(1.0 if known is None else known, {})
+    threshold = snr if snr is not None or known is None else 1.0
+    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
+    generator = torch.Generator().manual_seed(seed)
+    entries = track(match.entries, "reading the state") if track else match.entries
+    reader = match.entries[0].reader
+    return Inspection(
+        source=str(checkpoint.path),
+        format=checkpoint.format,
+        optimizer=reader.name,
+        read_alike=read_alike(reader),
+        n_data=known,
+        threshold=threshold,
+        parameters=tuple(_report(entry, settings, threshold, generator) for entry in entries),
+        omitted=match.omitted,
+        diagnosis=diagnose(match, checkpoint.path.name, n_data=known),
+    )
+
+
+@torch.no_grad()
+def _report(entry: Entry, settings: Settings, threshold: float | None, generator: torch.Generator) -> ParameterReport:
+    _, v = read_entry(entry)
+    dead = int((v == 0).sum())
+    snr = precision(v, settings.weight, 0.0, settings.power).sqrt_().mul_(entry.parameter.detach().abs()).flatten()
+    low, median, high = quantiles(snr, _LEVELS, generator)
+    return ParameterReport(
+        name=entry.name,
+        shape=tuple(entry.parameter.shape),
+        weights=snr.numel(),
+        dead=dead,
+        snr_q05=low,
+        snr_q50=median,
+        snr_q95=high,
+        below=None if threshold is None else int((snr < threshold).sum()),
+        histogram=_histogram(snr),
+    )
+
+
+def quantiles(values: Tensor, levels: Sequence[float], generator: torch.Generator) -> list[float]:
+    """Quantiles of a vector, from a sample where it is large; NaN of an empty one.
+
+    >>> quantiles(torch.arange(11.0), (0.1, 0.5), torch.Generator())
+    [1.0, 5.0]
+    """
+    if not values.numel():
+        return [math.nan] * len(levels)
+    if values.numel() > _SAMPLE:
+        values = values[torch.randint(values.numel(), (_SAMPLE,), generator=generator)]
+    return [float(q) for q in torch.quantile(values, torch.tensor(levels, dtype=values.dtype))]
+
+
+def _histogram(snr: Tensor) -> tuple[int, ...]:
+    total = torch.zeros(BINS, dtype=torch.int64)
+    # In pieces, as histc counts in floating point.
+    for piece in torch.split(snr, _SAMPLE):
+        positive = piece[(piece > 0) & torch.isfinite(piece)]
+        total += torch.histc(positive.log10_().clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
+    return tuple(total.tolist())
+
+
+def _share(count: int, total: int) -> str:
+    """A percentage that says 0 or 100 only where it is.
+
+    >>> _share(0, 10), _share(1, 3000), _share(2, 3)
+    ('0 %', '<0.1 %', '66.7 %')
+    """
+    if not total or count in (0, total):
+        return "100 %" if count else "0 %"
+    share = 100 * count / total
+    if share < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if share > 99.9 else f"{share:.1f} %"

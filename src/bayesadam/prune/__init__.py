@@ -1,0 +1,35 @@
+"""Pruning: which weights or units to remove, removing them, and keeping them removed."""
+
+from bayesadam.prune.apply import PrunedHandle, from_torch_prune, keep_pruned, prune, to_torch_prune
+from bayesadam.prune.files import load_masks, save_masks
+from bayesadam.prune.masks import pruning_masks
+from bayesadam.prune.neurons import neuron_masks, rank_neurons
+from bayesadam.prune.paths import path_scores
+from bayesadam.prune.rankings import RANKINGS, Ranking, Weights, powered, weight_scores
+from bayesadam.prune.report import PrunedParameter, PruningReport, pruning_report
+from bayesadam.prune.saved import prune_checkpoint
+from bayesadam.prune.shrink import shrink
+
+__all__ = [
+    "RANKINGS",
+    "PrunedHandle",
+    "PrunedParameter",
+    "PruningReport",
+    "Ranking",
+    "Weights",
+    "from_torch_prune",
+    "keep_pruned",
+    "load_masks",
+    "neuron_masks",
+    "path_scores",
+    "powered",
+    "prune",
+    "prune_checkpoint",
+    "pruning_masks",
+    "pruning_report",
+    "rank_neurons",
+    "save_masks",
+    "shrink",
+    "to_torch_prune",
+    "weight_scores",
+]

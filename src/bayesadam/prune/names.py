@@ -1,0 +1,110 @@
+"""Which parameters are meant: by name, by pattern, by kind, with tied ones known under each of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam.errors import MatchError
+
+_NORM = re.compile(r"Norm(\d*d)?$")
+_EMBEDDING = re.compile(r"Embedding(s|Bag)?$")
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the parameter's key in it, and its name by that way."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+
+def owners(model: nn.Module) -> dict[str, tuple[Owner, ...]]:
+    """The modules that hold each parameter, by its first name; tied parameters have several."""
+    first: dict[int, str] = {}
+    found: dict[str, tuple[Owner, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owner = Owner(f"{prefix}.{key}" if prefix else key, module, key)
+                name = first.setdefault(id(parameter), owner.name)
+                found[name] = (*found.get(name, ()), owner)
+    return found
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter by any of its names."""
+    return {owner.name: name for name, held in owners(model).items() for owner in held}
+
+
+def near(word: str, names: Iterable[str]) -> str:
+    """The names most like a word, for an error message."""
+    every = list(names)
+    return ", ".join(map(repr, get_close_matches(word, every, n=3, cutoff=0.4) or every[:3])) or "none at all"
+
+
+def matching(model: nn.Module, patterns: str | Sequence[str]) -> set[str]:
+    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means.
+
+    A kind that the model has none of is passed over; a pattern that matches nothing is an error.
+    """
+    held = owners(model)
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        kind = _KINDS.get(pattern)
+        chosen = {
+            name
+            for name, ways in held.items()
+            if any(kind(owner) if kind else fnmatchcase(owner.name, pattern) for owner in ways)
+        }
+        if not chosen and kind is None:
+            raise MatchError(
+                f"exclude pattern {pattern!r} matches no parameter of {type(model).__name__}; near it: "
+                f"{near(pattern.strip('*'), held)}. The kinds are {', '.join(map(repr, _KINDS))}"
+            )
+        found |= chosen
+    return found
+
+
+def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
+    parameters, known = dict(model.named_parameters()), first_names(model)
+    found: dict[str, Tensor] = {}
+    for given, mask in masks.items():
+        name = known.get(given)
+        if name is None:
+            raise MatchError(
+                f"mask {given!r} is of no parameter of {type(model).__name__}; near it: {near(given, parameters)}"
+            )
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            told = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {told}")
+        if mask.shape != parameters[name].shape:
+            raise MatchError(
+                f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {tuple(parameters[name].shape)}"
+            )
+        if name in found and not bool((found[name].to(mask.device) == mask).all()):
+            raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one of them")
+        found[name] = mask
+    return found
+
+
+def _is_norm(owner: Owner) -> bool:
+    return any(_NORM.search(kind.__name__) for kind in type(owner.module).__mro__)
+
+
+def _is_bias(owner: Owner) -> bool:
+    return "bias" in owner.key.split("_")
+
+
+def _is_embedding(owner: Owner) -> bool:
+    return any(_EMBEDDING.search(kind.__name__) for kind in type(owner.module).__mro__)
+
+
+_KINDS = {"norms": _is_norm, "biases": _is_bias, "embeddings": _is_embedding}

@@ -1,0 +1,59 @@
+"""The records against the files themselves, where they are, and against each other."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from bayesadam.data import data_set, data_sets, verify
+from bayesadam.errors import SettingError
+
+FILES = [(record, file) for record in data_sets() for file in record.files]
+NAMES = [f"{record.name}/{file.name}" for record, file in FILES]
+
+
+def test_names_are_unique_and_every_set_is_there():
+    names = [record.name for record in data_sets()]
+    assert len(set(names)) == len(names)
+    assert set(names) == {
+        *("mnist", "fashion-mnist"),
+        *("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census"),
+        *("digits", "wheel", "toy"),
+    }
+
+
+def test_a_set_with_files_names_an_embedded_one():
+    for record in data_sets():
+        assert record.embedded == (record.name in ("digits", "wheel", "toy"))
+        if not record.embedded:
+            assert data_set(record.instead).embedded
+            assert record.folder.endswith(record.name)
+
+
+@pytest.mark.parametrize(("record", "file"), FILES, ids=NAMES)
+def test_a_file_is_fully_described(record, file):
+    for copy in file.copies:
+        assert re.fullmatch(r"[0-9a-f]{64}", copy.sha256)
+        assert copy.n_bytes > 0
+        assert copy.name.startswith(file.name)
+    assert len({copy.sha256 for copy in file.copies}) == len(file.copies)
+    for url in file.urls:
+        assert re.fullmatch(r"https?://[\w./-]+", url)
+
+
+@pytest.mark.parametrize(("record", "file"), FILES, ids=NAMES)
+def test_the_record_is_that_of_the_file(record, file):
+    if "BAYESADAM_DATA" not in os.environ:
+        pytest.skip("BAYESADAM_DATA is not set")
+    (check,) = (check for check in verify(record.name) if check.file == file.name)
+    if check.path is None or Path(os.environ["BAYESADAM_DATA"]) not in check.path.parents:
+        pytest.skip(f"{file.name} is not in BAYESADAM_DATA")
+    assert check.status == "ok"
+    (copy,) = (copy for copy in file.copies if copy.name == check.path.name)
+    assert check.path.stat().st_size == copy.n_bytes
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(SettingError, match=r"'mnst'.*mnist, fashion-mnist"):
+        data_set("mnst")
