@@ -45,6 +45,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
 
 
+Jobs = Annotated[int, typer.Option(min=1, help="Processes side by side, on a CPU.")]
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
 OptimizerFile = Annotated[
     Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
@@ -103,7 +104,7 @@ def regression(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, typer.Option("--gap", help="Train with a hole in the middle of the range.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two seeds and 500 epochs.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 2,
+    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/regression"),
     quiet: Quiet = False,
@@ -127,6 +128,7 @@ def pruning(
     activation: Annotated[str, typer.Option(help="relu or sigmoid.")] = "relu",
     sparse: Annotated[bool, typer.Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
     device: Device = "",
+    jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/pruning"),
     quiet: Quiet = False,
@@ -136,14 +138,15 @@ def pruning(
     from bayesadam.experiments import pruning as experiment
 
     where = _device(device)
+    at_once = jobs if where == "cpu" else 1
     if sparse:
         recipe = experiment.SparseSettings(data, seeds, epochs)
-        experiment.run_sparse(seed=seed, out=out, quiet=quiet, settings=recipe, device=where)
+        experiment.run_sparse(seed=seed, out=out, quiet=quiet, settings=recipe, device=where, jobs=at_once)
         return
     settings = experiment.PruningSettings(data=data, n_seeds=seeds, epochs=epochs, activation=activation)
     chosen = _names(methods)
     settings = replace(settings, methods=chosen) if chosen else settings
-    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where)
+    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=at_once)
 
 
 @app.command()

@@ -104,6 +104,14 @@ def test_a_stopped_run_goes_on_where_it_was(images, tmp_path, monkeypatch):
     assert first == second
 
 
+def test_processes_side_by_side_give_the_same_numbers(tmp_path):
+    pytest.importorskip("sklearn")
+    settings = PruningSettings("digits", ("badam", "mc-dropout"), 1, 1, (8, 7))
+    given = {"seed": 0, "quiet": True, "settings": settings, "device": "cpu"}
+    one, two = (pruning.run_pruning(out=tmp_path / str(jobs), jobs=jobs, **given) for jobs in (1, 2))
+    assert json.loads(one[-1].read_text())["results"] == json.loads(two[-1].read_text())["results"]
+
+
 def test_another_setting_has_another_ledger_and_a_damaged_one_counts_as_none(tmp_path):
     one = Ledger.of(tmp_path, {"seed": 0, "epochs": 5})
     assert one.path != Ledger.of(tmp_path, {"seed": 0, "epochs": 6}).path
@@ -116,7 +124,7 @@ def test_the_commands_write_their_picture_and_metrics(images, tmp_path, monkeypa
     monkeypatch.setattr(
         pruning, "RECIPES", tuple(replace(recipe, hidden=(8, 8), longer=1) for recipe in pruning.RECIPES[:2])
     )
-    base = ["pruning", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--out"]
+    base = ["pruning", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--jobs", "1", "--out"]
     for extra, picture in (
         (["--methods", "badam"], "figure2.png"),
         (["--sparse"], "figure2-sparse.png"),

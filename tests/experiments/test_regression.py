@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bayesadam.errors import SettingError
+from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.experiments import regression
 from bayesadam.experiments.regression import (
     METRICS,
     RegressionSettings,
@@ -67,3 +69,15 @@ def test_panels_share_their_axes():
 def test_unknown_methods_are_named():
     with pytest.raises(SettingError, match="magic"):
         RegressionSettings(methods=("magic",))
+
+
+def test_a_method_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+    def diverges(problem):
+        raise BayesAdamError("the variance must be finite")
+
+    monkeypatch.setattr(regression, "METHODS", {**regression.METHODS, "map": diverges})
+    settings = replace(SMALL, methods=("badam", "map"))
+    paths = run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    assert set(json.loads(paths[-1].read_text())["results"]) == {"badam"}
+    with pytest.raises(BayesAdamError, match="map: the variance"):
+        run_regression(seed=0, out=tmp_path, quiet=True, settings=replace(settings, methods=("map",)), jobs=1)

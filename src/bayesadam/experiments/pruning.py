@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -314,18 +317,33 @@ class Ledger:
 
 
 def _worked_off(
-    run: Run, names: Sequence[str], work: Callable[[str], list[Curve]]
-) -> Iterator[tuple[str, list[Curve]]]:
-    """Each name's curves, from the ledger or by work, noted as they come."""
+    run: Run, names: Sequence[str], work: Callable[[str], list[Curve]], *, jobs: int
+) -> dict[str, list[Curve]]:
+    """Each name's curves, from the ledger or by work, noted as they come; several jobs are processes of one core each."""
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, "methods": None})
-    done = ledger.read()
+    done = {name: curves for name, curves in ledger.read().items() if name in names}
+    left = [name for name in names if name not in done]
     with run.progress() as track:
-        for name in track(names, run.command):
-            if name not in done:
-                done[name] = work(name)
-                ledger.write(done)
-            yield name, done[name]
+        results = _results_of(left, work, min(jobs, len(left)))
+        for _ in track(left, run.command):
+            name, curves = next(results)
+            done[name] = curves
+            ledger.write(done)
     ledger.close()
+    return done
+
+
+def _results_of(
+    names: Sequence[str], work: Callable[[str], list[Curve]], jobs: int
+) -> Iterator[tuple[str, list[Curve]]]:
+    if jobs <= 1:
+        yield from ((name, work(name)) for name in names)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = {pool.submit(work, name): name for name in names}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -380,16 +398,52 @@ def _results(curves: Sequence[Curve]) -> dict[str, dict[str, Any]]:
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str) -> tuple[Path, ...]:
+def method_curves(name: str, *, seed: int, settings: PruningSettings, device: str) -> list[Curve]:
+    """One method of the figure, whole in itself, so that a process of its own can do it."""
+    images = load_images(settings.data)
+    network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, settings.activation, settings.dropout)
+    training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
+    return curves_of(name, problem_of(images, network, training, _seeds(seed, settings.n_seeds), device))
+
+
+def recipe_curves(name: str, *, seed: int, settings: SparseSettings, device: str) -> list[Curve]:
+    """One recipe of the second figure."""
+    images = load_images(settings.data)
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    network = Network(
+        images.train_x.shape[1],
+        recipe.hidden,
+        images.n_classes,
+        dropout=recipe.dropout,
+        input_dropout=recipe.input_dropout,
+    )
+    training = Training(
+        settings.epochs * recipe.longer,
+        settings.batch_size,
+        settings.lr,
+        0.0,
+        (0.9, settings.beta2),
+        sparsity=recipe.sparsity,
+        schedule="cosine",
+    )
+    problem = problem_of(images, network, training, _seeds(seed, settings.n_seeds), device)
+    return _curves(name, problem, _from_adam(problem), ("snr", "magnitude", "path-snr"))
+
+
+def _seeds(seed: int, count: int) -> tuple[int, ...]:
+    return tuple(1000 * seed + number for number in range(count))
+
+
+def run_pruning(
+    *, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str, jobs: int = 1
+) -> tuple[Path, ...]:
     """The `pruning` command."""
     run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
     run.prepare()
-    images = load_images(settings.data, progress=not quiet)
-    seeds = tuple(1000 * seed + number for number in range(settings.n_seeds))
-    network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, settings.activation, settings.dropout)
-    training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-    problem = problem_of(images, network, training, seeds, device)
-    found = dict(_worked_off(run, settings.methods, lambda name: curves_of(name, problem)))
+    # Here, so that what is missing is told, or fetched, before anything is trained.
+    load_images(settings.data, progress=not quiet)
+    work = partial(method_curves, seed=seed, settings=settings, device=device)
+    found = _worked_off(run, settings.methods, work, jobs=jobs)
     curves = [curve for name in settings.methods for curve in found[name]]
     run.show(table(curves, TITLES))
     units = f"{settings.activation} units, {settings.epochs} epochs"
@@ -397,38 +451,18 @@ def run_pruning(*, seed: int, out: Path, quiet: bool, settings: PruningSettings,
     return run.finish({"figure2.png": plots.png(picture(curves, TITLES, title))}, _results(curves))
 
 
-def run_sparse(*, seed: int, out: Path, quiet: bool, settings: SparseSettings, device: str) -> tuple[Path, ...]:
+def run_sparse(
+    *, seed: int, out: Path, quiet: bool, settings: SparseSettings, device: str, jobs: int = 1
+) -> tuple[Path, ...]:
     """The `pruning --sparse` command."""
     run = Run("pruning", seed, out, {**asdict(settings), "sparse": True}, device=device, quiet=quiet)
     run.prepare()
-    images = load_images(settings.data, progress=not quiet)
-    seeds = tuple(1000 * seed + number for number in range(settings.n_seeds))
-    recipes = {recipe.name: recipe for recipe in RECIPES}
-
-    def work(name: str) -> list[Curve]:
-        recipe = recipes[name]
-        network = Network(
-            images.train_x.shape[1],
-            recipe.hidden,
-            images.n_classes,
-            dropout=recipe.dropout,
-            input_dropout=recipe.input_dropout,
-        )
-        training = Training(
-            settings.epochs * recipe.longer,
-            settings.batch_size,
-            settings.lr,
-            0.0,
-            (0.9, settings.beta2),
-            sparsity=recipe.sparsity,
-            schedule="cosine",
-        )
-        problem = problem_of(images, network, training, seeds, device)
-        return _curves(name, problem, _from_adam(problem), ("snr", "magnitude", "path-snr"))
-
-    found = dict(_worked_off(run, list(recipes), work))
-    curves = [curve for name in recipes for curve in found[name]]
-    titles = {name: name for name in recipes}
+    load_images(settings.data, progress=not quiet)
+    names = [recipe.name for recipe in RECIPES]
+    work = partial(recipe_curves, seed=seed, settings=settings, device=device)
+    found = _worked_off(run, names, work, jobs=jobs)
+    curves = [curve for name in names for curve in found[name]]
+    titles = {name: name for name in names}
     run.show(table(curves, titles))
     title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
     return run.finish({"figure2-sparse.png": plots.png(picture(curves, titles, title, since=0.8))}, _results(curves))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bayesadam import scores
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
-from bayesadam.errors import SettingError
+from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, generator
-from bayesadam.methods import METHODS, Data, Network, Problem, Training
+from bayesadam.methods import METHODS, Data, Fitted, Network, Problem, Training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,7 +119,15 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
     )
 
 
-def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -> list[Curves]:
+@dataclass(frozen=True)
+class Failure:
+    """A method that gave no result, and why: the others' results are not lost with it."""
+
+    method: str
+    reason: str
+
+
+def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -> list[Curves | Failure]:
     """Fit some methods on every seed at once, on one core, and score them."""
     torch.set_num_threads(1)
     seeds = seeds_of(seed, settings)
@@ -129,23 +137,29 @@ def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -
     )
     training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
     problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
-    grid = toy_grid()
-    found = []
+    found: list[Curves | Failure] = []
     for method in methods:
-        fitted = METHODS[method](problem)
-        rows: dict[str, list[float]] = {name: [] for name in METRICS}
-        for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
-            near, far = predictor(inside.x), predictor(outside.x)
-            rows["nll_in"].append(scores.nll(near, inside.y))
-            rows["nll_out"].append(scores.nll(far, outside.y))
-            rows["std_in"].append(float(near.variance.sqrt().mean()))
-            rows["std_out"].append(float(far.variance.sqrt().mean()))
-            rows["coverage95_in"].append(scores.coverage(near, inside.y))  # type: ignore[arg-type]
-            rows["rmse_in"].append(scores.rmse(near.mean, inside.y))
-        shown: Any = fitted.predictors[0](grid.x)
-        curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
-        found.append(Curves(method, {name: tuple(values) for name, values in rows.items()}, *curves))
+        try:
+            found.append(_scored(METHODS[method](problem), sets))
+        except BayesAdamError as error:
+            found.append(Failure(method, str(error)))
     return found
+
+
+def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
+    grid = toy_grid()
+    rows: dict[str, list[float]] = {name: [] for name in METRICS}
+    for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
+        near, far = predictor(inside.x), predictor(outside.x)
+        rows["nll_in"].append(scores.nll(near, inside.y))
+        rows["nll_out"].append(scores.nll(far, outside.y))
+        rows["std_in"].append(float(near.variance.sqrt().mean()))
+        rows["std_out"].append(float(far.variance.sqrt().mean()))
+        rows["coverage95_in"].append(scores.coverage(near, inside.y))  # type: ignore[arg-type]
+        rows["rmse_in"].append(scores.rmse(near.mean, inside.y))
+    shown: Any = fitted.predictors[0](grid.x)
+    curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
+    return Curves(fitted.method, {name: tuple(values) for name, values in rows.items()}, *curves)
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
@@ -156,7 +170,7 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
     return sorted(jobs, key=lambda job: -_COST.get(job[0], 1))
 
 
-def fit_all(seed: int, settings: RegressionSettings, *, jobs: int) -> Iterator[list[Curves]]:
+def fit_all(seed: int, settings: RegressionSettings, *, jobs: int) -> Iterator[list[Curves | Failure]]:
     """Every group of methods as it is done; with several jobs, in processes of their own."""
     work = groups(settings.methods)
     if jobs == 1:
@@ -230,13 +244,20 @@ def run_regression(
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     run.prepare()
     found: dict[str, Curves] = {}
+    failed: list[Failure] = []
     with run.progress() as track:
         work = groups(settings.methods)
         results = fit_all(seed, settings, jobs=min(jobs, len(work)))
         for _ in track(work, "methods"):
-            found |= {curves.method: curves for curves in next(results)}
+            for result in next(results):
+                if isinstance(result, Failure):
+                    failed.append(result)
+                else:
+                    found[result.method] = result
+    if not found:
+        raise BayesAdamError("; ".join(f"{failure.method}: {failure.reason}" for failure in failed))
     ordered = [found[name] for name in sorted(found, key=list(TITLES).index)]
-    run.show(table(ordered))
+    run.show(table(ordered), *(f"left out: {TITLES[failure.method]}: {failure.reason}" for failure in failed))
     return run.finish(
         {"figure1.png": plots.png(picture(ordered, seed, settings))}, {row.method: dict(row.scores) for row in ordered}
     )
