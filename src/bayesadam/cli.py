@@ -150,6 +150,28 @@ def pruning(
 
 
 @app.command()
+def bandits(
+    problems: Annotated[str, typer.Option(help="Which problems, separated by commas; the paper's by default.")] = "",
+    agents: Annotated[str, typer.Option(help="Which agents, separated by commas; the paper's by default.")] = "",
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 10,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
+    settings: Annotated[str, typer.Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
+    engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster.")] = "local",
+    device: Device = "",
+    seed: Seed = 0,
+    out: Out = Path("out/bandits"),
+    quiet: Quiet = False,
+) -> None:
+    """Table 1: Thompson sampling on the bandit problems, every agent beside the others."""
+    require("matplotlib")
+    from bayesadam.experiments.bandits import BanditSettings, run_bandits
+
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings)
+    asked = replace(asked, problems=_names(problems) or asked.problems, agents=_names(agents) or asked.agents)
+    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
+
+
+@app.command()
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, typer.Option(min=0, max=1, help="The share of weights to remove.")],

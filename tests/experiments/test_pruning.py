@@ -13,7 +13,8 @@ import bayesadam as ba
 from bayesadam.cli import app
 from bayesadam.data import Images
 from bayesadam.experiments import pruning
-from bayesadam.experiments.pruning import FRACTIONS, Ledger, PruningSettings, curves_of, problem_of
+from bayesadam.experiments.ledger import Ledger
+from bayesadam.experiments.pruning import FRACTIONS, PruningSettings, curves_of, problem_of
 from bayesadam.methods import Network, Training
 from bayesadam.methods.network import member
 from bayesadam.methods.optimum import diagonal_ggn

@@ -15,7 +15,8 @@ from bayesadam import methods
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum, variational
 from bayesadam.methods.base import dropout_masks, noise_beside
 from bayesadam.methods.network import flatten, forward, initial, member
-from bayesadam.methods.training import Streams
+from bayesadam.methods.streams import Streams
+from bayesadam.posterior.noise import stream_seed
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
 QUICK = Training(epochs=6, batch_size=8, lr=1e-2)
@@ -153,7 +154,7 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "tolerance"), [("bbb", 5e-3, 0.35), ("vadam", 2e-2, None), ("ivon", 5e-3, None)]
+    ("name", "lr", "tolerance"), [("bbb", 5e-3, 0.35), ("vadam", 5e-3, None), ("ivon", 5e-3, None)]
 )
 def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(name, lr, tolerance):
     """q's best mean is the exact one, its best precisions are the diagonal of the exact precision.
@@ -179,8 +180,8 @@ def test_swags_moments_are_those_of_the_iterates():
     found = optimum.train_swag(given, rank=4, snapshots=20, every=5, lr=1e-2)
     theta = flatten(given.optimum.params)[0].clone().requires_grad_()
     sgd = torch.optim.SGD([theta], lr=1e-2)
-    source = Streams([0], "batches")
-    rows = torch.cat([source.shuffled(300)[0].view(30, 10) for _ in range(4)])
+    order = torch.Generator().manual_seed(stream_seed(0, "batches"))
+    rows = torch.cat([torch.randperm(300, generator=order).view(30, 10) for _ in range(4)])
     seen, deviations = [], []
     for number, chosen in enumerate(rows, start=1):
         sgd.zero_grad()

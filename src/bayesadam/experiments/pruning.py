@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,10 +14,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from bayesadam._files import replacing
 from bayesadam.data import Images, load_images
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
+from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.run import Run
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import WeightGaussian, train_with_adam
@@ -282,38 +280,15 @@ def pruned_accuracy(
 # --- stopping and going on --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """What a run has finished so far, on disk, so that a stopped one goes on from there; gone when all is done."""
+Rows = dict[str, list[list[float]]]
 
-    path: Path
 
-    @classmethod
-    def of(cls, out: Path, asked: Mapping[str, Any]) -> Ledger:
-        """The ledger of a run with these settings; another setting has another."""
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        return cls(out / f"unfinished-{digest}.json")
+def _plain(curves: Sequence[Curve]) -> Rows:
+    return {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves}
 
-    def read(self) -> dict[str, list[Curve]]:
-        """The finished curves, by method; none where there is no ledger or it is damaged."""
-        try:
-            rows = json.loads(self.path.read_text(encoding="utf-8"))
-            return {
-                name: [Curve(name, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in found.items()]
-                for name, found in rows.items()
-            }
-        except (OSError, ValueError, AttributeError):
-            return {}
 
-    def write(self, curves: Mapping[str, Sequence[Curve]]) -> None:
-        """Put the curves on disk, whole or not at all."""
-        rows = {name: {curve.ranking: curve.accuracy for curve in found} for name, found in curves.items()}
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(rows), encoding="utf-8")
-
-    def close(self) -> None:
-        """The run is done."""
-        self.path.unlink(missing_ok=True)
+def _read(method: str, rows: Rows) -> list[Curve]:
+    return [Curve(method, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in rows.items()]
 
 
 def _worked_off(
@@ -321,16 +296,16 @@ def _worked_off(
 ) -> dict[str, list[Curve]]:
     """Each name's curves, from the ledger or by work, noted as they come; several jobs are processes of one core each."""
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, "methods": None})
-    done = {name: curves for name, curves in ledger.read().items() if name in names}
+    done = {name: rows for name, rows in ledger.read().items() if name in names}
     left = [name for name in names if name not in done]
     with run.progress() as track:
         results = _results_of(left, work, min(jobs, len(left)))
         for _ in track(left, run.command):
             name, curves = next(results)
-            done[name] = curves
+            done[name] = _plain(curves)
             ledger.write(done)
     ledger.close()
-    return done
+    return {name: _read(name, rows) for name, rows in done.items()}
 
 
 def _results_of(

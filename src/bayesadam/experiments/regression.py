@@ -225,6 +225,8 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
                 bands=(1, 2),
             )
             axes.set(title=TITLES[row.method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        for axes in panels.flat[len(curves) - columns : len(curves)]:
+            axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(curves) :]:
             axes.set_axis_off()
         figure.suptitle(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.methods.network import Network, flatten, forward, initial, unflatten
-from bayesadam.methods.training import Data, Rate, Streams, Training, adam, descend, negative_log_likelihood
+from bayesadam.methods.streams import Streams
+from bayesadam.methods.training import Data, Rate, Training, adam, descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import (
     BinaryPredictive,
@@ -119,7 +120,7 @@ def train_with_adam(problem: Problem, network: Network, seeds: Sequence[int]) ->
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         if network.input_dropout:
-            x = x * _mask(streams, network.input_dropout, x.shape[1], x.shape[2])
+            x = x * streams.masks(network.input_dropout, x.shape[1], x.shape[2])
         masks = dropout_masks(streams, network, x.shape[1]) if network.dropout else None
         return negative_log_likelihood(forward(network, unflatten(network, flat), x, masks=masks), y, data.likelihood)
 
@@ -131,11 +132,7 @@ def train_with_adam(problem: Problem, network: Network, seeds: Sequence[int]) ->
 
 def dropout_masks(streams: Streams, network: Network, *shape: int) -> list[Tensor]:
     """For every hidden layer, (s, *shape, units): zeros with the network's dropout rate, otherwise 1/(1 − rate)."""
-    return list(torch.split(_mask(streams, network.dropout, *shape, sum(network.hidden)), list(network.hidden), dim=-1))
-
-
-def _mask(streams: Streams, rate: float, *shape: int) -> Tensor:
-    return (streams.uniform(*shape) >= rate) / (1 - rate)
+    return list(torch.split(streams.masks(network.dropout, *shape, sum(network.hidden)), list(network.hidden), dim=-1))
 
 
 def from_draws(draws: Tensor, likelihood: Likelihood, noise: Tensor | None) -> AnyPredictive:

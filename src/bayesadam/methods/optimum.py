@@ -22,7 +22,8 @@ from bayesadam.methods.base import (
     train_with_adam,
 )
 from bayesadam.methods.network import Network, flatten, forward, member, unflatten
-from bayesadam.methods.training import Streams, descend, negative_log_likelihood
+from bayesadam.methods.streams import Streams
+from bayesadam.methods.training import descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import RegressionPredictive
 

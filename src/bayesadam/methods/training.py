@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.methods.streams import Streams
 from bayesadam.posterior.noise import stream_seed
 from bayesadam.predict.predictive import Likelihood
 
@@ -87,30 +88,6 @@ class Training:
         return max(1, round(self.epochs * n / min(self.batch_size, n)))
 
 
-class Streams:
-    """Random numbers for a stack: one generator a seed and purpose, so that no seed depends on its neighbours."""
-
-    def __init__(self, seeds: Sequence[int], purpose: str, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
-        self.sources = [torch.Generator(self.device).manual_seed(stream_seed(seed, purpose)) for seed in seeds]
-
-    def normal(self, *shape: int) -> Tensor:
-        """(s, *shape) standard normals."""
-        return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self.sources])
-
-    def uniform(self, *shape: int) -> Tensor:
-        """(s, *shape) uniform numbers in [0, 1)."""
-        return torch.stack([torch.rand(shape, generator=g, device=self.device) for g in self.sources])
-
-    def rows(self, n: int, *shape: int) -> Tensor:
-        """(s, *shape) row numbers below n."""
-        return torch.stack([torch.randint(n, shape, generator=g, device=self.device) for g in self.sources])
-
-    def shuffled(self, n: int) -> Tensor:
-        """(s, n), the numbers below n, each row in an order of its own."""
-        return torch.stack([torch.randperm(n, generator=g, device=self.device) for g in self.sources])
-
-
 class Batches:
     """Mini-batches (s, b, inputs) and (s, b, ...), every seed with its own choice of examples.
 
@@ -122,6 +99,7 @@ class Batches:
     def __init__(self, data: Data, batch_size: int, seeds: Sequence[int]) -> None:
         self._data, self._size = data, min(batch_size, len(data))
         self._streams = Streams(seeds, "batches")
+        self._orders = [torch.Generator().manual_seed(stream_seed(seed, "batches")) for seed in seeds]
         self._stack = torch.arange(len(seeds), device=data.x.device)[:, None]
         epoch = len(data) // self._size
         self.block, self._shuffled = (epoch, True) if epoch >= _LONG_EPOCH else (_BLOCK, False)
@@ -132,8 +110,8 @@ class Batches:
     def refill(self) -> None:
         """Draw the rows of the next `block` steps."""
         if self._shuffled:
-            rows = self._streams.shuffled(len(self._data))[:, : self.block * self._size]
-            rows = rows.view(len(rows), self.block, self._size)
+            orders = [torch.randperm(len(self._data), generator=source) for source in self._orders]
+            rows = torch.stack(orders)[:, : self.block * self._size].view(len(orders), self.block, self._size)
         else:
             rows = self._streams.rows(len(self._data), self.block, self._size)
         self._rows.copy_(rows.transpose(0, 1))
@@ -179,8 +157,8 @@ def repeat(
 def _captured(step: Callable[[], None], streams: Sequence[Streams]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     for stream in streams:
-        for source in stream.sources:
-            graph.register_generator_state(source)
+        for generator in stream.generators:
+            graph.register_generator_state(generator)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         step()

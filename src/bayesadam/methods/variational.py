@@ -20,7 +20,8 @@ from bayesadam.methods.base import (
     train_with_adam,
 )
 from bayesadam.methods.network import flatten, forward, initial, member, unflatten
-from bayesadam.methods.training import Batches, Rate, Streams, adam, descend, negative_log_likelihood, repeat
+from bayesadam.methods.streams import Streams
+from bayesadam.methods.training import Batches, Rate, adam, descend, negative_log_likelihood, repeat
 from bayesadam.optim import IVON, Vadam
 from bayesadam.optim._perturbed import PerturbedOptimizer
 from bayesadam.posterior import Posterior

@@ -1,0 +1,32 @@
+"""Contextual bandits: problems, agents, and simulation."""
+
+from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, AgentSettings, agent_settings
+from bayesadam.bandits.problems import (
+    PROBLEMS,
+    BanditProblem,
+    Rounds,
+    classification_problem,
+    problem,
+    problem_from_file,
+    reward_problem,
+    wheel,
+)
+from bayesadam.bandits.simulate import Simulation, simulate
+
+__all__ = [
+    "AGENTS",
+    "PAPER_AGENTS",
+    "PROBLEMS",
+    "SETTINGS",
+    "AgentSettings",
+    "BanditProblem",
+    "Rounds",
+    "Simulation",
+    "agent_settings",
+    "classification_problem",
+    "problem",
+    "problem_from_file",
+    "reward_problem",
+    "simulate",
+    "wheel",
+]

@@ -1,0 +1,209 @@
+"""Bayesian linear regression an arm, on the contexts or on a network's last hidden layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesadam.bandits.agents import AgentSettings
+from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.gradients import hidden_features
+from bayesadam.bandits.learners import Learner, NetworkLearner
+from bayesadam.methods.streams import Streams
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """All that linear regression needs of the data, float64; the last feature is a constant 1.
+
+    Attributes:
+        gram: Σ x xᵀ, (runs, arms, features, features).
+        cross: Σ x r, (runs, arms, features).
+        squares: Σ r², (runs, arms).
+    """
+
+    gram: Tensor
+    cross: Tensor
+    squares: Tensor
+
+    @classmethod
+    def zeros(cls, runs: int, arms: int, features: int, device: torch.device) -> Statistics:
+        """Of no data."""
+        shapes = ((features, features), (features,), ())
+        return cls(*(torch.zeros(runs, arms, *shape, dtype=torch.float64, device=device) for shape in shapes))
+
+    def add(self, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
+        """Take in examples x (runs, k, features) with rewards (runs, k), to each arm with its weights (runs, k, arms)."""
+        for arm in range(self.gram.shape[1]):
+            self.add_to_arm(arm, x, rewards, weights[..., arm])
+
+    def add_to_arm(self, arm: int, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
+        """Take in examples of one arm, with weights (runs, k)."""
+        weighted = x * weights.unsqueeze(2)
+        self.gram[:, arm] += weighted.mT @ x
+        self.cross[:, arm] += (weighted.mT @ rewards.unsqueeze(2)).squeeze(2)
+        self.squares[:, arm] += (weights * rewards.square()).sum(dim=1)
+
+    def standardised(self, shift: Tensor, scale: Tensor) -> Statistics:
+        """The same for rewards (r − shift)/scale, with shift and scale (runs, 1)."""
+        sums, count = self.cross[..., -1], self.gram[..., -1, -1]
+        cross = (self.cross - shift.unsqueeze(2) * self.gram[..., -1]) / scale.unsqueeze(2)
+        return Statistics(self.gram, cross, (self.squares - 2 * shift * sums + shift.square() * count) / scale.square())
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPosterior:
+    """Normal–inverse-gamma: σ² ~ IG(a, b), β | σ² ~ N(μ, σ² Λ⁻¹), for every run and arm.
+
+    Attributes:
+        mean: μ, (runs, arms, features).
+        factor: L of Λ = L Lᵀ, (runs, arms, features, features).
+        shape: a, (runs, arms).
+        scale: b, (runs, arms).
+    """
+
+    mean: Tensor
+    factor: Tensor
+    shape: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
+        """Λ = λ1 + Σ x xᵀ, μ = Λ⁻¹ Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ Λ μ)."""
+        identity = torch.eye(data.gram.shape[-1], dtype=torch.float64, device=data.gram.device)
+        factor = torch.linalg.cholesky(data.gram + precision * identity)
+        mean = torch.cholesky_solve(data.cross.unsqueeze(-1), factor).squeeze(-1)
+        residual = (data.squares - (data.cross * mean).sum(dim=-1)).clamp(min=0)
+        return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + 0.5 * residual)
+
+    def draws(self, x: Tensor, streams: Streams) -> Tensor:
+        """β·x of every arm, a draw of (σ², β) of its own for every row of x (runs, k, features): (runs, k, arms).
+
+        One row sees its β through β·x alone, which given σ² is N(μ·x, σ² xᵀ Λ⁻¹ x).
+        """
+        runs, k, _ = x.shape
+        arms = self.mean.shape[1]
+        columns = x.mT.unsqueeze(1).expand(-1, arms, -1, -1)
+        width = torch.linalg.solve_triangular(self.factor, columns, upper=False).square().sum(dim=2).mT
+        noise = self.scale.unsqueeze(1) / streams.gamma(self.shape.unsqueeze(1).expand(runs, k, arms))
+        normal = streams.normal(k, arms).double()
+        return torch.baddbmm((noise * width).sqrt() * normal, x, self.mean.mT)
+
+
+def with_constant(x: Tensor) -> Tensor:
+    """A feature of 1 behind the others, float64."""
+    return F.pad(x.double(), (0, 1), value=1.0)
+
+
+class _OnStatistics(Learner):
+    """Scores from a normal–inverse-gamma posterior of statistics."""
+
+    statistics: Statistics
+    _linear: LinearPosterior | None
+    _linear_noise: Streams
+
+    def _begin_linear(self, features: int) -> None:
+        self.statistics = Statistics.zeros(self.buffer.runs, self.n_arms, features + 1, self.device)
+        self._linear = None
+        self._linear_noise = Streams(self.seeds, "linear", self.device)
+
+    def linear_posterior(self) -> LinearPosterior:
+        """The posterior of what was learnt so far, in units of the standardised rewards where these are."""
+        if self._linear is None:
+            s = self.settings
+            data = self.statistics.standardised(*self.buffer.moments()) if s.standardise else self.statistics
+            self._linear = LinearPosterior.of(data, precision=s.precision, shape=s.shape, scale=s.scale)
+        return self._linear
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The statistics."""
+        own = {"gram": self.statistics.gram, "cross": self.statistics.cross, "squares": self.statistics.squares}
+        return {**super().tensors(), **own}
+
+    def streams(self) -> dict[str, Streams]:
+        """The posterior draws' too."""
+        return super().streams() | {"linear": self._linear_noise}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken."""
+        super().restore(state)
+        self._linear = None
+
+
+class Linear(_OnStatistics):
+    """Linear Thompson sampling with a full posterior an arm; statistics grow by what is observed."""
+
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        super().__init__(settings, buffer, n_arms, seeds)
+        self._begin_linear(buffer.contexts.shape[2])
+
+    def observe(self, places: slice) -> None:
+        """Add the new observations."""
+        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms).double()
+        x, rewards = with_constant(self.buffer.contexts[:, places]), self.buffer.rewards[:, places].double()
+        self.statistics.add(x, rewards, chosen)
+        self._linear = None
+
+    def _scores(self, contexts: Tensor) -> Tensor:
+        return self.linear_posterior().draws(with_constant(contexts), self._linear_noise).float()
+
+
+class NeuralLinear(_OnStatistics, NetworkLearner):
+    """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
+
+    Training changes the features of all that was seen, so the statistics are computed anew after each: from the newest
+    `window` observations of every arm, which bounds the cost, and weighted so that they count as all of its observations.
+    """
+
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        super().__init__(settings, buffer, n_arms, seeds)
+        self._begin_linear(settings.hidden[-1])
+        self._newest = torch.zeros(buffer.runs, n_arms, settings.window, dtype=torch.int64, device=self.device)
+        self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
+
+    def observe(self, places: slice) -> None:
+        """Put the new observations in their arms' windows, over the oldest, and in the statistics as they are now."""
+        window = self.settings.window
+        arms = self.buffer.arms[:, places]
+        chosen = F.one_hot(arms, self.n_arms)
+        before = (self._pulls.unsqueeze(1) + chosen.cumsum(dim=1) - chosen).gather(2, arms.unsqueeze(2)).squeeze(2)
+        numbers = torch.arange(places.start, places.stop, device=self.device).expand_as(arms)
+        self._newest.view(self.buffer.runs, -1).scatter_(1, arms * window + before % window, numbers)
+        self._pulls += chosen.sum(dim=1)
+        x = self._features(self.buffer.contexts[:, places])
+        self.statistics.add(x, self.buffer.rewards[:, places].double(), chosen.double())
+        self._linear = None
+
+    def train(self) -> None:
+        """Train the network, then compute the statistics anew."""
+        super().train()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The statistics at the network's features as they are now."""
+        for tensor in (self.statistics.gram, self.statistics.cross, self.statistics.squares):
+            tensor.zero_()
+        size = min(self.settings.window, self.buffer.count)
+        there = torch.arange(size, device=self.device)
+        for arm in range(self.n_arms):
+            pulls = self._pulls[:, arm : arm + 1]
+            places = self._newest[:, arm, :size]
+            x = self._features(self.buffer.rows(places))
+            rewards = self.buffer.rewards.gather(1, places).double()
+            weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
+            self.statistics.add_to_arm(arm, x, rewards, weights)
+        self._linear = None
+
+    def _features(self, contexts: Tensor) -> Tensor:
+        return with_constant(hidden_features(self.network, self._layers, contexts))
+
+    def _scores(self, contexts: Tensor) -> Tensor:
+        return self.linear_posterior().draws(self._features(contexts), self._linear_noise).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The windows too."""
+        return {**super().tensors(), "newest": self._newest, "pulls": self._pulls}

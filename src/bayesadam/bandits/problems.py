@@ -1,0 +1,457 @@
+"""Bandit problems: the benchmark's eight, and a user's own tables.
+
+A run's rounds depend on the run's seed alone, and a shorter run is the beginning of a longer one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bayesadam._extras import require
+from bayesadam.data import load_table
+from bayesadam.errors import DataError, MatchError, SettingError
+from bayesadam.posterior.noise import stream_seed
+
+Numbers = npt.NDArray[Any]
+
+EDIBLE, POISONED = 5.0, -35.0
+FINANCIAL_ARMS = 8
+JESTER_FEATURES = 32
+WHEEL_MEANS = (1.0, 1.0, 1.0, 1.0, 1.2)
+WHEEL_STD = 0.05
+WHEEL_PRIZE, WHEEL_PRIZE_STD = 50.0, 0.01
+WHEEL_ROUNDS = 80_000
+# The paper plays this many rounds of the two largest tables.
+LARGE_TABLE_ROUNDS = 10_000
+# A column with more texts than this is a name or a key, not a category.
+_MOST_CATEGORIES = 200
+_CHUNK = 65_536
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """What one run meets, round by round; the agent is shown the contexts and the reward of the arm it chose.
+
+    Attributes:
+        contexts: (t, features), float32.
+        rewards: of every arm, (t, arms), float32.
+        expected: the rewards' expectations given the context, (t, arms).
+    """
+
+    contexts: Numbers
+    rewards: Numbers
+    expected: Numbers
+
+    @property
+    def optimum(self) -> Numbers:
+        """What the best arm is expected to pay, (t,), float64."""
+        best: Numbers = self.expected.max(axis=1).astype(np.float64)
+        return best
+
+    @property
+    def uniform(self) -> Numbers:
+        """What an arm drawn at random is expected to pay, (t,), float64."""
+        mean: Numbers = self.expected.mean(axis=1, dtype=np.float64)
+        return mean
+
+
+@dataclass(frozen=True, eq=False)
+class BanditProblem:
+    """A contextual bandit.
+
+    Attributes:
+        name: such as `"mushroom"`.
+        n_features: width of a context.
+        n_arms: how many arms.
+        rounds: how many rounds a run plays unless told otherwise.
+        most_rounds: how many it can offer; None where rows are drawn with replacement or made up.
+        make: (seed, rounds) → the rounds of one run.
+    """
+
+    name: str
+    n_features: int
+    n_arms: int
+    rounds: int
+    most_rounds: int | None
+    make: Callable[[int, int], Rounds]
+
+    def run(self, seed: int, rounds: int | None = None) -> Rounds:
+        """The rounds of the run with this seed."""
+        return self.make(seed, self.checked_rounds(rounds))
+
+    def checked_rounds(self, rounds: int | None = None) -> int:
+        """How many rounds a run plays, if the problem offers as many."""
+        if rounds is None:
+            return self.rounds
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+            raise SettingError(f"rounds must be a positive whole number, got {rounds!r}")
+        if self.most_rounds is not None and rounds > self.most_rounds:
+            raise SettingError(f"{self.name} offers {self.most_rounds} rounds, got rounds={rounds}")
+        return rounds
+
+
+def problem(name: str, *, progress: bool = False) -> BanditProblem:
+    """One of the benchmark's problems.
+
+    >>> problem("wheel:0.5").n_arms
+    5
+
+    Args:
+        name: mushroom, financial, jester, statlog, adult, covertype, census, or wheel, with its δ as in `"wheel:0.95"`.
+        progress: whether to show a bar for each file that must be downloaded.
+    """
+    kind, _, option = name.partition(":")
+    if kind == "wheel":
+        try:
+            return wheel(float(option)) if option else wheel()
+        except ValueError:
+            raise SettingError(f"the wheel's δ must be a number, as in 'wheel:0.95', got {name!r}") from None
+    if name not in _TABLES:
+        raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
+    return _TABLES[name](progress)
+
+
+def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
+    """A table with labels as a bandit: an arm a label, reward 1 for the row's own and 0 for the others.
+
+    >>> classification_problem([[0.0], [1.0], [2.0]], ["a", "b", "a"]).n_arms
+    2
+
+    Args:
+        X: contexts, (rows, features): numpy, pandas or nested lists. A text column of a pandas table becomes one column of
+            zeros and ones for each of its values.
+        y: labels, (rows,), of any kind that can be sorted; the arms are the values that occur, in order.
+        name: for tables and messages.
+        standardise: whether to scale columns to mean 0 and standard deviation 1, in float64; constant ones become 0.
+    """
+    contexts = _contexts(X, name)
+    labels = np.asarray(y)
+    if labels.ndim != 1 or len(labels) != len(contexts):
+        raise MatchError(f"{name}: {len(contexts)} rows of X need as many labels, got y of shape {labels.shape}")
+    missing = [row for row, label in enumerate(labels.tolist()) if label is None or label != label]
+    if missing:
+        raise DataError(f"{name}: the label of row {missing[0]} is missing; {len(missing)} rows have none: drop them")
+    values, codes = np.unique(labels.astype(str) if labels.dtype == object else labels, return_inverse=True)
+    if len(values) < 2:
+        raise DataError(f"{name}: every label is {values[0]!r}; a bandit needs two arms or more")
+    return _classification(name, contexts, codes.reshape(-1), len(values), len(contexts), standardise=standardise)
+
+
+def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standardise: bool = True) -> BanditProblem:
+    """A table of what every arm pays in every row as a bandit.
+
+    >>> reward_problem([[0.0], [1.0]], [[1.0, 0.0, 2.0], [0.0, 1.0, 2.0]]).n_arms
+    3
+
+    Args:
+        contexts: (rows, features), as `classification_problem` takes them.
+        rewards: (rows, arms).
+        name: for tables and messages.
+        standardise: whether to scale the contexts' columns to mean 0 and standard deviation 1.
+    """
+    table = _contexts(contexts, name)
+    pays = _numbers(rewards, name, "rewards")
+    if len(pays) != len(table):
+        raise MatchError(f"{name}: {len(table)} contexts need as many rows of rewards, got {len(pays)}")
+    if pays.shape[1] < 2:
+        raise DataError(f"{name}: the rewards have one column; a bandit needs two arms or more")
+    make = _RewardTable(_Table.of(table, standardise=standardise), pays.astype(np.float32))
+    return BanditProblem(name, table.shape[1], pays.shape[1], len(table), len(table), make)
+
+
+def problem_from_file(
+    path: str | os.PathLike[str],
+    *,
+    label: str | None = None,
+    rewards: Sequence[str] | None = None,
+    contexts: Sequence[str] | None = None,
+    name: str | None = None,
+    standardise: bool = True,
+) -> BanditProblem:
+    """A CSV or Parquet file as a bandit; needs pandas, and pyarrow for Parquet.
+
+    Args:
+        path: the file; `.csv`, `.csv.gz` and the like, or `.parquet`.
+        label: the column of labels, for a classification problem.
+        rewards: or the columns of rewards, one an arm.
+        contexts: the columns to see; None takes all others.
+        name: None takes the file's.
+        standardise: see `classification_problem`.
+    """
+    path = Path(path)
+    if (label is None) == (rewards is None):
+        raise SettingError("pass either label='column' or rewards=['column', ...]")
+    targets = [label] if label is not None else list(rewards or ())
+    frame = _read_frame(path)
+    chosen = [column for column in frame.columns if column not in targets] if contexts is None else list(contexts)
+    absent = [column for column in (*targets, *chosen) if column not in frame.columns]
+    if absent or not chosen:
+        found = ", ".join(map(str, frame.columns))
+        raise DataError(f"{path} has no column {', '.join(map(repr, absent)) or 'for contexts'}; it has {found}")
+    name = path.name.partition(".")[0] if name is None else name
+    if label is not None:
+        return classification_problem(frame[chosen], frame[label], name=name, standardise=standardise)
+    return reward_problem(frame[chosen], frame[targets], name=name, standardise=standardise)
+
+
+def wheel(delta: float = 0.95) -> BanditProblem:
+    """The wheel: contexts uniform in the unit disc; beyond the radius δ the quadrant's own arm pays 50, elsewhere 1.
+
+    Args:
+        delta: the radius, between 0 and 1; the nearer to 1, the rarer the prize.
+    """
+    if not 0 < delta < 1:
+        raise SettingError(f"the wheel's δ must lie between 0 and 1, got {delta!r}")
+    return BanditProblem(f"wheel:{delta:g}", 2, len(WHEEL_MEANS), WHEEL_ROUNDS, None, _Wheel(delta))
+
+
+# --- how rounds are made --------------------------------------------------------------------------------------------
+
+
+def _random(seed: int, purpose: str) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(stream_seed(seed, purpose)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Contexts as they are stored, and what to subtract from and divide their columns by."""
+
+    rows: Numbers
+    shift: Numbers
+    scale: Numbers
+
+    @classmethod
+    def of(cls, rows: Numbers, *, standardise: bool) -> _Table:
+        """Moments are taken in float64, a piece at a time; columns that are constant keep the scale 1."""
+        width = rows.shape[1]
+        if not standardise:
+            return cls(rows, np.zeros(width), np.ones(width))
+        pieces = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+        shift = np.sum([piece.sum(axis=0, dtype=np.float64) for piece in pieces], axis=0) / len(rows)
+        squares = np.sum([np.square(piece - shift).sum(axis=0) for piece in pieces], axis=0)
+        constant = rows.max(axis=0) == rows.min(axis=0)
+        return cls(rows, np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows))))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Numbers) -> Numbers:
+        """The given rows, scaled, float32."""
+        scaled: Numbers = ((self.rows[rows] - self.shift) / self.scale).astype(np.float32)
+        return scaled
+
+    def shuffled(self, seed: int, rounds: int) -> Numbers:
+        """The first row numbers of an order of the run's own."""
+        order: Numbers = _random(seed, "rows").permutation(len(self))[:rounds]
+        return order
+
+
+@dataclass(frozen=True, eq=False)
+class _Classification:
+    table: _Table
+    labels: Numbers
+    n_arms: int
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        rows = self.table.shuffled(seed, rounds)
+        rewards = np.zeros((rounds, self.n_arms), np.float32)
+        rewards[np.arange(rounds), self.labels[rows]] = 1
+        return Rounds(self.table.take(rows), rewards, rewards)
+
+
+@dataclass(frozen=True, eq=False)
+class _RewardTable:
+    table: _Table
+    rewards: Numbers
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        rows = self.table.shuffled(seed, rounds)
+        return Rounds(self.table.take(rows), self.rewards[rows], self.rewards[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Mushroom:
+    """Pass pays 0; eat pays 5 if edible, otherwise 5 or −35, each with probability ½."""
+
+    table: _Table
+    edible: Numbers
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        rows = _random(seed, "rows").integers(len(self.table), size=rounds)
+        ill = _random(seed, "rewards").random(rounds) < 0.5
+        edible = self.edible[rows] == 1
+        eat = np.where(edible | ~ill, EDIBLE, POISONED)
+        expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
+        nothing = np.zeros(rounds)
+        return Rounds(self.table.take(rows), _columns(nothing, eat), _columns(nothing, expected))
+
+
+@dataclass(frozen=True, eq=False)
+class _Financial:
+    """Arm a is a portfolio of the run's own, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
+
+    table: _Table
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        weights = _random(seed, "portfolios").uniform(-1, 1, (self.table.rows.shape[1], FINANCIAL_ARMS))
+        weights /= np.linalg.norm(weights, axis=0)
+        contexts = self.table.take(self.table.shuffled(seed, rounds))
+        expected = contexts.astype(np.float64) @ weights
+        noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, FINANCIAL_ARMS + 1)
+        return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class _Jester:
+    """32 jokes' ratings are the context, those of the other 8 the rewards; which are which is the run's own choice."""
+
+    ratings: Numbers
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        rows = _random(seed, "rows").permutation(len(self.ratings))[:rounds]
+        columns = _random(seed, "columns").permutation(self.ratings.shape[1])
+        table = self.ratings[rows][:, columns].astype(np.float32)
+        contexts, rewards = table[:, :JESTER_FEATURES].copy(), table[:, JESTER_FEATURES:].copy()
+        return Rounds(contexts, rewards, rewards)
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    """Arms 0 to 3 belong to the quadrants (+, +), (+, −), (−, +), (−, −); arm 4 is the safe one."""
+
+    delta: float
+
+    def __call__(self, seed: int, rounds: int) -> Rounds:
+        radius, turn = _random(seed, "rows").random((rounds, 2)).T
+        radius, angle = np.sqrt(radius), 2 * math.pi * turn
+        x, y = radius * np.cos(angle), radius * np.sin(angle)
+        arms = np.arange(len(WHEEL_MEANS))
+        prize = (radius >= self.delta)[:, None] & (arms == (2 * (x < 0) + (y < 0))[:, None])
+        expected = np.where(prize, WHEEL_PRIZE, np.array(WHEEL_MEANS))
+        noise = _random(seed, "rewards").standard_normal(expected.shape)
+        rewards = expected + np.where(prize, WHEEL_PRIZE_STD, WHEEL_STD) * noise
+        return Rounds(_columns(x, y), rewards.astype(np.float32), expected.astype(np.float32))
+
+
+def _columns(*columns: Numbers) -> Numbers:
+    return np.stack(columns, axis=1).astype(np.float32)
+
+
+# --- the benchmark's tables -----------------------------------------------------------------------------------------
+
+
+def _mushroom(progress: bool) -> BanditProblem:
+    table = load_table("mushroom", dtype=np.uint8, progress=progress)
+    assert table.labels is not None
+    n, width = table.contexts.shape
+    make = _Mushroom(_Table.of(table.contexts, standardise=False), table.labels)
+    return BanditProblem("mushroom", width, 2, n, None, make)
+
+
+def _financial(progress: bool) -> BanditProblem:
+    contexts = load_table("financial", dtype=np.float64, progress=progress).contexts
+    make = _Financial(_Table.of(contexts, standardise=False))
+    return BanditProblem("financial", contexts.shape[1], FINANCIAL_ARMS, len(contexts), len(contexts), make)
+
+
+def _jester(progress: bool) -> BanditProblem:
+    ratings = load_table("jester", progress=progress).contexts
+    n_arms = ratings.shape[1] - JESTER_FEATURES
+    return BanditProblem("jester", JESTER_FEATURES, n_arms, len(ratings), len(ratings), _Jester(ratings))
+
+
+def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[bool], BanditProblem]:
+    def load(progress: bool) -> BanditProblem:
+        table = load_table(name, dtype=dtype, progress=progress)
+        assert table.labels is not None
+        n = len(table.labels)
+        return _classification(name, table.contexts, table.labels, table.n_labels, min(rounds or n, n))
+
+    return load
+
+
+def _classification(
+    name: str, contexts: Numbers, labels: Numbers, n_arms: int, rounds: int, *, standardise: bool = True
+) -> BanditProblem:
+    make = _Classification(_Table.of(contexts, standardise=standardise), labels, n_arms)
+    return BanditProblem(name, contexts.shape[1], n_arms, rounds, len(contexts), make)
+
+
+_TABLES: dict[str, Callable[[bool], BanditProblem]] = {
+    "mushroom": _mushroom,
+    "financial": _financial,
+    "jester": _jester,
+    "statlog": _labelled("statlog", np.float32, None),
+    "adult": _labelled("adult", np.float32, None),
+    "covertype": _labelled("covertype", np.float32, LARGE_TABLE_ROUNDS),
+    "census": _labelled("census", np.uint8, LARGE_TABLE_ROUNDS),
+}
+PROBLEMS = (*_TABLES, "wheel")
+
+
+# --- a user's own ---------------------------------------------------------------------------------------------------
+
+
+def _read_frame(path: Path) -> Any:
+    """The file as a pandas table."""
+    pandas = require("pandas")
+    if not path.is_file():
+        raise DataError(f"no file at {path}")
+    parquet = path.suffix in (".parquet", ".pq")
+    if not parquet and ".csv" not in path.suffixes:
+        raise DataError(f"{path} is neither a .csv nor a .parquet file")
+    if parquet:
+        require("pyarrow")
+    try:
+        return pandas.read_parquet(path) if parquet else pandas.read_csv(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _contexts(values: Any, name: str) -> Numbers:
+    """A user's contexts, (rows, features), float64; text columns of a pandas table one-hot."""
+    if hasattr(values, "columns") and hasattr(values, "iloc"):
+        values = np.concatenate([part for column in values.columns for part in _encoded(values, column, name)], axis=1)
+    return _numbers(values, name, "contexts")
+
+
+def _encoded(frame: Any, column: Any, name: str) -> Iterable[Numbers]:
+    """One column of a pandas table as columns of numbers."""
+    series = frame[column]
+    if series.isna().any():
+        row = int(np.flatnonzero(series.isna().to_numpy())[0])
+        raise DataError(f"{name}: column {column!r} has no value in row {row}: fill it in or drop the row")
+    if series.dtype.kind in "biuf":
+        yield series.to_numpy(dtype=np.float64)[:, None]
+        return
+    texts = series.astype(str).to_numpy(dtype=str)
+    found = np.unique(texts)
+    if len(found) > _MOST_CATEGORIES:
+        raise DataError(f"{name}: column {column!r} has {len(found)} different texts, which is no category: drop it")
+    yield (texts[:, None] == found).astype(np.float64)
+
+
+def _numbers(values: Any, name: str, what: str) -> Numbers:
+    """A table of finite numbers, float64."""
+    try:
+        table = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
+    if table.ndim != 2 or not table.size:
+        raise DataError(
+            f"{name}: the {what} must be a table (rows, columns) that is not empty, got shape {table.shape}"
+        )
+    with np.errstate(over="ignore"):
+        wrong = np.argwhere(~np.isfinite(table.astype(np.float32)))
+    if len(wrong):
+        row, column = wrong[0]
+        raise DataError(f"{name}: {what}, row {row}, column {column}: {table[row, column]} is not a finite float32")
+    return table
