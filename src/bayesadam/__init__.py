@@ -1,6 +1,6 @@
 """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
 
-from bayesadam import checkpoint, curvature, methods, optim, scores
+from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
 from bayesadam._version import __version__
 from bayesadam.calibrate import calibrate, log_marginal_likelihood
 from bayesadam.doctor import Diagnosis, Finding, doctor
@@ -34,6 +34,7 @@ __all__ = [
     "Predictive",
     "PruningReport",
     "__version__",
+    "bandits",
     "calibrate",
     "checkpoint",
     "curvature",

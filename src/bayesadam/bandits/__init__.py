@@ -1,6 +1,7 @@
 """Contextual bandits: problems, agents, and simulation."""
 
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, AgentSettings, agent_settings
+from bayesadam.bandits.live import Agent, Decision, make_agent
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,
@@ -18,12 +19,15 @@ __all__ = [
     "PAPER_AGENTS",
     "PROBLEMS",
     "SETTINGS",
+    "Agent",
     "AgentSettings",
     "BanditProblem",
+    "Decision",
     "Rounds",
     "Simulation",
     "agent_settings",
     "classification_problem",
+    "make_agent",
     "problem",
     "problem_from_file",
     "reward_problem",

@@ -19,36 +19,13 @@ from torch import Tensor
 from bayesadam.bandits import storage
 from bayesadam.bandits.agents import AgentSettings, agent_settings
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.learners import (
-    IVON,
-    Badam,
-    BayesByBackprop,
-    Bootstrap,
-    Learner,
-    MCDropout,
-    NetworkLearner,
-    Uniform,
-    Vadam,
-)
-from bayesadam.bandits.linear import Linear, NeuralLinear
+from bayesadam.bandits.kinds import learner_of
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.posterior.noise import stream_seed
 
 _CURVE_POINTS = 500
-_LEARNERS: Mapping[str, type[Learner]] = {
-    "badam": Badam,
-    "mc-dropout": MCDropout,
-    "bbb": BayesByBackprop,
-    "vadam": Vadam,
-    "ivon": IVON,
-    "greedy": NetworkLearner,
-    "uniform": Uniform,
-    "neural-linear": NeuralLinear,
-    "linear": Linear,
-    "bootstrap": Bootstrap,
-}
 
 Progress = Callable[[int, int], object]
 
@@ -186,7 +163,7 @@ class _Lane:
         self.seeds = seeds
         self.buffer = Buffer(torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device))
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
-        self.learner = _LEARNERS[settings.kind](settings, self.buffer, problem.n_arms, seeds)
+        self.learner = learner_of(settings, self.buffer, problem.n_arms, seeds)
         self._forced = settings.initial_pulls * problem.n_arms
 
     @property

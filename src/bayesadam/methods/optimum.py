@@ -160,24 +160,32 @@ def _by_name(network: Network, columns: Tensor) -> dict[str, Tensor]:
 
 
 def fit_ensemble(problem: Problem, *, members: int = N_MEMBERS) -> Fitted:
-    """A deep ensemble: independently initialised networks, averaged; all members of all seeds train as one stack."""
-    seeds = [1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(members)]
+    """A deep ensemble: independently initialised networks, averaged.
+
+    The first is the network that the other methods start from; the rest of all seeds train as one stack.
+    """
+    rest = members - 1
+    seeds = [1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest)]
     data = problem.data
     wide = replace(
         problem,
         data=replace(
             data,
-            x=data.x.repeat_interleave(members, dim=0),
-            y=data.y.repeat_interleave(members, dim=0),
-            x_held_out=data.x_held_out.repeat_interleave(members, dim=0),
-            y_held_out=data.y_held_out.repeat_interleave(members, dim=0),
+            x=data.x.repeat_interleave(rest, dim=0),
+            y=data.y.repeat_interleave(rest, dim=0),
+            x_held_out=data.x_held_out.repeat_interleave(rest, dim=0),
+            y_held_out=data.y_held_out.repeat_interleave(rest, dim=0),
         ),
         seeds=tuple(seeds),
     )
     params = train_with_adam(wide, problem.network, seeds).params
+    first = problem.optimum.params
 
     def draw(index: int, x: Tensor) -> Tensor:
-        own = {name: t[index * members : (index + 1) * members] for name, t in params.items()}
+        own = {
+            name: torch.cat([first[name][index : index + 1], t[index * rest : (index + 1) * rest]])
+            for name, t in params.items()
+        }
         return forward(problem.network, own, x)
 
     return Fitted("ensemble", sampled_predictors(problem, draw))

@@ -1,0 +1,248 @@
+"""The agent in a user's own loop: what it learns, what it refuses, and that it is whole after a save, a growth, a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import bayesadam as ba
+from bayesadam.bandits import AGENTS, Agent, live, make_agent
+
+SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
+
+
+def contexts(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, 3))
+
+
+def paid(context: np.ndarray, arm: int) -> float:
+    """Each arm likes one feature."""
+    return float(context[arm % 3])
+
+
+def play(agent: Agent, rows: np.ndarray) -> list[int]:
+    arms = []
+    for row in rows:
+        arm = agent.act(row)
+        agent.update(row, arm, paid(row, arm))
+        arms.append(arm)
+    return arms
+
+
+def state_of(agent: Agent) -> dict[str, torch.Tensor]:
+    seen = {"arms": agent._buffer.arms[:, : agent._buffer.count], "rewards": agent._buffer.rewards.clone()}
+    return (
+        seen
+        | {f"t{k}": v for k, v in agent._trainer.state().items()}
+        | {f"a{k}": v for k, v in agent._actor.state().items()}
+    )
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_same_seed_plays_the_same_game_and_a_saved_agent_goes_on_with_it(name, tmp_path):
+    rows = contexts(60)
+    whole = make_agent(name, 3, 3, seed=7, **SMALL)
+    expected = play(whole, rows)
+    agent = make_agent(name, 3, 3, seed=7, **SMALL)
+    first = play(agent, rows[:33])
+    agent.save(tmp_path / "agent.safetensors")
+    resumed = Agent.load(tmp_path / "agent.safetensors")
+    assert first + play(resumed, rows[33:]) == expected
+    assert_same(state_of(resumed), state_of(whole))
+
+
+@pytest.mark.parametrize("name", ["greedy", "badam", "linear"])
+def test_it_learns(name):
+    agent = make_agent(name, 3, 3, seed=1, **{**SMALL, "hidden": (20,), "train_steps": 20, "lr": 1e-2})
+    rows = contexts(400, 1)
+    arms = play(agent, rows)
+    late = np.mean([paid(row, arm) for row, arm in zip(rows[300:], arms[300:], strict=True)])
+    best = np.mean(rows[300:].max(axis=1))
+    assert late > 0.6 * best
+
+
+def test_every_arm_is_tried_at_first_and_a_batch_draws_for_each():
+    agent = make_agent("uniform", 3, 4, initial_pulls=2)
+    first = agent.act(contexts(8))
+    assert sorted(first.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(set(agent.act(np.tile(contexts(1), (50, 1))).tolist())) > 1
+    assert isinstance(agent.act(contexts(1)[0]), int)
+
+
+def test_rewards_may_come_late_and_in_any_order():
+    prompt, late = (make_agent("linear", 3, 2, seed=3, **SMALL) for _ in range(2))
+    rows = contexts(12)
+    decisions = [late.decide(row) for row in rows]
+    assert late.pending == tuple(range(12))
+    for decision, row in zip(decisions, rows, strict=True):
+        late.reward(decision.id, paid(row, decision.arm))
+        prompt.update(row, decision.arm, paid(row, decision.arm))
+    assert late.pending == ()
+    assert_same(
+        {k: v for k, v in state_of(late).items() if "stream" not in k},
+        {k: v for k, v in state_of(prompt).items() if "stream" not in k},
+    )
+
+
+def test_waiting_decisions_survive_a_save(tmp_path):
+    agent = make_agent("linear", 3, 2)
+    decision = agent.decide(contexts(1)[0])
+    agent.save(tmp_path / "a")
+    again = Agent.load(tmp_path / "a")
+    again.reward(decision.id, 1.0)
+    with pytest.raises(ba.BayesAdamError, match="was rewarded before"):
+        again.reward(decision.id, 1.0)
+    with pytest.raises(ba.BayesAdamError, match="was never made"):
+        again.reward(99, 1.0)
+
+
+@pytest.mark.parametrize("name", ["badam", "bootstrap", "neural-linear", "ivon"])
+def test_more_room_changes_nothing(name, monkeypatch):
+    rows = contexts(50)
+    roomy = make_agent(name, 3, 2, seed=5, **SMALL)
+    expected = play(roomy, rows)
+    monkeypatch.setattr(live, "_FIRST_ROOM", 4)
+    tight = make_agent(name, 3, 2, seed=5, **SMALL)
+    assert play(tight, rows) == expected
+    assert tight._buffer.contexts.shape[1] == 64
+
+
+@pytest.mark.parametrize("name", ["greedy", "linear", "badam-map", "vadam"])
+def test_a_new_arm_leaves_what_is_known_of_the_others(name):
+    agent = make_agent(name, 3, 2, seed=2, **SMALL)
+    play(agent, contexts(40))
+    x = torch.randn(1, 4, 3)
+    if name == "greedy":
+        before = agent._actor.scores(x)
+    assert agent.add_arm() == 2
+    if name == "greedy":
+        torch.testing.assert_close(agent._actor.scores(x)[..., :2], before)
+    tried = [agent.act(row) for row in contexts(agent.settings.initial_pulls)]
+    assert tried == [2] * agent.settings.initial_pulls
+    play(agent, contexts(20, 3))
+    assert agent.n_arms == 3
+
+
+def test_removed_arms_are_not_chosen_and_come_back():
+    agent = make_agent("uniform", 3, 3, initial_pulls=0)
+    agent.remove_arm(1)
+    assert 1 not in agent.act(contexts(60)).tolist()
+    agent.update(contexts(1)[0], 1, 0.5)
+    agent.restore_arm(1)
+    assert 1 in agent.act(contexts(60)).tolist()
+    assert set(agent.act(contexts(60), arms=(0, 2)).tolist()) == {0, 2}
+    agent.remove_arm(0)
+    agent.remove_arm(1)
+    with pytest.raises(ba.BayesAdamError, match="last one"):
+        agent.remove_arm(2)
+
+
+BAD = {
+    "narrow": lambda a: a.update([1.0, 2.0], 0, 1.0),
+    "empty": lambda a: a.act(np.zeros((0, 3))),
+    "nan": lambda a: a.update([1.0, float("nan"), 0.0], 0, 1.0),
+    "infinite": lambda a: a.act([1.0, float("inf"), 0.0]),
+    "too large for float32": lambda a: a.act([1.0, 1e300, 0.0]),
+    "text": lambda a: a.act(["a", "b", "c"]),
+    "unknown arm": lambda a: a.update([1.0, 2.0, 3.0], 5, 1.0),
+    "negative arm": lambda a: a.update([1.0, 2.0, 3.0], -1, 1.0),
+    "half an arm": lambda a: a.update([1.0, 2.0, 3.0], 0.5, 1.0),
+    "nan reward": lambda a: a.update([1.0, 2.0, 3.0], 0, float("nan")),
+    "two rewards": lambda a: a.update([1.0, 2.0, 3.0], 0, [1.0, 2.0]),
+    "one bad of many": lambda a: a.update(contexts(3), [0, 1, 9], [1.0, 1.0, 1.0]),
+    "late nan": lambda a: a.reward(0, float("nan")),
+    "unknown decision": lambda a: a.reward(77, 1.0),
+    "no arms": lambda a: a.act([1.0, 2.0, 3.0], arms=()),
+    "removed arm": lambda a: a.remove_arm(8),
+    "a batch to decide": lambda a: a.decide(contexts(2)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_named_and_changes_nothing(bad):
+    agent = make_agent("badam", 3, 2, seed=1, **SMALL)
+    play(agent, contexts(12))
+    agent.decide(contexts(1)[0])
+    before = state_of(agent)
+    with pytest.raises(ba.BayesAdamError):
+        BAD[bad](agent)
+    assert_same(state_of(agent), before)
+    assert len(agent.pending) == 1
+
+
+def test_float64_contexts_and_lists_are_taken():
+    agent = make_agent("greedy", 3, 2, **SMALL)
+    agent.update(contexts(7).astype(np.float64), np.zeros(7, np.int32), np.ones(7))
+    agent.update([0.1, 0.2, 0.3], 1, 1)
+    assert agent._buffer.count == 8
+
+
+@pytest.mark.parametrize("change", [{"n_features": 0}, {"n_arms": True}, {"name": "luck"}, {"magic": 3}], ids=str)
+def test_bad_settings_are_named(change):
+    given = {"name": "greedy", "n_features": 3, "n_arms": 2, **change}
+    with pytest.raises(ba.BayesAdamError):
+        make_agent(given.pop("name"), **given)
+
+
+def test_acting_does_not_wait_for_training(monkeypatch):
+    agent = make_agent("badam", 3, 2, **SMALL)
+    play(agent, contexts(10))
+    begun = threading.Event()
+    train = agent._trainer.train
+
+    def slowly() -> None:
+        begun.set()
+        time.sleep(1.0)
+        train()
+
+    monkeypatch.setattr(agent._trainer, "train", slowly)
+    learning = threading.Thread(target=agent.update, args=(contexts(5), [0] * 5, [1.0] * 5))
+    learning.start()
+    assert begun.wait(5)
+    started = time.perf_counter()
+    agent.act(contexts(1)[0])
+    assert time.perf_counter() - started < 0.5
+    learning.join()
+
+
+def test_many_threads_act_while_one_learns():
+    agent = make_agent("badam", 3, 3, **SMALL)
+    stop, failures = threading.Event(), []
+
+    def acts() -> None:
+        while not stop.is_set():
+            try:
+                assert agent.act(contexts(1)[0]) in range(4)
+            except Exception as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=acts) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    rows = contexts(200)
+    agent.update(rows, np.arange(200) % 3, rows[np.arange(200), np.arange(200) % 3])
+    agent.add_arm()
+    agent.remove_arm(3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_another_file_is_not_an_agent(tmp_path):
+    (tmp_path / "x").write_bytes(b"no")
+    with pytest.raises(ba.BayesAdamError):
+        Agent.load(tmp_path / "x")
+    with pytest.raises(ba.BayesAdamError, match="no file"):
+        Agent.load(tmp_path / "y")

@@ -1,0 +1,100 @@
+"""Table 1's command in small: its files, its numbers against `simulate`, stopping and going on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from bayesadam.bandits import simulate
+from bayesadam.cli import app
+from bayesadam.errors import BayesAdamError
+from bayesadam.experiments import bandits
+from bayesadam.experiments.bandits import BanditSettings, run_bandits
+
+SMALL = BanditSettings(problems=("wheel:0.5", "wheel:0.9"), agents=("linear", "uniform"), runs=2, rounds=60)
+
+
+def given(out, **changes):
+    return {"seed": 4, "out": out, "quiet": True, "settings": SMALL, "device": "cpu", **changes}
+
+
+def test_the_cells_are_those_of_simulate(tmp_path):
+    paths = run_bandits(**given(tmp_path))
+    assert {path.name for path in paths} == {"table1.md", "regret.png", "metrics.json"}
+    assert (tmp_path / "regret.png").read_bytes()[:4] == b"\x89PNG"
+    results = json.loads((tmp_path / "metrics.json").read_text())["results"]
+    for problem in SMALL.problems:
+        for agent in SMALL.agents:
+            expected = simulate(problem, agent, runs=2, rounds=60, seed=4, device="cpu")
+            assert results[problem][agent]["reward_ratio"] == pytest.approx(expected.reward_ratio.tolist())
+            assert results[problem][agent]["regret_ratio"] == pytest.approx(expected.regret_ratio.tolist())
+    assert not list(tmp_path.glob("unfinished*"))
+
+
+def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_beside(tmp_path):
+    cells = {
+        f"{problem}/{agent}": {"reward_ratio": [value, value], "regret_ratio": [0.25, 0.35]}
+        for problem, agent, value in (("mushroom", "badam", 0.9), ("mushroom", "greedy", 0.8))
+    }
+    text = bandits.markdown(cells, BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
+    assert "| Badam | **.900±.000** |" in text
+    assert "| Greedy | .800±.000 |" in text
+    assert "| *in the paper* | .740±.090 |" in text
+    assert "| Badam | 30.00±7.07 |" in text
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    run_bandits(**given(tmp_path / "whole"))
+    real, calls = bandits.play, []
+
+    def dies_at_the_third(name, **options):
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(name, **options)
+
+    monkeypatch.setattr(bandits, "play", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run_bandits(**given(tmp_path / "cut"))
+    so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
+    assert set(so_far["wheel:0.5"]) == {"linear", "uniform"}
+    run_bandits(**given(tmp_path / "cut"))
+    assert calls[3:] == ["wheel:0.9/linear", "wheel:0.9/uniform"]
+    first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["results"] for name in ("whole", "cut"))
+    for cells in (first, second):
+        for agents in cells.values():
+            for cell in agents.values():
+                cell.pop("seconds")
+    assert first == second
+
+
+def test_ray_gives_the_same_numbers(tmp_path):
+    pytest.importorskip("ray")
+    settings = replace(SMALL, problems=("wheel:0.5",))
+    local, spread = (
+        json.loads(run_bandits(**given(tmp_path / engine, settings=settings, engine=engine))[-1].read_text())["results"]
+        for engine in ("local", "ray")
+    )
+    assert local["wheel:0.5"]["linear"]["reward_ratio"] == spread["wheel:0.5"]["linear"]["reward_ratio"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [["--problems", "luck"], ["--agents", "luck"], ["--settings", "mine"], ["--engine", "spark"], ["--device", "tpu"]],
+    ids=str,
+)
+def test_bad_options_are_named(bad, tmp_path):
+    base = ["bandits", "--problems", "wheel", "--agents", "uniform", "--rounds", "20", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*base, *bad])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, BayesAdamError)
+
+
+def test_the_command_runs(tmp_path):
+    base = ["bandits", "--problems", "wheel:0.5", "--agents", "uniform", "--runs", "2", "--rounds", "40"]
+    result = CliRunner().invoke(app, [*base, "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "metrics.json") in result.output
