@@ -18,11 +18,9 @@ from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import ChosenArmGradient, Layers, layers_of, outputs, sampled_outputs
 from bayesadam.methods.network import Network, flatten, initial
 from bayesadam.methods.streams import Streams
+from bayesadam.methods.training import WARM_UP, captured
 from bayesadam.posterior.formulas import precision, shrunk_mean
 from bayesadam.posterior.noise import stream_seed
-
-# Libraries choose their kernels in the first few steps, before one is captured.
-_WARM_UP = 3
 
 
 class Learner(ABC):
@@ -171,8 +169,8 @@ class NetworkLearner(Learner):
         """t_s mini-batches; on CUDA a step is captured as a graph after a few, and replayed."""
         self._prepare()
         for _ in range(self.settings.train_steps):
-            if self.device.type == "cuda" and self._run_step == self._step and int(self._steps) >= _WARM_UP:
-                self._run_step = _captured(self._step)
+            if self.device.type == "cuda" and self._run_step == self._step and int(self._steps) >= WARM_UP:
+                self._run_step = captured(self._step)
             self._run_step()
             self._steps += 1
         self._moments = None
@@ -455,11 +453,3 @@ def initial_weights(network: Network, seeds: Sequence[int], span: float | None, 
         for name, tensor in params.items():
             tensor.mul_(span * math.sqrt(tensor.shape[-1]) if name.endswith("weight") else 0.0)
     return flatten(params).to(device)
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay

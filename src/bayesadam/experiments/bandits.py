@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from bayesadam._extras import require
-from bayesadam._files import replacing
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, SETTINGS, simulate
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
@@ -278,7 +276,7 @@ def run_bandits(
             name, cell = next(results)
             done[name] = cell
             ledger.write(done)
-            _write_so_far(run, done)
+            run.so_far(by_problem(done))
     ordered = {name: done[name] for name in names}
     run.show(table(ordered, settings))
     text = markdown(ordered, settings)
@@ -295,8 +293,3 @@ def run_bandits(
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
     return paths
-
-
-def _write_so_far(run: Run, done: Mapping[str, Cell]) -> None:
-    with replacing(run.out / "metrics.json") as temporary:
-        temporary.write_text(json.dumps(run.metrics(by_problem(done)), indent=2) + "\n", encoding="utf-8")

@@ -112,6 +112,15 @@ class Run:
             "results": dict(results),
         }
 
+    def so_far(self, results: Mapping[str, Any]) -> None:
+        """Write `metrics.json` alone, while there is more to come."""
+        with replacing(self.out / "metrics.json") as temporary:
+            self._metrics_writer(results)(temporary)
+
+    def _metrics_writer(self, results: Mapping[str, Any]) -> Writer:
+        text = json.dumps(_plain(self.metrics(results)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return lambda path: path.write_text(text, encoding="utf-8")
+
     def finish(
         self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"
     ) -> tuple[Path, ...]:
@@ -122,8 +131,7 @@ class Run:
             results: numbers, text, lists and mappings; what is not finite becomes null, as JSON has no word for it.
             name: of the file for the results, where the folder is not the command's own.
         """
-        text = json.dumps(_plain(self.metrics(results)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        writers: dict[str, Writer] = {**files, name: lambda path: path.write_text(text, encoding="utf-8")}
+        writers: dict[str, Writer] = {**files, name: self._metrics_writer(results)}
         paths = tuple(self.out / name for name in writers)
         try:
             with ExitStack() as stack:

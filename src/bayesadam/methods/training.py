@@ -19,7 +19,7 @@ from bayesadam.predict.predictive import Likelihood
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256
 _LONG_EPOCH = 20
-_WARM_UP = 3
+WARM_UP = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,19 +142,20 @@ def repeat(
         each_step: called with the number of steps done, after each.
     """
     # Optimisers make their state in the first step, and libraries choose their kernels in the first few.
-    eager = times if batches.device.type == "cpu" else min(times, _WARM_UP)
+    eager = times if batches.device.type == "cpu" else min(times, WARM_UP)
     run = step
     for number in range(times):
         if number % batches.block == 0:
             batches.refill()
         if number == eager:
-            run = _captured(step, streams)
+            run = captured(step, streams)
         run()
         if each_step is not None:
             each_step(number + 1)
 
 
-def _captured(step: Callable[[], None], streams: Sequence[Streams]) -> Callable[[], None]:
+def captured(step: Callable[[], None], streams: Sequence[Streams] = ()) -> Callable[[], None]:
+    """A step as a CUDA graph, whose replay does its work again; `streams` are those it draws from."""
     graph = torch.cuda.CUDAGraph()
     for stream in streams:
         for generator in stream.generators:
