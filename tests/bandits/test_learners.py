@@ -12,6 +12,7 @@ from torch import nn
 from bayesadam.bandits.agents import AGENTS, AgentSettings, agent_settings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import ChosenArmGradient, layers_of, outputs, sampled_outputs
+from bayesadam.bandits.kinds import learner_of
 from bayesadam.bandits.learners import IVON as IvonLearner
 from bayesadam.bandits.learners import Badam, BayesByBackprop, Bootstrap, MCDropout, NetworkLearner, initial_weights
 from bayesadam.bandits.learners import Vadam as VadamLearner
@@ -198,6 +199,83 @@ def test_bayes_by_backprop_descends_the_elbo():
     torch.testing.assert_close(learner.posterior()[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4, atol=0)
 
 
+# --- regularisers ---------------------------------------------------------------------------------------------------
+
+
+def test_dropout_in_training_alone_for_those_who_choose_without():
+    settings = AgentSettings("greedy", **SMALL, lr=0.05, dropout=0.4, clip=None)
+    learner = NetworkLearner(settings, filled(), 4, [3, 4])
+    leaf = learner.weights.clone().requires_grad_()
+    optimizer = torch.optim.Adam([leaf], lr=0.05)
+    noise = Streams([3, 4], "training", CPU)
+    for x, arms, targets in follow(learner, 4):
+        drawn = noise.masks(0.4, 16 * 11)
+        masks = drawn[:, : 16 * 6].view(2, 16, 6), drawn[:, 16 * 6 :].view(2, 16, 5)
+        leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets, masks)
+        optimizer.step()
+    learner.train()
+    torch.testing.assert_close(learner.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(learner.scores(x), outputs(NETWORK, layers_of(NETWORK, learner.weights), x))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "badam", "bbb", "vadam", "ivon"])
+def test_the_average_of_the_weights_acts(kind):
+    settings = AgentSettings(kind, **{**SMALL, "train_steps": 1}, lr=0.05, average=0.6, form="map")
+    learner = learner_of(settings, filled(), 4, [3, 4])
+    seen, expected = [], None
+    for t in range(5):
+        learner.train()
+        seen.append(learner.weights.clone())
+        # A plain mean at first: the start has no share in it.
+        share = min(0.6, t / (t + 1))
+        expected = seen[0] if expected is None else share * expected + (1 - share) * seen[-1]
+    torch.testing.assert_close(learner.mean, expected)
+    assert not torch.allclose(learner.mean, learner.weights)
+    if kind == "greedy":
+        x = torch.randn(2, 5, 3)
+        torch.testing.assert_close(learner.scores(x), outputs(NETWORK, layers_of(NETWORK, expected), x))
+    else:
+        torch.testing.assert_close(learner.posterior()[0], expected)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt(members):
+    kind = "greedy" if members == 1 else "bootstrap"
+    settings = AgentSettings(kind, **SMALL, standardise=True, l2=0.5, l2_by_noise=True, members=members)
+    buffer = filled()
+    learner = learner_of(settings, buffer, 4, [3, 4])
+    learner.observe(slice(0, 40))
+    assert (learner.noise_variance() == 1).all()
+    learner.train()
+    shift, scale = buffer.moments()
+    source = torch.Generator().manual_seed(9)
+    arms, rewards = torch.randint(4, (2, 20), generator=source), torch.randn(2, 20, generator=source)
+    places = buffer.add(arms, rewards)
+    predicted = outputs(learner.network, learner._layers, buffer.contexts[:, places].repeat_interleave(members, 0))
+    learner.observe(places)
+    for network in range(2 * members):
+        run = network // members
+        targets = (rewards[run] - shift[run]) / scale[run]
+        errors = predicted[network].gather(1, arms[run].unsqueeze(1)).squeeze(1) - targets
+        kept = 0.9995**20
+        expected = (100 * kept + float(errors.square().sum())) / (100 * kept + 20)
+        assert float(learner.noise_variance()[network]) == pytest.approx(expected, rel=1e-4)
+    learner.train()
+    torch.testing.assert_close(learner._l2, 0.5 * learner.noise_variance())
+
+
+def test_an_estimated_noise_scales_the_likelihood():
+    settings = AgentSettings("bbb", **SMALL, noise_variance=None)
+    learner = BayesByBackprop(settings, filled(), 4, [3, 4])
+    learner.train()
+    torch.testing.assert_close(learner._half_precision, torch.full((2, 1), 0.5))
+    learner.observe(learner.buffer.add(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 30.0)))
+    learner.train()
+    assert (learner.noise_variance() > 2).all()
+    torch.testing.assert_close(learner._half_precision, 0.5 / learner.noise_variance())
+
+
 # --- posteriors -----------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +286,7 @@ def test_badams_posterior_is_the_formula(form, power):
     learner = Badam(settings, filled(), 4, [3, 4])
     learner.train()
     mean, variance = learner.posterior()
-    state = learner._optimizer.state[learner.weights]
-    moment = state["exp_avg_sq"].double() / (1 - 0.99**4)
+    moment = learner._optimizer.second.double() / (1 - 0.99**4)
     data = 40 * 16 * moment**power
     torch.testing.assert_close(variance.double(), 1 / (data + 4), rtol=1e-4, atol=0)
     expected = learner.weights.double() * (data / (data + 4) if form == "likelihood" else 1)
@@ -317,7 +394,7 @@ def test_neural_linear_is_the_conjugate_posterior_on_the_features():
     learner.train()
     found = learner.linear_posterior()
     for run in range(2):
-        module = learner.network.build(member(unflatten(learner.network, learner.weights), run))
+        module = learner.network.build(member(unflatten(learner.network, learner.mean), run))
         with torch.no_grad():
             features = with_constant(module[:-1](buffer.contexts[run, :40])).numpy()
         for arm in range(4):
@@ -394,7 +471,6 @@ def test_settings_by_name():
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
     assert agent_settings("badam-map").form == "map"
-    assert agent_settings("badam", "paper").rate(2) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +481,8 @@ def test_settings_by_name():
         ({"kind": "greedy"}, "no setting kind"),
         ({"batch_size": 1.5}, "batch_size"),
         ({"dropout": 1.0}, "dropout"),
+        ({"average": 1.0}, "average"),
+        ({"noise_variance": 0.0}, "noise_variance"),
         ({"epsilon": 2}, "epsilon"),
         ({"form": "mode"}, "form"),
         ({"activation": "gelu"}, "activation"),

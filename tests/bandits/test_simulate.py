@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from bayesadam.bandits import AGENTS, agent_settings, classification_problem, reward_problem, simulate
-from bayesadam.bandits.simulate import _lanes
+from bayesadam.bandits.simulate import Playing, _lanes, in_turn
 from bayesadam.errors import FileError, MatchError, SettingError
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
@@ -111,7 +112,7 @@ def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
         alone.advance()
     assert torch.equal(stack.buffer.arms[2], alone.buffer.arms[0])
     for name, tensor in alone.learner.tensors().items():
-        if tensor.dim():
+        if tensor.dim() and not name.endswith("step"):
             members = tensor.shape[0]
             together = stack.learner.tensors()[name][2 * members : 3 * members]
             torch.testing.assert_close(together, tensor, rtol=1e-4, atol=1e-5)
@@ -265,3 +266,34 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
 def test_runs_must_be_a_positive_number(runs):
     with pytest.raises(SettingError, match="runs"):
         simulate(blobs(), "uniform", runs=runs)
+
+
+# --- in turn --------------------------------------------------------------------------------------------------------
+
+
+def test_simulations_in_turn_end_as_they_do_alone():
+    agents = ("badam", "linear", "uniform", "greedy", "bbb")
+    lengths = (120, 60, 200, 90, 100)
+    starts = [
+        partial(Playing, blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        for agent, rounds in zip(agents, lengths, strict=True)
+    ]
+    threads = torch.get_num_threads()
+    found = dict(in_turn(starts, 2))
+    assert torch.get_num_threads() == threads
+    assert sorted(found) == list(range(5))
+    for number, (agent, rounds) in enumerate(zip(agents, lengths, strict=True)):
+        alone = simulate(blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        np.testing.assert_array_equal(found[number].reward, alone.reward)
+
+
+def test_a_simulation_that_cannot_start_does_not_cost_the_others_their_results():
+    def broken() -> Playing:
+        raise KeyboardInterrupt
+
+    good = partial(Playing, blobs(), "uniform", runs=2, rounds=60)
+    threads, came = torch.get_num_threads(), []
+    with pytest.raises(KeyboardInterrupt):
+        came.extend(number for number, _ in in_turn([good, good, broken, good], 2))
+    assert came == [0]
+    assert torch.get_num_threads() == threads

@@ -48,7 +48,7 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_beside(tmp
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     run_bandits(**given(tmp_path / "whole"))
-    real, calls = bandits.play, []
+    real, calls = bandits.start, []
 
     def dies_at_the_third(name, **options):
         calls.append(name)
@@ -56,7 +56,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(name, **options)
 
-    monkeypatch.setattr(bandits, "play", dies_at_the_third)
+    monkeypatch.setattr(bandits, "start", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         run_bandits(**given(tmp_path / "cut"))
     so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]

@@ -30,6 +30,9 @@ class AgentSettings:
         lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t; 0 for a constant rate.
         betas: Adam's β₁ and β₂; IVON's and Vadam's too.
         l2: λ of the penalty (λ/2)|θ|² of agents without a prior of their own (BBB, Vadam and IVON have one).
+        l2_by_noise: whether λ is multiplied by the variance of the rewards' noise, which is estimated from the errors of
+            predictions made before the rewards were learnt from: noisy rewards need more of a penalty.
+        average: β of the moving average of the weights that acts in their place; 0 for none.
         clip: the norm a run's gradient is clipped at; None for no clipping.
         batch_size: examples a mini-batch, drawn with replacement from all that was seen.
         train_every: t_f, the rounds between two trainings.
@@ -40,9 +43,11 @@ class AgentSettings:
         power: p of Badam's curvature c = v̂ᵖ.
         n_per_round: N is the number of rounds times this; None for the batch size, as in the paper.
         prior_variance: of the weights, 1/δ.
-        noise_variance: of a reward, for agents with a likelihood (BBB, Vadam, IVON): NLL = error²/(2 noise variance).
+        noise_variance: of a reward, for agents with a likelihood (BBB, Vadam, IVON): NLL = error²/(2 noise variance);
+            None to estimate it as for `l2_by_noise`.
         initial_std: what the weights' standard deviations start from (BBB, Vadam, IVON).
-        dropout: MC dropout's rate.
+        dropout: the rate at which hidden units are switched off in training; MC dropout does so when it chooses, too. BBB,
+            Vadam and IVON have their weights' noise instead.
         epsilon: the share of rounds with an arm drawn at random.
         members: of the bootstrap ensemble; every member sees an observation with a weight of its own, 0 or 2.
         shape: a₀ of the inverse gamma prior of the noise (linear agents).
@@ -59,6 +64,8 @@ class AgentSettings:
     lr_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     l2: float = 0.0
+    l2_by_noise: bool = False
+    average: float = 0.0
     clip: float | None = 5.0
     batch_size: int = 512
     train_every: int = 20
@@ -69,9 +76,9 @@ class AgentSettings:
     power: float = 0.5
     n_per_round: float | None = None
     prior_variance: float = 0.1
-    noise_variance: float = 0.5
+    noise_variance: float | None = 0.5
     initial_std: float = 0.02
-    dropout: float = 0.2
+    dropout: float = 0.0
     epsilon: float = 0.0
     members: int = 5
     shape: float = 6.0
@@ -86,8 +93,10 @@ class AgentSettings:
                 raise SettingError(f"{name} must be a positive whole number, got {value!r}")
         if isinstance(self.initial_pulls, bool) or not isinstance(self.initial_pulls, int) or self.initial_pulls < 0:
             raise SettingError(f"initial_pulls must be a whole number of at least 0, got {self.initial_pulls!r}")
-        optional = [name for name in ("clip", "n_per_round", "init_range") if getattr(self, name) is not None]
-        positive = ("lr", "power", "prior_variance", "noise_variance", "initial_std", "shape", "scale", "precision")
+        optional = [
+            name for name in ("clip", "n_per_round", "init_range", "noise_variance") if getattr(self, name) is not None
+        ]
+        positive = ("lr", "power", "prior_variance", "initial_std", "shape", "scale", "precision")
         for name in (*positive, *optional):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise SettingError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
@@ -96,8 +105,9 @@ class AgentSettings:
                 raise SettingError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
         if not 0 <= self.epsilon <= 1:
             raise SettingError(f"epsilon must lie between 0 and 1, got {self.epsilon!r}")
-        if not 0 <= self.dropout < 1:
-            raise SettingError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        for name in ("dropout", "average"):
+            if not 0 <= getattr(self, name) < 1:
+                raise SettingError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
         if self.form not in ("likelihood", "map"):
@@ -113,10 +123,6 @@ class AgentSettings:
     def n_data(self, rounds: int) -> float:
         """N after so many rounds."""
         return max(rounds, 1) * (self.batch_size if self.n_per_round is None else self.n_per_round)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        return self.lr / (1 + self.lr_decay * step)
 
 
 _KINDS: Mapping[str, Kind] = {
@@ -137,16 +143,30 @@ AGENTS = tuple(_KINDS)
 # Table 1 of the paper, in its order.
 PAPER_AGENTS = ("badam", "mc-dropout", "bbb", "vadam", "greedy", "uniform")
 
-_COMMON: Mapping[str, Mapping[str, Any]] = {"badam-map": {"form": "map"}, "epsilon-greedy": {"epsilon": 0.05}}
+_COMMON: Mapping[str, Mapping[str, Any]] = {
+    "badam-map": {"form": "map"},
+    "mc-dropout": {"dropout": 0.2},
+    "epsilon-greedy": {"epsilon": 0.05},
+}
 # The paper's appendix. What it leaves open (prior, noise, dropout rate) is the Showdown's, or as in `AgentSettings`.
 _PAPER: Mapping[str, Any] = {"init_range": 0.3, "lr": 0.1, "lr_decay": 0.5}
 _PAPER_OWN: Mapping[str, Mapping[str, Any]] = {"bbb": {"noise_variance": 0.01}}
-_TUNED: Mapping[str, Any] = {"l2": 1e-3, "standardise": True}
+# Chosen on the benchmark's problems with other seeds (1001 to 1003, and 7000) than those of the tables in the README.
+_TUNED: Mapping[str, Any] = {
+    "lr": 5e-4,
+    "l2": 6e-3,
+    "l2_by_noise": True,
+    "dropout": 0.3,
+    "average": 0.995,
+    "standardise": True,
+}
+_LIKELIHOOD: Mapping[str, Any] = {"noise_variance": None, "average": 0.0}
 _TUNED_OWN: Mapping[str, Mapping[str, Any]] = {
+    "badam": {"prior_variance": 0.02},
     "badam-map": {"prior_variance": 1e-3},
-    "bbb": {"n_per_round": 1.0},
-    "vadam": {"n_per_round": 1.0},
-    "ivon": {"n_per_round": 1.0, "lr": 0.02, "betas": (0.9, 0.9999)},
+    "bbb": {**_LIKELIHOOD, "n_per_round": 100.0, "lr": 1e-3},
+    "vadam": {**_LIKELIHOOD, "lr": 0.01},
+    "ivon": {**_LIKELIHOOD, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)},
 }
 _NAMED = MappingProxyType({"paper": (_PAPER, _PAPER_OWN), "tuned": (_TUNED, _TUNED_OWN)})
 SETTINGS = tuple(_NAMED)

@@ -77,6 +77,36 @@ class Learner(ABC):
             stream.restore(state[f"stream.{name}"])
 
 
+class Adam:
+    """torch's own fused Adam over stacked weights; its state is there from the start, so that it can be restored.
+
+    Attributes:
+        first: the first moment, shaped as the weights.
+        second: the second moment.
+        step_count: the steps done, one number for each piece that the optimiser is given.
+    """
+
+    def __init__(self, weights: Tensor, gradient: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> None:
+        cuda = weights.device.type == "cuda"
+        self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
+        size = -(-weights.numel() // _ADAM_PIECES) if cuda else weights.numel()
+        pieces = [torch.split(of.view(-1), size) for of in (weights, gradient, self.first, self.second)]
+        self.step_count = torch.zeros(len(pieces[0]), device=weights.device)
+        for leaf, into in zip(pieces[0], pieces[1], strict=True):
+            leaf.grad = into
+        self._optimizer = torch.optim.Adam(list(pieces[0]), lr=lr, betas=betas, fused=True, capturable=cuda)
+        for leaf, _, first, second, step in zip(*pieces, self.step_count, strict=True):
+            self._optimizer.state[leaf] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    def step(self) -> None:
+        """Move the weights."""
+        self._optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, by name."""
+        return {"first": self.first, "second": self.second, "step": self.step_count}
+
+
 class Uniform(Learner):
     """Every arm alike."""
 
@@ -84,10 +114,20 @@ class Uniform(Learner):
         return self._explore.uniform(contexts.shape[1], self.n_arms)
 
 
+# The first rewards' noise has this weight against what is observed, and each observation forgets this share of the others.
+_NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
+# As many pieces as torch's fused Adam takes in one launch: a block of a GPU has one piece, however long.
+_ADAM_PIECES = 30
+
+
 class NetworkLearner(Learner):
     """A network a run, trained by Adam on the squared error of the chosen arm; scores are its outputs (greedy).
 
-    A training is `train_steps` mini-batches from the whole buffer. The gradient's norm is clipped run by run.
+    A training is `train_steps` mini-batches from the whole buffer. The gradient's norm is clipped run by run. What acts is
+    the average of the weights where the settings ask for one.
+
+    The rewards' noise is estimated as the mean squared error, in units of the targets, of predictions made before their
+    rewards were learnt from: unlike the training error it does not fall when the network learns by heart.
     """
 
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
@@ -100,17 +140,21 @@ class NetworkLearner(Learner):
         self._batches = Streams(self.owners, "batches", self.device)
         self._noise = Streams(self.owners, "training", self.device)
         self._posterior_noise = Streams(seeds, "posterior", self.device)
-        self._layers = layers_of(self.network, self.weights)
+        self.mean = self.weights.clone() if settings.average else self.weights
+        self._layers = layers_of(self.network, self.mean)
         self._moments: tuple[Layers, Layers] | None = None
         # What a step reads beside the buffer: device memory that `_prepare` fills for a whole training.
         networks, steps = len(self.owners), settings.train_steps
         self._rows = torch.zeros(steps, networks, settings.batch_size, dtype=torch.int64, device=self.device)
         self._next = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._rates = torch.zeros(steps, 3, device=self.device)
-        self._rate = torch.full((1, 3), settings.lr, device=self.device)
+        self._rates = torch.zeros(steps, 4, device=self.device)
+        self._rate = torch.full((1, 4), settings.lr, device=self.device)
         self._shift = torch.zeros(networks, 1, device=self.device)
         self._scale = torch.ones(networks, 1, device=self.device)
         self._n = torch.ones((), device=self.device)
+        self._l2 = torch.full((networks, 1), settings.l2, device=self.device)
+        self._half_precision = torch.full((networks, 1), 0.5 / (settings.noise_variance or 1), device=self.device)
+        self._errors = torch.full((networks, 2), _NOISE_START, device=self.device)
         self._drawn: Tensor | None = None
         self._steps = torch.zeros((), dtype=torch.int64)
         self._run_step: Callable[[], None] = self._step
@@ -128,17 +172,30 @@ class NetworkLearner(Learner):
 
     def _start(self) -> None:
         """Make the optimiser."""
-        self._optimizer = self._adam(self.weights, self._gradient.gradient, self.settings.l2)
+        self._optimizer = self._adam(self.weights, self._gradient.gradient)
 
     def _training_noise(self, *lead: int) -> Tensor | None:
-        """Random numbers of steps, (networks, *lead, ...), for kinds that need them."""
-        return None
+        """Random numbers of steps, (networks, *lead, ...): masks of the hidden units where there is dropout."""
+        if not self.settings.dropout:
+            return None
+        return self._noise.masks(self.settings.dropout, *lead, self.settings.batch_size * sum(self.settings.hidden))
+
+    def _masks(self, noise: Tensor | None) -> list[Tensor] | None:
+        return None if noise is None else self._by_layer(noise)
+
+    def _by_layer(self, masks: Tensor) -> list[Tensor]:
+        """(n, b × units of all layers) as (n, b, units) layer by layer, each in one piece."""
+        hidden = self.settings.hidden
+        b = masks.shape[1] // sum(hidden)
+        parts = torch.split(masks, [b * units for units in hidden], dim=1)
+        return [part.view(-1, b, units) for part, units in zip(parts, hidden, strict=True)]
 
     def _perturb(self, noise: Tensor | None) -> None:
         """Put the weights where the gradient is taken."""
 
     def _update(self, gradient: Tensor, noise: Tensor | None) -> None:
         """One step of the optimiser."""
+        gradient.addcmul_(self.weights, self._l2)
         self._optimizer.step()
 
     def _gaussian(self) -> tuple[Tensor, Tensor] | None:
@@ -163,6 +220,29 @@ class NetworkLearner(Learner):
             self._moments = layers_of(self.network, mean), layers_of(self.network, variance)
         return sampled_outputs(self.network, *self._moments, contexts, self._posterior_noise)
 
+    # --- the rewards' noise -------------------------------------------------------------------------------------
+
+    def observe(self, places: slice) -> None:
+        """Compare the new rewards with what the network, which has not seen them, predicts."""
+        if not (self._estimates_noise() and int(self._steps)):
+            return
+        members = len(self.owners) // self.buffer.runs
+        contexts, arms, rewards = (
+            of[:, places].repeat_interleave(members, dim=0)
+            for of in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
+        )
+        found = outputs(self.network, self._layers, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
+        errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
+        count = places.stop - places.start
+        self._errors.mul_(_NOISE_MEMORY**count).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
+
+    def _estimates_noise(self) -> bool:
+        return self.settings.l2_by_noise
+
+    def noise_variance(self) -> Tensor:
+        """Of the rewards, as they are learnt, (networks, 1)."""
+        return self._errors[:, :1] / self._errors[:, 1:]
+
     # --- training -----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -182,11 +262,14 @@ class NetworkLearner(Learner):
         rows = self._batches.rows(buffer.count, settings.train_steps, settings.batch_size)
         self._rows.copy_(rows.transpose(0, 1))
         self._next.zero_()
-        beta1, beta2 = settings.betas
-        steps = range(done, done + settings.train_steps)
-        rates = [(settings.rate(t), 1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1)) for t in steps]
-        self._rates.copy_(torch.tensor(rates))
+        # On the device: a copy from the host would wait for all that is queued there.
+        steps = torch.arange(done, done + settings.train_steps, dtype=torch.float64, device=self.device)
+        corrections = [1 - beta ** (steps + 1) for beta in settings.betas]
+        newest = 1 - (steps / (steps + 1)).clamp_(max=settings.average)
+        self._rates.copy_(torch.stack([settings.lr / (1 + settings.lr_decay * steps), *corrections, newest], dim=1))
         self._n.fill_(settings.n_data(buffer.count))
+        if settings.l2_by_noise:
+            torch.mul(self.noise_variance(), settings.l2, out=self._l2)
         if settings.standardise:
             members = len(self.owners) // buffer.runs
             shift, scale = buffer.moments()
@@ -221,34 +304,25 @@ class NetworkLearner(Learner):
             norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
             gradient.mul_((self.settings.clip / norm.clamp_(min=1e-12)).clamp_(max=1))
         self._update(gradient, noise)
+        if self.settings.average:
+            self.mean.lerp_(self.weights, self._rate[0, 3])
         self._next += 1
 
-    def _masks(self, noise: Tensor | None) -> list[Tensor] | None:
-        return None
-
-    def _adam(self, leaf: Tensor, gradient: Tensor, l2: float) -> torch.optim.Adam:
-        """torch's own Adam over one leaf, its state made at once so that it can be restored before the first step."""
-        leaf.grad = gradient
-        cuda = self.device.type == "cuda"
+    def _adam(self, weights: Tensor, gradient: Tensor) -> Adam:
         rate: float | Tensor = self._rate[0, 0] if self.settings.lr_decay else self.settings.lr
-        optimizer = torch.optim.Adam(
-            [leaf], lr=rate, betas=self.settings.betas, weight_decay=l2, fused=True, capturable=cuda
-        )
-        optimizer.state[leaf] = {
-            "step": torch.zeros((), device=self.device),
-            "exp_avg": torch.zeros_like(leaf),
-            "exp_avg_sq": torch.zeros_like(leaf),
-        }
-        return optimizer
+        return Adam(weights, gradient, rate, self.settings.betas)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return dict(self._optimizer.state[self.weights])
+        return self._optimizer.tensors()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, the optimiser's state, and the counts."""
-        return {"weights": self.weights, "steps": self._steps, "n": self._n, **self._optimizer_tensors()}
+        """Weights, the optimiser's state, the counts, and what the noise is estimated from."""
+        averaged = {"mean": self.mean} if self.settings.average else {}
+        counts = {"steps": self._steps, "n": self._n}
+        errors = {"shift": self._shift, "scale": self._scale, "errors": self._errors}
+        return {"weights": self.weights, **averaged, **counts, **errors, **self._optimizer_tensors()}
 
     def streams(self) -> dict[str, Streams]:
         """Exploration, mini-batches, training noise and posterior draws."""
@@ -265,30 +339,17 @@ class Badam(NetworkLearner):
     """The Gaussian that Adam's state already holds: precision N c + δ with c = v̂ᵖ, around θ or N c/(N c + δ) θ."""
 
     def _gaussian(self) -> tuple[Tensor, Tensor]:
-        settings, state = self.settings, self._optimizer.state[self.weights]
-        moment = state["exp_avg_sq"] / max(1 - settings.betas[1] ** int(self._steps), torch.finfo().tiny)
+        settings = self.settings
+        moment = self._optimizer.second / max(1 - settings.betas[1] ** int(self._steps), torch.finfo().tiny)
         n, delta = settings.n_data(self.buffer.count), 1 / settings.prior_variance
         variance = precision(moment, n, delta, settings.power).reciprocal_()
         if settings.form == "map":
-            return self.weights, variance
-        return shrunk_mean(self.weights, moment, n, delta, settings.power), variance
+            return self.mean, variance
+        return shrunk_mean(self.mean, moment, n, delta, settings.power), variance
 
 
 class MCDropout(NetworkLearner):
     """Units are switched off in training and when choosing alike, a mask of its own for every row."""
-
-    def _training_noise(self, *lead: int) -> Tensor:
-        return self._noise.masks(self.settings.dropout, *lead, self.settings.batch_size * sum(self.settings.hidden))
-
-    def _masks(self, noise: Tensor | None) -> list[Tensor] | None:
-        return None if noise is None else self._by_layer(noise)
-
-    def _by_layer(self, masks: Tensor) -> list[Tensor]:
-        """(n, b × units of all layers) as (n, b, units) layer by layer, each in one piece."""
-        hidden = self.settings.hidden
-        b = masks.shape[1] // sum(hidden)
-        parts = torch.split(masks, [b * units for units in hidden], dim=1)
-        return [part.view(-1, b, units) for part, units in zip(parts, hidden, strict=True)]
 
     def _scores(self, contexts: Tensor) -> Tensor:
         drawn = self._posterior_noise.masks(self.settings.dropout, contexts.shape[1] * sum(self.settings.hidden))
@@ -304,9 +365,20 @@ class _Perturbed(NetworkLearner):
     def _training_noise(self, *lead: int) -> Tensor:
         return self._noise.normal(*lead, self.weights.shape[1])
 
+    def _masks(self, noise: Tensor | None) -> list[Tensor] | None:
+        return None
+
+    def _estimates_noise(self) -> bool:
+        return self.settings.noise_variance is None
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self.settings.noise_variance is None:
+            torch.div(0.5, self.noise_variance(), out=self._half_precision)
+
     def _likelihood(self, gradient: Tensor) -> Tensor:
-        """The squared error's gradient as that of the mean negative log-likelihood."""
-        return gradient.mul_(0.5 / self.settings.noise_variance)
+        """The squared error's gradient as that of the mean negative log-likelihood, error²/(2 noise variance)."""
+        return gradient.mul_(self._half_precision)
 
 
 class BayesByBackprop(_Perturbed):
@@ -316,8 +388,8 @@ class BayesByBackprop(_Perturbed):
         inverse = math.log(math.expm1(self.settings.initial_std))
         self.rho = torch.full_like(self.weights, inverse)
         self._into_mean, self._into_rho = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
-        self._optimizer = self._adam(self.weights, self._into_mean, 0.0)
-        self._beside = self._adam(self.rho, self._into_rho, 0.0)
+        self._optimizer = self._adam(self.weights, self._into_mean)
+        self._beside = self._adam(self.rho, self._into_rho)
 
     def _perturb(self, noise: Tensor | None) -> None:
         assert noise is not None
@@ -338,10 +410,10 @@ class BayesByBackprop(_Perturbed):
         self._beside.step()
 
     def _gaussian(self) -> tuple[Tensor, Tensor]:
-        return self.weights, F.softplus(self.rho).square()
+        return self.mean, F.softplus(self.rho).square()
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        beside = {f"rho.{name}": tensor for name, tensor in self._beside.state[self.rho].items()}
+        beside = {f"rho.{name}": tensor for name, tensor in self._beside.tensors().items()}
         return {**super()._optimizer_tensors(), "rho": self.rho, **beside}
 
 
@@ -375,7 +447,7 @@ class _Curved(_Perturbed):
         torch.addcdiv(self.weights, noise, self._root, out=self._at)
 
     def _gaussian(self) -> tuple[Tensor, Tensor]:
-        return self.weights, self._precision().reciprocal_()
+        return self.mean, self._precision().reciprocal_()
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {"momentum": self.momentum, "curvature": self.curvature, "first_curvature": self._first_curvature}
@@ -386,7 +458,7 @@ class Vadam(_Curved):
 
     def _update(self, gradient: Tensor, noise: Tensor | None) -> None:
         gradient, (beta1, beta2), pull = self._likelihood(gradient), self.settings.betas, self._prior / self._n
-        rate, first, second = self._rate[0].unbind()
+        rate, first, second, _ = self._rate[0].unbind()
         self.curvature.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         self.momentum.mul_(beta1).add_(gradient.addcmul_(self.weights, pull), alpha=1 - beta1)
         below = (self.curvature / second).sqrt_().add_(pull)
@@ -399,7 +471,7 @@ class IVON(_Curved):
     def _update(self, gradient: Tensor, noise: Tensor | None) -> None:
         assert noise is not None
         gradient, (beta1, beta2), decay = self._likelihood(gradient), self.settings.betas, self._prior / self._n
-        rate, first, _ = self._rate[0].unbind()
+        rate, first, _, _ = self._rate[0].unbind()
         estimate = self._root.mul_(noise).mul_(gradient)
         self.momentum.lerp_(gradient, 1 - beta1)
         gap = (self.curvature - estimate).square_().div_(self.curvature + decay)
@@ -425,6 +497,7 @@ class Bootstrap(NetworkLearner):
 
     def observe(self, places: slice) -> None:
         """Draw the members' weights of the new observations."""
+        super().observe(places)
         self._counts[:, places] = 2 * self._bootstrap.rows(2, places.stop - places.start).to(torch.uint8)
 
     def _importance(self, rows: Tensor) -> Tensor:

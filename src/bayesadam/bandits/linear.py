@@ -167,6 +167,7 @@ class NeuralLinear(_OnStatistics, NetworkLearner):
 
     def observe(self, places: slice) -> None:
         """Put the new observations in their arms' windows, over the oldest, and in the statistics as they are now."""
+        super().observe(places)
         window = self.settings.window
         arms = self.buffer.arms[:, places]
         chosen = F.one_hot(arms, self.n_arms)

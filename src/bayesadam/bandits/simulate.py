@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -99,54 +100,156 @@ def simulate(
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all.
     """
-    chosen = named_problem(problem) if isinstance(problem, str) else problem
-    own = agent_settings(agent, settings)
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
-        raise SettingError(f"runs must be a positive whole number, got {runs!r}")
-    total = chosen.checked_rounds(rounds)
-    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    start = time.perf_counter()
-    path = None if checkpoint is None else Path(checkpoint)
-    threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
-    seeds = [stream_seed(seed, "run", number) for number in range(runs)]
-    played = [chosen.run(one, total) for one in seeds]
-    saved = None if path is None else _saved(path)
-    lanes = _lanes(chosen, own, seeds, played, place, _sizes(runs, threads) if saved is None else saved[1]["lanes"])
-    header = {
-        "problem": chosen.name,
-        "agent": agent,
-        "runs": runs,
-        "rounds": total,
-        "seed": seed,
-        "device": place.type,
-        "settings": _plain(asdict(own)),
-        "data": _fingerprint(played),
-        "lanes": [len(lane.seeds) for lane in lanes],
-    }
-    before = 0.0
-    if path is not None and saved is not None:
-        tensors, found = saved
-        _require_same(path, header, found)
-        for number, lane in enumerate(lanes):
-            lane.restore({name.partition("/")[2]: t for name, t in tensors.items() if name.startswith(f"{number}/")})
-        before = float(found["seconds"])
-
-    def save() -> None:
-        assert path is not None
-        tensors = {f"{number}/{name}": t for number, lane in enumerate(lanes) for name, t in lane.state().items()}
-        storage.write(path, tensors, {**header, "seconds": before + time.perf_counter() - start})
-
-    written = time.perf_counter()
-    with _advancing(lanes) as advance:
-        while lanes[0].done < total:
-            advance()
+    playing = Playing(
+        problem,
+        agent,
+        runs=runs,
+        rounds=rounds,
+        seed=seed,
+        device=device,
+        settings=settings,
+        checkpoint=checkpoint,
+        checkpoint_seconds=checkpoint_seconds,
+    )
+    with playing:
+        while not playing.finished:
+            playing.advance()
             if progress is not None:
-                progress(lanes[0].done, total)
-            if path is not None and (lanes[0].done == total or time.perf_counter() - written >= checkpoint_seconds):
-                save()
-                written = time.perf_counter()
-    rewards = np.concatenate([lane.buffer.rewards.cpu().numpy() for lane in lanes])
-    return _summary(chosen.name, agent, seed, own, played, rewards, before + time.perf_counter() - start)
+                progress(playing.done, playing.rounds)
+        return playing.result()
+
+
+class Playing:
+    """A simulation under way, for a caller who wants to advance several in turn; arguments are those of `simulate`.
+
+    On a GPU each has a stream of its own, and `advance` returns before the GPU is done: one simulation alone leaves most of
+    it idle.
+
+    Attributes:
+        rounds: of each run.
+    """
+
+    def __init__(
+        self,
+        problem: str | BanditProblem,
+        agent: str,
+        *,
+        runs: int = 10,
+        rounds: int | None = None,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        settings: str | AgentSettings = "tuned",
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_seconds: float = 10.0,
+    ) -> None:
+        chosen = named_problem(problem) if isinstance(problem, str) else problem
+        own = agent_settings(agent, settings)
+        if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+            raise SettingError(f"runs must be a positive whole number, got {runs!r}")
+        self.rounds = chosen.checked_rounds(rounds)
+        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self._start = time.perf_counter()
+        self._before = 0.0
+        self._name, self._agent, self._seed, self._settings = chosen.name, agent, seed, own
+        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
+        seeds = [stream_seed(seed, "run", number) for number in range(runs)]
+        self._played = [chosen.run(one, self.rounds) for one in seeds]
+        saved = None if self._path is None else _saved(self._path)
+        threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
+        sizes = _sizes(runs, threads) if saved is None else saved[1]["lanes"]
+        with torch.cuda.stream(self._stream):
+            self._lanes = _lanes(chosen, own, seeds, self._played, place, sizes)
+        self._header = {
+            "problem": chosen.name,
+            "agent": agent,
+            "runs": runs,
+            "rounds": self.rounds,
+            "seed": seed,
+            "device": place.type,
+            "settings": _plain(asdict(own)),
+            "data": _fingerprint(self._played),
+            "lanes": [len(lane.seeds) for lane in self._lanes],
+        }
+        if self._path is not None and saved is not None:
+            self._restore(self._path, *saved)
+        self._written = time.perf_counter()
+        self._threads = _Threads(len(self._lanes)) if len(self._lanes) > 1 else None
+
+    def __enter__(self) -> Playing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._threads is not None:
+            self._threads.close()
+
+    @property
+    def done(self) -> int:
+        """The rounds played so far."""
+        return self._lanes[0].done
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are played."""
+        return self.done >= self.rounds
+
+    def advance(self) -> None:
+        """The rounds up to the next training, and the training; now and then, the checkpoint."""
+        with torch.cuda.stream(self._stream):
+            if self._threads is None:
+                self._lanes[0].advance()
+            else:
+                self._threads.run([lane.advance for lane in self._lanes])
+            late = time.perf_counter() - self._written >= self._checkpoint_seconds
+            if self._path is not None and (self.finished or late):
+                self._save(self._path)
+                self._written = time.perf_counter()
+
+    def result(self) -> Simulation:
+        """What came of it, when it is finished."""
+        with torch.cuda.stream(self._stream):
+            rewards = np.concatenate([lane.buffer.rewards.cpu().numpy() for lane in self._lanes])
+        return _summary(self._name, self._agent, self._seed, self._settings, self._played, rewards, self._seconds())
+
+    def _seconds(self) -> float:
+        return self._before + time.perf_counter() - self._start
+
+    def _save(self, path: Path) -> None:
+        lanes = enumerate(self._lanes)
+        tensors = {f"{number}/{name}": t for number, lane in lanes for name, t in lane.state().items()}
+        storage.write(path, tensors, {**self._header, "seconds": self._seconds()})
+
+    def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
+        _require_same(path, self._header, found)
+        with torch.cuda.stream(self._stream):
+            for number, lane in enumerate(self._lanes):
+                mine = f"{number}/"
+                lane.restore({name.removeprefix(mine): t for name, t in tensors.items() if name.startswith(mine)})
+        self._before = float(found["seconds"])
+
+
+def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Iterator[tuple[int, Simulation]]:
+    """The results of simulations and their numbers, as they come, of which so many are under way at any time.
+
+    Args:
+        simulations: start one each.
+        at_once: how many.
+    """
+    waiting = iter(enumerate(simulations))
+    running: deque[tuple[int, Playing]] = deque((number, start()) for number, start in islice(waiting, at_once))
+    try:
+        while running:
+            number, playing = running.popleft()
+            if not playing.finished:
+                playing.advance()
+                running.append((number, playing))
+                continue
+            with playing:
+                yield number, playing.result()
+            running.extend((number, start()) for number, start in islice(waiting, 1))
+    finally:
+        for _, playing in running:
+            playing.__exit__()
 
 
 class _Lane:
@@ -228,27 +331,30 @@ def _lanes(
     return lanes
 
 
-@contextmanager
-def _advancing(lanes: Sequence[_Lane]) -> Iterator[Callable[[], None]]:
-    """Something that advances all lanes by one training, each in a thread where there are several.
+class _Threads:
+    """Threads for lanes side by side.
 
     torch's own threads are off meanwhile: for products of this size, lanes side by side are faster than threads inside
     each operation, and other processes on the machine disturb them less.
     """
-    if len(lanes) == 1:
-        yield lanes[0].advance
-        return
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(len(lanes), initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
-            def advance() -> None:
-                for _ in pool.map(_Lane.advance, lanes):
-                    pass
+    def __init__(self, count: int) -> None:
+        self._before = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
-            yield advance
-    finally:
-        torch.set_num_threads(threads)
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """All of them, each in a thread."""
+        for _ in self._pool.map(_call, tasks):
+            pass
+
+    def close(self) -> None:
+        """Give torch its threads back."""
+        self._pool.shutdown()
+        torch.set_num_threads(self._before)
+
+
+def _call(task: Callable[[], None]) -> None:
+    task()
 
 
 def _summary(

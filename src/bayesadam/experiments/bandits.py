@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from bayesadam._extras import require
-from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, SETTINGS, simulate
+from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, SETTINGS
+from bayesadam.bandits.simulate import Playing, Simulation, in_turn
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.ledger import Ledger
@@ -57,6 +58,8 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
     }.items()
 }
 ENGINES = ("local", "ray")
+# Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
+_AT_ONCE = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,11 @@ class BanditSettings:
 Cell = dict[str, Any]
 
 
-def play(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Cell:
-    """One cell, as plain data; with a folder, its state goes there so that a killed one goes on."""
+def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Playing:
+    """One cell under way; with a folder, its state goes there so that a killed one goes on."""
     problem, _, agent = name.partition("/")
     checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
-    found = simulate(
+    return Playing(
         problem,
         agent,
         runs=settings.runs,
@@ -109,6 +112,11 @@ def play(name: str, *, seed: int, settings: BanditSettings, device: str, folder:
         settings=settings.settings,
         checkpoint=checkpoint,
     )
+
+
+def plain(found: Simulation) -> Cell:
+    """A finished cell as plain data."""
+    runs = len(found.reward_ratio)
     return {
         "reward_ratio": found.reward_ratio.tolist(),
         "regret_ratio": found.regret_ratio.tolist(),
@@ -116,26 +124,27 @@ def play(name: str, *, seed: int, settings: BanditSettings, device: str, folder:
         "seconds": round(found.seconds, 3),
         "points": found.points.tolist(),
         "regret_mean": [float(f"{value:.6g}") for value in found.regret.mean(axis=0)],
-        "regret_sd": [float(f"{value:.6g}") for value in found.regret.std(axis=0, ddof=min(1, settings.runs - 1))],
+        "regret_sd": [float(f"{value:.6g}") for value in found.regret.std(axis=0, ddof=min(1, runs - 1))],
     }
 
 
-def _locally(names: Sequence[str], work: Callable[[str], Cell]) -> Iterator[tuple[str, Cell]]:
-    yield from ((name, work(name)) for name in names)
+def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int) -> Iterator[tuple[str, Cell]]:
+    for number, found in in_turn([partial(begin, name) for name in names], at_once):
+        yield names[number], plain(found)
 
 
-def _on_ray(names: Sequence[str], work: Callable[[str], Cell]) -> Iterator[tuple[str, Cell]]:
+def _on_ray(names: Sequence[str], begin: Callable[[str], Playing]) -> Iterator[tuple[str, Cell]]:
     """Every cell a task of its own on the Ray cluster that this process belongs to, or on one of this machine."""
     ray: Any = require("ray")
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False)
     try:
-        task = ray.remote(lambda name: (name, work(name)))
+        task = ray.remote(lambda name: list(_locally([name], begin, 1)))
         left = [task.remote(name) for name in names]
         while left:
             done, left = ray.wait(left)
-            yield ray.get(done[0])
+            yield from ray.get(done[0])
     finally:
         if started:
             ray.shutdown()
@@ -265,13 +274,13 @@ def run_bandits(
     done: dict[str, Cell] = {name: cell for name, cell in ledger.read().items() if name in names}
     left = [name for name in names if name not in done]
     unfinished = out / "unfinished"
-    work = partial(
-        play, seed=seed, settings=settings, device=device, folder=unfinished.resolve() if engine == "local" else None
+    begin = partial(
+        start, seed=seed, settings=settings, device=device, folder=unfinished.resolve() if engine == "local" else None
     )
     if left and engine == "local":
         unfinished.mkdir(exist_ok=True)
     with run.progress() as track:
-        results = (_on_ray if engine == "ray" else _locally)(left, work)
+        results = _on_ray(left, begin) if engine == "ray" else _locally(left, begin, _AT_ONCE[device])
         for _ in track(left, "cells"):
             name, cell = next(results)
             done[name] = cell
