@@ -1,6 +1,6 @@
 """What learns, for a stack of runs at once: scores of every arm, and training on what was seen.
 
-A learner owns its memory and only writes into it, so that a training step can be captured as a CUDA graph and replayed.
+A learner owns its memory and only writes into it, so that a training can be captured as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import ChosenArmGradient, Layers, layers_of, outputs, sampled_outputs
 from bayesadam.methods.network import Network, flatten, initial
 from bayesadam.methods.streams import Streams
-from bayesadam.methods.training import WARM_UP, captured
+from bayesadam.methods.training import captured
 from bayesadam.posterior.formulas import precision, shrunk_mean
 from bayesadam.posterior.noise import stream_seed
 
@@ -157,7 +157,7 @@ class NetworkLearner(Learner):
         self._errors = torch.full((networks, 2), _NOISE_START, device=self.device)
         self._drawn: Tensor | None = None
         self._steps = torch.zeros((), dtype=torch.int64)
-        self._run_step: Callable[[], None] = self._step
+        self._run_steps: Callable[[], None] = self._all_steps
         self._start()
 
     # --- what kinds differ in -----------------------------------------------------------------------------------
@@ -246,14 +246,17 @@ class NetworkLearner(Learner):
     # --- training -----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """t_s mini-batches; on CUDA a step is captured as a graph after a few, and replayed."""
+        """t_s mini-batches; on CUDA the second training and all later ones are replays of one graph."""
         self._prepare()
-        for _ in range(self.settings.train_steps):
-            if self.device.type == "cuda" and self._run_step == self._step and int(self._steps) >= WARM_UP:
-                self._run_step = captured(self._step)
-            self._run_step()
-            self._steps += 1
+        if self.device.type == "cuda" and self._run_steps == self._all_steps and int(self._steps):
+            self._run_steps = captured(self._all_steps)
+        self._run_steps()
+        self._steps += self.settings.train_steps
         self._moments = None
+
+    def _all_steps(self) -> None:
+        for _ in range(self.settings.train_steps):
+            self._step()
 
     def _prepare(self) -> None:
         """Everything that a training's steps read and that is not known before: rows, rates, N, the rewards' scale."""
