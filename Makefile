@@ -39,7 +39,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	@# Without their dependencies: those would bring another torch, and torchvision, which only their examples need.
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 	  ivon-opt laplace-torch==0.3 asdfghjkl==0.1a4 backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 \
-	  einops==0.8.2 opt_einsum==3.4.0 torchmetrics lightning-utilities
+	  einops==0.8.2 opt_einsum==3.4.0 torchmetrics lightning-utilities vowpalwabbit==9.11.9
 	@touch $@
 
 peers: $(PEERS)/.ready

@@ -272,3 +272,72 @@ def test_parquet_needs_its_package(tmp_path, monkeypatch):
             problem_from_file(path, label="y")
         return
     assert problem_from_file(path, label="y").n_arms == 2
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """A Parquet file with a column of each kind, and a function to write another."""
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+
+    def write(name="clicks", **changes):
+        path = tmp_path / f"{name}.parquet"
+        columns = {
+            "age": [20.0, 30.0, 40.0],
+            "city": pandas.Categorical(["Oslo", "Bern", "Oslo"], categories=["Bern", "Oslo", "Rome"]),
+            "flag": [True, False, True],
+            "visits": pandas.array([1, 5, 2], dtype="Int64"),
+            "known": pandas.array([False, False, True], dtype="boolean"),
+            "clicked": pandas.array(["yes", "no", "no"], dtype="string"),
+        }
+        pandas.DataFrame(columns | changes).to_parquet(path)
+        return path
+
+    return write
+
+
+def test_a_parquet_file_as_a_problem(parquet):
+    chosen = problem_from_file(parquet(), label="clicked", standardise=False)
+    assert (chosen.name, chosen.n_features, chosen.n_arms) == ("clicks", 6, 2)
+    rounds = chosen.run(0)
+    # age, city is Bern, city is Oslo, flag, visits, known; arms are no and yes. No row is in Rome.
+    rows = {tuple(row): tuple(pay) for row, pay in zip(rounds.contexts.tolist(), rounds.rewards.tolist(), strict=True)}
+    assert rows == {
+        (20, 0, 1, 1, 1, 0): (0, 1),
+        (30, 1, 0, 0, 5, 0): (1, 0),
+        (40, 0, 1, 1, 2, 1): (1, 0),
+    }
+    pays = problem_from_file(parquet(), rewards=["visits", "flag", "known"], contexts=["age"], standardise=False).run(0)
+    rows = {tuple(row): tuple(pay) for row, pay in zip(pays.contexts.tolist(), pays.rewards.tolist(), strict=True)}
+    assert rows == {(20,): (1, 1, 0), (30,): (5, 0, 0), (40,): (2, 1, 1)}
+
+
+@pytest.mark.parametrize("label", ["flag", "visits", "known", "city"])
+def test_labels_of_a_parquet_file_may_be_of_any_kind(label, parquet):
+    assert problem_from_file(parquet(), label=label).n_arms == (3 if label == "visits" else 2)
+
+
+def test_bad_parquet_files_are_refused(parquet):
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(DataError, match="no column 'colour'; it has age, city, flag"):
+        problem_from_file(parquet(), label="clicked", contexts=["age", "colour"])
+    with pytest.raises(DataError, match="no column 'paid'"):
+        problem_from_file(parquet(), rewards=["visits", "paid"])
+    for column, values in (
+        ("age", [1.0, float("nan"), 2.0]),
+        ("visits", pandas.array([1, None, 2], dtype="Int64")),
+        ("known", pandas.array([True, None, False], dtype="boolean")),
+        ("city", pandas.Categorical(["Oslo", None, "Bern"])),
+    ):
+        path = parquet(**{column: values})
+        with pytest.raises(DataError, match=f"column '{column}' has no value in row 1"):
+            problem_from_file(path, label="clicked")
+        with pytest.raises(DataError, match="label of row 1 is missing"):
+            problem_from_file(path, label=column, contexts=["flag"])
+        if column != "city":
+            with pytest.raises(DataError, match="rewards"):
+                problem_from_file(path, rewards=[column, "flag"], contexts=["clicked"])
+    path = parquet("cut")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="cannot read"):
+        problem_from_file(path, label="clicked")

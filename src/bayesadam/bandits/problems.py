@@ -9,6 +9,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,8 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     labels = np.asarray(y)
     if labels.ndim != 1 or len(labels) != len(contexts):
         raise MatchError(f"{name}: {len(contexts)} rows of X need as many labels, got y of shape {labels.shape}")
-    missing = [row for row, label in enumerate(labels.tolist()) if label is None or label != label]
+    # NaN differs from itself, and pandas.NA says neither that it does nor that it does not.
+    missing = [row for row, label in enumerate(labels.tolist()) if label is None or (label != label) is not False]
     if missing:
         raise DataError(f"{name}: the label of row {missing[0]} is missing; {len(missing)} rows have none: drop them")
     values, codes = np.unique(labels.astype(str) if labels.dtype == object else labels, return_inverse=True)
@@ -429,9 +432,12 @@ def _encoded(frame: Any, column: Any, name: str) -> Iterable[Numbers]:
     if series.isna().any():
         row = int(np.flatnonzero(series.isna().to_numpy())[0])
         raise DataError(f"{name}: column {column!r} has no value in row {row}: fill it in or drop the row")
-    if series.dtype.kind in "biuf":
+    first = series.iloc[0] if len(series) else 0.0
+    if series.dtype.kind in "biuf" or isinstance(first, Decimal):
         yield series.to_numpy(dtype=np.float64)[:, None]
         return
+    if not isinstance(first, str | bytes | Number | np.generic) or series.dtype.kind in "mM":
+        raise DataError(f"{name}: column {column!r} holds {type(first).__name__}, neither numbers nor texts: drop it")
     texts = series.astype(str).to_numpy(dtype=str)
     found = np.unique(texts)
     if len(found) > _MOST_CATEGORIES:

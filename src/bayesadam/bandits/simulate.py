@@ -72,7 +72,7 @@ def simulate(
     device: str | torch.device | None = None,
     settings: str | AgentSettings = "tuned",
     checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_seconds: float = 10.0,
+    checkpoint_seconds: float = 3.0,
     progress: Progress | None = None,
 ) -> Simulation:
     """Let an agent play a problem.
@@ -140,7 +140,7 @@ class Playing:
         device: str | torch.device | None = None,
         settings: str | AgentSettings = "tuned",
         checkpoint: str | os.PathLike[str] | None = None,
-        checkpoint_seconds: float = 10.0,
+        checkpoint_seconds: float = 3.0,
     ) -> None:
         chosen = named_problem(problem) if isinstance(problem, str) else problem
         own = agent_settings(agent, settings)

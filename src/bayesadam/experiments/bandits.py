@@ -14,7 +14,7 @@ from rich.table import Table
 from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, SETTINGS
 from bayesadam.bandits.simulate import Playing, Simulation, in_turn
-from bayesadam.errors import SettingError
+from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.run import Run
@@ -133,18 +133,24 @@ def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int
         yield names[number], plain(found)
 
 
-def _on_ray(names: Sequence[str], begin: Callable[[str], Playing]) -> Iterator[tuple[str, Cell]]:
+def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
     """Every cell a task of its own on the Ray cluster that this process belongs to, or on one of this machine."""
     ray: Any = require("ray")
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False)
     try:
-        task = ray.remote(lambda name: list(_locally([name], begin, 1)))
+        share = 1 / _AT_ONCE[device] if device == "cuda" else 0
+        task = ray.remote(num_gpus=share)(lambda name: list(_locally([name], begin, 1)))
         left = [task.remote(name) for name in names]
         while left:
             done, left = ray.wait(left)
-            yield from ray.get(done[0])
+            try:
+                found = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                # Its message is the worker's whole traceback.
+                raise (error.cause if isinstance(error.cause, BayesAdamError) else error) from None
+            yield from found
     finally:
         if started:
             ray.shutdown()
@@ -280,7 +286,7 @@ def run_bandits(
     if left and engine == "local":
         unfinished.mkdir(exist_ok=True)
     with run.progress() as track:
-        results = _on_ray(left, begin) if engine == "ray" else _locally(left, begin, _AT_ONCE[device])
+        results = _on_ray(left, begin, device) if engine == "ray" else _locally(left, begin, _AT_ONCE[device])
         for _ in track(left, "cells"):
             name, cell = next(results)
             done[name] = cell
