@@ -11,6 +11,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 import bayesadam as ba
 from bayesadam import scores
+from bayesadam.errors import MatchError
 from bayesadam.predict import ClassificationPredictive, RegressionPredictive
 
 
@@ -74,3 +75,14 @@ def test_wrong_shapes_are_named(classified):
         scores.ece(probs, y, bins=0)
     certain = ClassificationPredictive(torch.zeros(2, 3), torch.zeros(2, 3))
     assert scores.nll(certain, torch.tensor([0, 2])) == pytest.approx(math.log(3))
+
+
+def test_sequences_and_labels_that_are_padding():
+    torch.manual_seed(0)
+    logits, y = torch.randn(4, 5, 3), torch.randint(3, (4, 5))
+    assert scores.ece(logits.softmax(-1), y) == scores.ece(logits.softmax(-1).flatten(0, 1), y.flatten())
+    found = ClassificationPredictive(logits, torch.ones_like(logits))
+    assert found.log_prob(y).shape == (4, 5)
+    y[1, 2] = -100
+    with pytest.raises(MatchError, match="padding"):
+        found.log_prob(y)

@@ -23,6 +23,7 @@ from bayesadam.prune import (
     shrink,
     to_torch_prune,
 )
+from bayesadam.sample import sample_checkpoint
 
 __all__ = [
     "Badam",
@@ -51,6 +52,7 @@ __all__ = [
     "prune_checkpoint",
     "pruning_masks",
     "pruning_report",
+    "sample_checkpoint",
     "save_masks",
     "scores",
     "shrink",

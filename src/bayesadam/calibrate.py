@@ -159,6 +159,7 @@ class _Data:
     budget: int
 
     def __post_init__(self) -> None:
+        self.posterior.require_whole("calibration")
         if not self.batches:
             raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
 

@@ -195,6 +195,29 @@ def prune(
 
 
 @app.command()
+def sample(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The safetensors file to write.")],
+    n_data: Annotated[
+        float | None, typer.Option("--n-data", help="Training examples, where the checkpoint does not say.")
+    ] = None,
+    prior_precision: Annotated[
+        float | None, typer.Option(min=0, help="Of the prior; N × the weight decay by default.")
+    ] = None,
+    optimizer_file: OptimizerFile = None,
+    optimizer: OptimizerName = "",
+    groups_in_order: GroupsInOrder = False,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
+    from bayesadam.experiments.drawn_file import SampleSettings, run_sample
+
+    settings = SampleSettings(checkpoint, n_data, prior_precision, optimizer_file, optimizer or None, groups_in_order)
+    run_sample(seed=seed, out=out, quiet=quiet, settings=settings)
+
+
+@app.command()
 def inspect(
     checkpoint: Checkpoint,
     optimizer_file: OptimizerFile = None,

@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam.curvature.match import Entry, Match, match_optimizers
-from bayesadam.curvature.read import read_entry
+from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.curvature.reader import StateReader
 from bayesadam.errors import BayesAdamError
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
+# Weights looked at together, whatever the size of a tensor; and those that a median of a larger one comes from.
+_PIECE = 2**19
+_SAMPLE = 2**20
 
 
 @dataclass(frozen=True)
@@ -125,21 +128,29 @@ class _Examined:
 
 def _examine(entry: Entry) -> _Examined:
     numel = entry.parameter.numel()
+    zeros = bad = 0
+    shares = []
     try:
         with torch.no_grad():
-            extremes, v = read_entry(entry)
-            bad = int((~torch.isfinite(v) | (v < 0)).sum())
-            if not bad and not bool(torch.isfinite(extremes).all() & (extremes >= 0).all()):
-                # Squaring or clamping hid it; the reader refuses it all the same.
-                bad = 1
-            share = 0.0
-            if entry.reader.couples_decay(entry.group) and numel:
-                decayed = (float(entry.group["weight_decay"]) * entry.parameter.to(v)).square()
-                shares = (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
-                share = float(shares.median())
-            return _Examined(entry.name, numel, int((v == 0).sum()), bad, "", share)
+            for piece in pieces(entry, _PIECE):
+                extremes, v = read_entry(piece)
+                zeros += int((v == 0).sum())
+                wrong = int((~torch.isfinite(v) | (v < 0)).sum())
+                # Squaring or clamping may hide it; the reader refuses it all the same.
+                bad += wrong or int(not bool(torch.isfinite(extremes).all() & (extremes >= 0).all()))
+                if entry.reader.couples_decay(entry.group) and numel:
+                    shares.append(_decay_share(piece, v, every=-(-numel // _SAMPLE)))
+            share = float(torch.cat(shares).median()) if shares else 0.0
+            return _Examined(entry.name, numel, zeros, bad, "", share)
     except BayesAdamError as error:
         return _Examined(entry.name, numel, error=str(error))
+
+
+def _decay_share(entry: Entry, v: Tensor, every: int) -> Tensor:
+    """The share of weight decay in the squared gradient, of every so-manieth weight."""
+    theta, v = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
+    decayed = (float(entry.group["weight_decay"]) * theta).square()
+    return (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
 
 
 def _values(examined: Sequence[_Examined]) -> Iterator[Finding]:

@@ -35,8 +35,12 @@ def brier(probs: Tensor, y: Tensor) -> float:
 
 
 def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
-    """Expected calibration error: Σ_k (n_k/n) |accuracy_k − confidence_k| over equal bins of the confidence."""
+    """Expected calibration error: Σ_k (n_k/n) |accuracy_k − confidence_k| over equal bins of the confidence.
+
+    Probabilities may have further leading dimensions, such as a sequence's, which the labels then have too.
+    """
     _same_length(probs, y)
+    probs, y = probs.flatten(0, -2), y.flatten()
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
     confidence, answer = probs.double().max(dim=-1)

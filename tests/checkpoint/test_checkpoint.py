@@ -28,7 +28,7 @@ from bayesadam.checkpoint import (
     registered_formats,
     write_pruned,
 )
-from bayesadam.checkpoint import formats as formats_module
+from bayesadam.checkpoint import registry as registry_module
 from bayesadam.errors import FileError, MatchError, SettingError
 from cases import mlp, train, trained
 
@@ -275,7 +275,7 @@ def test_half_a_checkpoint_says_what_was_found(pair: Any, tmp_path: Path) -> Non
 
 
 def test_a_format_is_one_record(pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats_module, "_registry", dict(formats_module._registry))
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
     model, optimizer = pair
     saved(tmp_path / "w.bin", model.state_dict())
     saved(tmp_path / "o.bin", optimizer.state_dict())

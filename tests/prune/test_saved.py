@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("ranking", ["snr", "magnitude", "saliency"])
 @pytest.mark.parametrize("scope", ["global", "layer"])
-def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, ranking, scope):
+@pytest.mark.parametrize("piece", [3, 1000])
+def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatch, ranking, scope, piece):
+    monkeypatch.setattr(sys.modules["bayesadam.prune.saved"], "_PIECE", piece)
     model, adam, path = saved
     out = tmp_path / "pruned.pt"
     report = ba.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))

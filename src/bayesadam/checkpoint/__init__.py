@@ -1,17 +1,20 @@
 """What others save → weights and optimiser state, by name: one record a format, one registry."""
 
 from bayesadam.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from bayesadam.checkpoint.contents import Contents, Recorded
-from bayesadam.checkpoint.formats import Format, format_of, register_format, registered_formats
+from bayesadam.checkpoint.contents import Contents, Recorded, Rules
+from bayesadam.checkpoint.formats import FORMATS
 from bayesadam.checkpoint.identify import identify_reader
+from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature
 from bayesadam.checkpoint.write import write_pruned
 
 __all__ = [
+    "FORMATS",
     "Checkpoint",
     "Contents",
     "Format",
     "Recorded",
+    "Rules",
     "format_of",
     "identify_reader",
     "load_weights",

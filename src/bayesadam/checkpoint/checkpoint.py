@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesadam.checkpoint.contents import Recorded
-from bayesadam.checkpoint.formats import format_of
+from bayesadam.checkpoint.contents import Recorded, Rules
+from bayesadam.checkpoint.lazy import renamed
+from bayesadam.checkpoint.registry import format_of
 from bayesadam.errors import FileError
 
 
@@ -20,7 +21,7 @@ class Checkpoint:
     """What a trainer saved; tensors stay on the disk until they are used.
 
     Attributes:
-        path: the file with the weights.
+        path: the file or folder with the weights.
         format: its format's name.
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
             parallelism.
@@ -29,6 +30,7 @@ class Checkpoint:
         stored_names: the name each of the weights has in the file.
         weights_at: the keys that lead to the weights in the file.
         recorded: what the trainer wrote beside them.
+        rules: what it did without writing it down.
         optimizer_path: the file with the optimiser's state, where it is another.
     """
 
@@ -40,6 +42,7 @@ class Checkpoint:
     stored_names: Mapping[str, str]
     weights_at: tuple[str, ...] = ()
     recorded: Recorded = field(default_factory=Recorded)
+    rules: Rules = field(default_factory=Rules)
     optimizer_path: Path | None = None
 
     @property
@@ -68,7 +71,7 @@ def read_checkpoint(
     """Read a checkpoint of any known format, told by its content.
 
     Args:
-        path: the file with the weights, and with the optimiser's state unless that has a file of its own.
+        path: the file or folder with the weights, and with the optimiser's state unless that has a file of its own.
         optimizer_path: the file with the optimiser's state, where it is another.
         weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`.
         optimizer_key: which optimiser's state, where there are several; `"optimizer_states.0"`.
@@ -93,12 +96,13 @@ def read_checkpoint(
     return Checkpoint(
         path=path,
         format=known.name,
-        weights={name: contents.weights[key] for name, key in stored.items()},
+        weights=renamed(contents.weights, stored),
         optimizer=state.optimizer,
         ordered=contents.ordered,
         stored_names=stored,
         weights_at=contents.weights_at,
         recorded=contents.recorded.completed(state.recorded),
+        rules=contents.rules,
         optimizer_path=second,
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam.errors import FileError
 
@@ -52,9 +52,27 @@ class Recorded:
         return Recorded(**{**asdict(other), **told})
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What a trainer does without writing it down; each rule needs the model.
+
+    Attributes:
+        model: builds the model, without values, from what lies beside the weights; None where nothing tells.
+        names: (model) → the model's name for each name in the file, where they differ.
+        orders: (model) → the parameter names in the order in which the trainer gives them to its optimiser, group by
+            group; several answers where versions of the trainer differ.
+        partial: whether the file holds a part of the model's weights by intent, as an adapter's does.
+    """
+
+    model: Callable[[], nn.Module] | None = None
+    names: Callable[[nn.Module], Mapping[str, str]] | None = None
+    orders: Callable[[nn.Module], Sequence[Sequence[Sequence[str]]]] | None = None
+    partial: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What one file holds; a checkpoint may be two of them.
+    """What one file or folder holds; a checkpoint may be two of them.
 
     Attributes:
         weights: tensors by the names in the file, or None.
@@ -63,6 +81,7 @@ class Contents:
         weights_at: the keys that lead to the weights.
         ordered: whether `weights` are in the order in which the model registered them.
         recorded: what the trainer wrote beside them.
+        rules: what it did without writing it down.
     """
 
     weights: Mapping[str, Tensor] | None
@@ -71,6 +90,7 @@ class Contents:
     weights_at: Keys = ()
     ordered: bool = False
     recorded: Recorded = field(default_factory=Recorded)
+    rules: Rules = field(default_factory=Rules)
 
 
 def contents_of(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.reader import Group, State, StateReader, opened
+from bayesadam.curvature.reader import Group, State, StateReader, outline
 from bayesadam.curvature.registry import registered
 from bayesadam.errors import StateError
 
@@ -34,7 +34,7 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     """
     states: Mapping[Any, State] = optimizer["state"]
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
-    kept = [(opened(state), groups[key]) for key, state in states.items() if key in groups and has_tensors(state)]
+    kept = [(outline(state), groups[key]) for key, state in states.items() if key in groups and has_tensors(state)]
     if not kept:
         raise StateError(
             f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_SGD_ADVICE}"
@@ -68,7 +68,7 @@ def read_alike(reader: StateReader) -> tuple[str, ...]:
 
 def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
     """The shape of the parameter behind a state, by what its reader keeps; None where nothing tells."""
-    state = opened(state)
+    state = outline(state)
     if reader.statistic == "factored" and isinstance(state.get("row_var"), Tensor):
         return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
     key = "variance" if reader.statistic == "factored" else reader.key
@@ -81,7 +81,7 @@ def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
 def has_tensors(state: Any) -> bool:
     """Whether anything but a counter is kept."""
     return isinstance(state, Mapping) and any(
-        isinstance(value, Tensor) and key != "step" for key, value in opened(state).items()
+        isinstance(value, Tensor) and key != "step" for key, value in outline(state).items()
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._shards import own_part
 from bayesadam.errors import MatchError
 
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked")
@@ -46,7 +47,7 @@ def parameter_names(weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]
     names: list[str] = []
     repeats: list[str] = []
     seen: set[tuple[Any, ...]] = set()
-    for name, tensor in weights.items():
+    for name, tensor in getattr(weights, "outline", weights).items():
         if name.rpartition(".")[2] in _BUFFER_SUFFIXES or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         names.append(name)
@@ -59,7 +60,11 @@ def parameter_names(weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two names of one tied tensor have in common; views of one flat buffer differ."""
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_meta:
+        # A tensor on the disk, by its outline: nothing tells whether it is tied.
+        return (id(tensor),)
+    held = own_part(tensor)
+    return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
 
 
 def assign(slots: Sequence[Slot], names: Mapping[str, torch.Size], *, ordered: bool, in_order: bool) -> dict[Any, str]:

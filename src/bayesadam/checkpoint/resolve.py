@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from bayesadam._shards import is_sharded, placed_like
 from bayesadam.checkpoint.checkpoint import Checkpoint, clean_names
 from bayesadam.checkpoint.identify import has_tensors, identify_reader, kept_shape
+from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
 from bayesadam.curvature import Curvature, StateReader, read_state_dict, reader_named
 from bayesadam.curvature.match import Match, match_state_dict, unwrap
@@ -26,9 +29,11 @@ def match_checkpoint(
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model.
 
-    Names are used where the state has them or the caller gives them. Otherwise the order of the file's weights tells,
-    if shapes leave one answer: see `bayesadam.checkpoint.names`. A model tells parameters from buffers, and the order
-    where the file has none; where file and model have different orders, both must give the same answer.
+    Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule tells, if there is
+    one and it agrees with every shape; or the order of the file's weights, if shapes leave one answer: see
+    `bayesadam.checkpoint.names`. A model tells parameters from buffers, and the order where the file has none; where file
+    and model have different orders, both must give the same answer. The model may be a part of what was trained, such as
+    the network inside a LightningModule.
 
     Args:
         checkpoint: what `read_checkpoint` returned.
@@ -57,7 +62,8 @@ def read_curvature(
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
-    weights = _weights_for(checkpoint, inner)
+    narrowed = _narrowed(checkpoint, inner)
+    weights = {name: narrowed.weights[key] for name, key in _own_names(narrowed, inner).items()}
     own = inner.state_dict(keep_vars=True)
     tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
@@ -68,10 +74,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
         if name not in weights and memory_of(tensor) not in saved and not name.endswith("num_batches_tracked")
     ]
     unknown = [name for name in weights if name not in tensors]
-    if missing or unknown:
+    if (missing and not checkpoint.rules.partial) or unknown:
         raise MatchError(
             f"{checkpoint.path} is another model's: {type(inner).__name__} "
-            + (f"has {missing[:4]}, which it lacks" if missing else f"has no {unknown[:4]}")
+            + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
         )
     for name, tensor in weights.items():
         if tensor.shape != tensors[name].shape:
@@ -79,7 +85,11 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
                 f"{checkpoint.path} is another model's: {name!r} has shape {tuple(tensor.shape)} in the file and "
                 f"{tuple(tensors[name].shape)} in the model"
             )
-    inner.load_state_dict(weights, strict=False)
+    sharded = {name: tensor for name, tensor in tensors.items() if name in weights and is_sharded(tensor)}
+    with torch.no_grad():
+        for name, tensor in sharded.items():
+            tensor.copy_(placed_like(weights[name], tensor))
+    inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,13 @@ def _resolve(
     param_names: Sequence[str] | None,
     in_order: bool,
 ) -> _Resolved:
+    if model is not None:
+        checkpoint = _narrowed(checkpoint, unwrap(model), optimizer, param_names, in_order)
     state_dict = checkpoint.optimizer
-    reader = identify_reader(state_dict, checkpoint.recorded.optimizer) if optimizer is None else optimizer
-    record = reader_named(reader) if isinstance(reader, str) else reader
+    record = _record(checkpoint, optimizer)
     known = param_names if param_names is not None else checkpoint.param_names
+    if known is None:
+        known = _by_rules(checkpoint, record, model)
     if model is None:
         candidates, repeats = parameter_names(checkpoint.weights)
         single = [name for name in candidates if name not in repeats]
@@ -127,29 +140,136 @@ def _resolve(
         stand_in = _Weights({name: checkpoint.weights[name] for name in chosen})
         if known is not None:
             return _Resolved(stand_in, state_dict, record, known)
-        shapes = {name: checkpoint.weights[name].shape for name in chosen}
+        outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+        shapes = {name: outline[name].shape for name in chosen}
         found = assign(slots, shapes, ordered=checkpoint.ordered, in_order=in_order)
         return _Resolved(stand_in, *_restricted(state_dict, record, found))
     parameters = dict(unwrap(model).named_parameters())
-    weights = _weights_for(checkpoint, unwrap(model))
+    shapes = _shapes_for(checkpoint, unwrap(model))
     for name, parameter in parameters.items():
-        if name in weights and weights[name].shape != parameter.shape:
+        if name in shapes and shapes[name] != parameter.shape:
             raise MatchError(
-                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(weights[name].shape)} in the file and "
+                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(shapes[name])} in the file and "
                 f"{tuple(parameter.shape)} in the model"
             )
     if known is not None:
-        return _Resolved(model, state_dict, record, list(known))
-    return _Resolved(
-        model, *_restricted(state_dict, record, _by_model(checkpoint, record, parameters, weights, in_order))
+        resolved = _Resolved(model, state_dict, record, list(known))
+    else:
+        found = _by_model(checkpoint, record, parameters, shapes, in_order)
+        resolved = _Resolved(model, *_restricted(state_dict, record, found))
+    if checkpoint.rules.partial:
+        _require_stored(checkpoint, resolved, shapes)
+    return resolved
+
+
+def _require_stored(checkpoint: Checkpoint, resolved: _Resolved, stored: Container[str]) -> None:
+    """What was trained must be in the file, or the posterior would be about weights that nobody trained."""
+    keys = [key for group in resolved.state_dict["param_groups"] for key in group["params"]]
+    states = resolved.state_dict["state"]
+    lost = [
+        name
+        for key, name in zip(keys, resolved.names, strict=True)
+        if name not in stored and has_tensors(states.get(key, {}))
+    ]
+    if lost:
+        raise MatchError(
+            f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and use "
+            "Posterior.from_state_dict, or read the posterior from the live model and optimiser"
+        )
+
+
+def _record(checkpoint: Checkpoint, optimizer: str | StateReader | None) -> StateReader:
+    reader = identify_reader(checkpoint.optimizer, checkpoint.recorded.optimizer) if optimizer is None else optimizer
+    return reader_named(reader) if isinstance(reader, str) else reader
+
+
+def _by_rules(checkpoint: Checkpoint, record: StateReader, model: nn.Module | None) -> list[str] | None:
+    """The names in the optimiser's order by the trainer's own rule; None where it has none, or the state is not like it.
+
+    Every version of the rule is held against the sizes of the groups and all shapes, and what is left must agree.
+    """
+    rules = checkpoint.rules
+    if rules.orders is None:
+        return None
+    whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
+    if whole is None:
+        return None
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    slots = _slots(checkpoint.optimizer, record)
+    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    answers = {
+        tuple(name for group in order for name in group)
+        for order in rules.orders(whole)
+        if [len(group) for group in order] == sizes
+    }
+    fitting = sorted(
+        names
+        for names in answers
+        if all(slot.shape in (None, shapes[name]) for slot, name in zip(slots, names, strict=True))
     )
+    if len(fitting) > 1:
+        place = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
+        raise MatchError(
+            f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
+            f"{slots[place].key!r} may belong to {' or to '.join(repr(names[place]) for names in fitting)}. Pass "
+            "param_names=[...], the parameter names in the order in which the optimiser was given them"
+        )
+    if not fitting:
+        return None
+    if model is not None or rules.names is None:
+        return list(fitting[0])
+    stored = {own: name for name, own in rules.names(whole).items()}
+    return [stored.get(name, name) for name in fitting[0]]
+
+
+def _narrowed(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: str | StateReader | None = None,
+    param_names: Sequence[str] | None = None,
+    in_order: bool = False,
+) -> Checkpoint:
+    """The part of a checkpoint that is the model's, where the model is a part of what was trained; else all of it."""
+    prefix = _prefix(checkpoint, model)
+    if prefix is None:
+        return checkpoint
+    whole = _resolve(checkpoint, None, optimizer, param_names, in_order)
+    names = iter(whole.names)
+    groups: list[dict[str, Any]] = []
+    states: dict[str, Any] = {}
+    for group in whole.state_dict["param_groups"]:
+        mine = [(key, name) for key, name in zip(group["params"], names, strict=False) if name.startswith(prefix)]
+        groups.append({**group, "params": [name.removeprefix(prefix) for _, name in mine]})
+        states |= {name.removeprefix(prefix): whole.state_dict["state"].get(key, {}) for key, name in mine}
+    inside = {name: name.removeprefix(prefix) for name in checkpoint.weights if name.startswith(prefix)}
+    return replace(
+        checkpoint,
+        weights=renamed(checkpoint.weights, {short: name for name, short in inside.items()}),
+        stored_names={short: checkpoint.stored_names[name] for name, short in inside.items()},
+        optimizer={"state": states, "param_groups": [group for group in groups if group["params"]]},
+    )
+
+
+def _prefix(checkpoint: Checkpoint, model: nn.Module) -> str | None:
+    """What every name of the model has before it in the file; None where the model is the whole, or no such is there."""
+    own = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    if checkpoint.rules.partial or not own or not _own_names(checkpoint, model).keys().isdisjoint(own):
+        return None
+    found = {name.removesuffix(own[0]) for name in checkpoint.weights if name.endswith("." + own[0])}
+    fitting = [prefix for prefix in sorted(found) if all(prefix + name in checkpoint.weights for name in own)]
+    if len(fitting) > 1:
+        raise MatchError(
+            f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
+            "pass the module that was trained"
+        )
+    return fitting[0] if fitting else None
 
 
 def _by_model(
     checkpoint: Checkpoint,
     record: StateReader,
     parameters: Mapping[str, nn.Parameter],
-    weights: Mapping[str, Tensor],
+    stored: Mapping[str, torch.Size],
     in_order: bool,
 ) -> dict[Any, str]:
     """The names by the model's order, and by the file's where it has another: the class may have changed since."""
@@ -158,7 +278,7 @@ def _by_model(
     names = trainable if len(slots) == len(trainable) else list(parameters)
     shapes = {name: parameters[name].shape for name in names}
     found = assign(slots, shapes, ordered=True, in_order=in_order)
-    filed = [name for name in weights if name in shapes]
+    filed = [name for name in stored if name in shapes]
     if checkpoint.ordered and len(filed) == len(names) and filed != names:
         other = assign(slots, {name: shapes[name] for name in filed}, ordered=True, in_order=in_order)
         differing = [key for key in found if other.get(key) != found[key]]
@@ -208,8 +328,18 @@ def _clean(names: Sequence[str], weights: Mapping[str, Tensor]) -> list[str]:
     return cleaned
 
 
-def _weights_for(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The weights by the model's names, which may themselves begin with what looks like a wrapper's prefix."""
+def _own_names(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
+    """The model's names of the weights, which may themselves begin with what looks like a wrapper's prefix, and ours."""
     names = set(model.state_dict(keep_vars=True))
-    stored = {checkpoint.stored_names[name]: tensor for name, tensor in checkpoint.weights.items()}
-    return max((dict(checkpoint.weights), stored), key=lambda named: len(names & named.keys()))
+    stored = {checkpoint.stored_names[name]: name for name in checkpoint.weights}
+    if checkpoint.rules.names is not None:
+        own = checkpoint.rules.names(model)
+        return {own.get(key, key): name for key, name in stored.items()}
+    by_file = len(names & stored.keys()) > len(names & checkpoint.weights.keys())
+    return {key if by_file else name: name for key, name in stored.items()}
+
+
+def _shapes_for(checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Size]:
+    """Shapes by the model's names."""
+    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+    return {own: outline[name].shape for own, name in _own_names(checkpoint, model).items()}

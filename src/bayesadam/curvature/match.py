@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam.curvature.reader import Group, State, StateReader, opened
+from bayesadam._shards import check_placements, is_sharded, reshard
+from bayesadam.curvature.reader import Group, State, StateReader, outline
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
 from bayesadam.errors import MatchError, StateError
 
@@ -52,11 +53,17 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the user's own module by name; FSDP2's as the shards that an optimiser has seen."""
+    reshard(model)
+    return dict(unwrap(model).named_parameters())
+
+
 def match_optimizers(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], reader: str | StateReader | None = None
 ) -> Match:
     """Match live optimisers to the model's parameters by identity; tied weights appear once, under their first name."""
-    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    names = {id(parameter): name for name, parameter in own_parameters(model).items()}
     if not names:
         raise MatchError(f"{type(model).__name__} has no parameters")
     optimizer_list = [_inner(o) for o in _listed(optimizers)]
@@ -124,7 +131,7 @@ def match_state_dict(
     record = reader_named(reader) if isinstance(reader, str) else reader
     if record.statistic == "none":
         raise StateError(refuse(record, record.name))
-    parameters = dict(unwrap(model).named_parameters())
+    parameters = own_parameters(model)
     states: Mapping[Any, State] = state_dict["state"]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     named = _names_of(state_dict, states, keys, parameters, param_names)
@@ -192,7 +199,7 @@ def _take(
     reader: StateReader,
 ) -> None:
     # Some optimisers fill in counters, or sums at step 0, before the first gradient.
-    untrained = not _holds_tensors(state) or reader.steps(state, group) == 0
+    untrained = not _holds_tensors(outline(state)) or reader.steps(state, group) == 0
     if not parameter.requires_grad:
         omitted[name] = _FROZEN
     elif untrained and reader.statistic != "identity":
@@ -221,6 +228,8 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             f"parameter {name!r} is quantised or not floating point ({parameter.dtype}): freeze it with "
             "requires_grad_(False), and it is left out"
         )
+    if is_sharded(parameter):
+        check_placements(name, parameter)
 
 
 def _finished(
@@ -348,7 +357,7 @@ _SHAPED_KEYS = (
 
 def _shape_of(state: State) -> torch.Size | None:
     """The shape of the parameter behind a state, where one of its tensors tells."""
-    state = opened(state)
+    state = outline(state)
     for key in (*_SHAPED_KEYS, "state2", "state1"):
         if isinstance(state.get(key), Tensor):
             return state[key].shape  # type: ignore[no-any-return]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._shards import extremes as extremes_of
+from bayesadam._shards import placed_like
 from bayesadam.curvature.match import Entry, Match, match_optimizers, match_state_dict
 from bayesadam.curvature.reader import StateReader, second_moment, start_of, stored_statistic
 from bayesadam.errors import MatchError, StateError
@@ -86,7 +88,7 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
                 f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
                 f"{tuple(parameter.shape)}: the state belongs to another model"
             )
-        extremes = torch.stack(torch.aminmax(stored)) if stored.numel() else torch.zeros(2, dtype=dtype)
+        extremes = extremes_of(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():
             extremes -= start_of(reader, entry.group)
         return extremes, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
@@ -98,12 +100,44 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ) from None
 
 
+def pieces(entry: Entry, size: int) -> Iterator[Entry]:
+    """The entry in slices of the flat tensor, so that a large one need not be in memory at once.
+
+    A statistic that is not kept number by number, Adafactor's or an 8-bit one, comes whole.
+    """
+    reader, shape = entry.reader, entry.parameter.shape
+    plain = reader.read is None and reader.statistic in ("average", "sum", "root", "identity")
+    if not plain or entry.parameter.numel() <= size:
+        yield entry
+        return
+    needed = {reader.key, reader.maximum_key, reader.centre_key, "step"}
+    state = {key: entry.state[key] for key in entry.state if key in needed}
+    flat = {
+        key: value.reshape(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape
+    }
+    weights = entry.parameter.detach().reshape(-1)
+    for start in range(0, len(weights), size):
+        here = slice(start, start + size)
+        part = nn.Parameter(weights[here], requires_grad=False)
+        yield replace(entry, parameter=part, state={**state, **{key: value[here] for key, value in flat.items()}})
+
+
+def check_entries(match: Match, size: int) -> None:
+    """Refuse a state with second moments that are negative, NaN or infinite, looking at so many of them at a time."""
+    with torch.no_grad():
+        extremes = {}
+        for entry in match.entries:
+            found = torch.stack([read_entry(piece)[0] for piece in pieces(entry, size)])
+            extremes[entry.name] = torch.stack([found[:, 0].amin(), found[:, 1].amax()])
+    _check_values(extremes, match)
+
+
 def _read(match: Match, bias_correction: bool) -> Curvature:
     with torch.no_grad():
         read = {entry.name: read_entry(entry, bias_correction=bias_correction) for entry in match.entries}
     _check_values({name: extremes for name, (extremes, _) in read.items()}, match)
     return Curvature(
-        second_moment={entry.name: read[entry.name][1].to(entry.parameter.device) for entry in match.entries},
+        second_moment={entry.name: placed_like(read[entry.name][1], entry.parameter) for entry in match.entries},
         steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
         weight_decay={entry.name: float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in match.entries},
         reader={entry.name: entry.reader.name for entry in match.entries},

@@ -166,6 +166,11 @@ def opened(state: State) -> State:
     return state if hidden is None else {**state, **hidden}
 
 
+def outline(state: State) -> State:
+    """What the state holds, without reading tensors that are still on the disk: those are there as shape and type."""
+    return opened(getattr(state, "outline", state))
+
+
 def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     """Block-wise 8-bit state: code book entry × the block's largest absolute value; small tensors stay 32-bit."""
     state = opened(state)

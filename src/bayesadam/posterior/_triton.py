@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from bayesadam.posterior.noise import Part
 from bayesadam.posterior.settings import Precision
 
 # One Philox call gives four normals; a program makes this many calls. Part of what a seed means.
@@ -28,7 +29,7 @@ def _write(  # type: ignore[no-untyped-def]
     out, theta, v, deltas, noise, column, size, weight, delta, power,
     KIND: tl.constexpr, SHRINK: tl.constexpr, TENSOR_DELTA: tl.constexpr,
 ):  # fmt: skip
-    inside = column < size
+    inside = (column >= 0) & (column < size)
     moment = tl.load(v + column, mask=inside, other=1.0)
     mean = tl.load(theta + column, mask=inside, other=0.0)
     if KIND == 0:
@@ -45,14 +46,15 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(out + column, (mean + noise * tl.rsqrt(precision)).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed", "blocks"])
+@triton.jit(do_not_specialize=["seed", "blocks", "first_column"])
 def _kernel(  # type: ignore[no-untyped-def]
-    out, theta, v, deltas, size, blocks, weight, delta, power, seed,
+    out, theta, v, deltas, size, first_column, blocks, weight, delta, power, seed,
     KIND: tl.constexpr, SHRINK: tl.constexpr, TENSOR_DELTA: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program // blocks
-    block = (program % blocks).to(tl.int64)
+    # Blocks are those of the whole parameter, of which the columns from `first_column` on are at hand.
+    block = first_column.to(tl.int64) // (4 * CALLS) + program % blocks
     lane = tl.arange(0, CALLS)
     counter = block * CALLS + lane
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
@@ -62,7 +64,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     first, second = _normal_pair(a, b)
     third, fourth = _normal_pair(c, d)
     out += row.to(tl.int64) * size
-    column = block * (4 * CALLS) + lane
+    column = block * (4 * CALLS) + lane - first_column
     _write(out, theta, v, deltas, first, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
     column += CALLS
     _write(out, theta, v, deltas, second, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
@@ -73,11 +75,20 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def fill(
-    rows: Tensor, theta: Tensor, v: Tensor, *, weight: float, delta: Precision, power: float, shrink: bool, seed: int
+    rows: Tensor,
+    theta: Tensor,
+    v: Tensor,
+    *,
+    weight: float,
+    delta: Precision,
+    power: float,
+    shrink: bool,
+    seed: int,
+    part: Part,
 ) -> None:
     """Fill `rows`, (draws, weights) in any floating type, from float32 θ and v̂ on the same CUDA device."""
     draws, size = rows.shape
-    blocks = triton.cdiv(size, 4 * _CALLS)
+    blocks = triton.cdiv(part.first + size, 4 * _CALLS) - part.first // (4 * _CALLS)
     with torch.cuda.device(theta.device):
         _kernel[(blocks * draws,)](
             rows,
@@ -85,6 +96,7 @@ def fill(
             v,
             delta if isinstance(delta, Tensor) else theta,
             size,
+            part.first,
             blocks,
             weight,
             0.0 if isinstance(delta, Tensor) else delta,

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bayesadam._shards import placed_like, whole
 from bayesadam.posterior.formulas import precision, shrunk_mean
-from bayesadam.posterior.noise import draw, stream_seed
+from bayesadam.posterior.noise import stream_seed
 from bayesadam.posterior.settings import Settings
+from bayesadam.posterior.sharded import draw
 from bayesadam.posterior.structure import Named
 
 if TYPE_CHECKING:
@@ -71,10 +73,10 @@ class Diagonal:
         total: Tensor | float = 0.0
         for name, mu in mean.items():
             prec = self.precision(name, settings)
-            quadratic = (values[name].to(mu) - mu).square_().mul_(prec)
+            quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
             terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
-            part = terms.sum(dim=dims, dtype=_wide(terms)) if dims else terms.to(_wide(terms))
+            part = whole(terms.sum(dim=dims, dtype=_wide(terms)) if dims else terms.to(_wide(terms)))
             total = total + (part if isinstance(total, float) else part.to(total.device))
         return torch.as_tensor(total)
 
@@ -83,7 +85,7 @@ class Diagonal:
         total: Tensor | float = 0.0
         for name in self.second_moment:
             logs = self.precision(name, settings).log_()
-            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - logs.sum(dtype=_wide(logs)))
+            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - whole(logs.sum(dtype=_wide(logs))))
             total = total + (part if isinstance(total, float) else part.to(total.device))
         return torch.as_tensor(total)
 
@@ -93,7 +95,8 @@ class Diagonal:
         for name, count in self._zeros.items():
             delta = settings.prior_precision[name]
             if isinstance(delta, Tensor):
-                count = int(((self.second_moment[name] == 0) & (delta.to(self.second_moment[name].device) == 0)).sum())
+                v = self.second_moment[name]
+                count = int(whole(((v == 0) & (delta.to(v.device) == 0)).sum()))
             elif delta > 0:
                 count = 0
             if count:
@@ -102,7 +105,7 @@ class Diagonal:
 
     @cached_property
     def _zeros(self) -> dict[str, int]:
-        counts = [(v == 0).sum() for v in self.second_moment.values()]
+        counts = [whole((v == 0).sum()) for v in self.second_moment.values()]
         return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -112,6 +115,10 @@ class Diagonal:
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """The same second moments elsewhere."""
         return type(self)({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
+
+    def gathered(self) -> Self:
+        """The same second moments, whole."""
+        return type(self)({name: whole(v) for name, v in self.second_moment.items()})
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

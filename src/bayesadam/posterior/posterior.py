@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._shards import is_sharded, own_part, placed_like, whole
 from bayesadam._version import __version__
 from bayesadam.checkpoint import load_weights, read_checkpoint, read_curvature
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
-from bayesadam.curvature.match import check_parameter, unwrap
+from bayesadam.curvature.match import check_parameter, own_parameters, unwrap
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
-from bayesadam.posterior import storage
+from bayesadam.posterior import folder, sharded, storage
 from bayesadam.posterior.diagonal import Diagonal
-from bayesadam.posterior.noise import fresh_seed
 from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
 from bayesadam.posterior.structure import Structure
 
@@ -139,7 +139,7 @@ class Posterior:
         cls,
         path: str | os.PathLike[str],
         model: nn.Module,
-        n_data: float,
+        n_data: float | None = None,
         *,
         optimizer_path: str | os.PathLike[str] | None = None,
         optimizer: str | StateReader | None = None,
@@ -157,8 +157,8 @@ class Posterior:
 
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
-            model: the model that was trained, its weights as yet of no matter.
-            n_data: N, the number of training examples.
+            model: the model that was trained, its weights as yet of no matter; a part of it will do.
+            n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
             optimizer_path: the file with the optimiser's state, where it is another.
             optimizer: the name of the optimiser that wrote it, or a reader; None tells it by the state's keys.
             param_names: the parameter names in the optimiser's order, where the state has none of its own.
@@ -172,16 +172,19 @@ class Posterior:
             structure: as in `from_optimizer`.
         """
         _check_structure(structure)
-        # A bad N or power is refused before the model is touched.
-        Settings(n_data, {}, power, batch_size, form)
         checkpoint = read_checkpoint(
             path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
         )
+        known = checkpoint.recorded.n_data if n_data is None else n_data
+        if known is None:
+            raise SettingError(f"{path} does not say how many training examples there were: pass n_data=")
+        # A bad N or power is refused before the model is touched.
+        Settings(known, {}, power, batch_size, form)
         curvature = read_curvature(
             checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
         )
         load_weights(checkpoint, model)
-        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+        return cls._from_curvature(model, curvature, known, prior_precision, power, batch_size, form)
 
     @classmethod
     def from_moments(
@@ -191,7 +194,7 @@ class Posterior:
 
         Kept as power 1 with v = 1/(N σ²) and no prior, so that it can do all that one read off an optimiser can.
         """
-        parameters = dict(unwrap(model).named_parameters())
+        parameters = own_parameters(model)
         for name, sigma in variance.items():
             if name not in parameters or name not in mean or sigma.shape != parameters[name].shape:
                 raise MatchError(f"{name!r} is not a parameter of the model with a mean and a variance of its shape")
@@ -215,14 +218,15 @@ class Posterior:
         form: Form,
     ) -> Posterior:
         moments = curvature.second_moment
-        parameters = dict(unwrap(model).named_parameters())
+        parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
         shapes = {name: v.shape for name, v in moments.items()}
         # N is checked before it multiplies the weight decay.
         unit = Settings(n_data, {}, power, batch_size, form)
         if prior_precision is None:
             prior_precision = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
-        settings = replace(unit, prior_precision=spread_prior(prior_precision, shapes))
+        prior = sharded.prior_like(spread_prior(prior_precision, shapes), mode)
+        settings = replace(unit, prior_precision=prior)
         return cls(unwrap(model), mode, Diagonal(moments), settings, curvature.omitted)
 
     # --- what it says -------------------------------------------------------------------------------------------
@@ -267,6 +271,11 @@ class Posterior:
         """The number of weights the posterior is over."""
         return sum(theta.numel() for theta in self.mode.values())
 
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether its parameters are spread over processes (FSDP2), each of which then holds its part of everything."""
+        return any(is_sharded(theta) for theta in self.mode.values())
+
     # --- drawing and scoring ------------------------------------------------------------------------------------
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -275,15 +284,15 @@ class Posterior:
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
-                alone, not on the order of the parameters nor on what else is in the posterior.
+                alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
+                processes a sharded posterior is spread over: there the first process's generator counts.
         """
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
         self.require_proper()
+        seed = sharded.common_seed(generator, self.mode)
         with torch.no_grad():
-            return self.structure.sample(
-                self.mode, self.settings, seed=fresh_seed(generator), n=n, dtypes=self._parameter_dtypes()
-            )
+            return self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self._parameter_dtypes())
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept."""
@@ -313,31 +322,38 @@ class Posterior:
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
 
-        The parameters' own memory is set aside, not written to, so what comes back is the very same bits.
+        The parameters' own memory is set aside, not written to, so what comes back is the very same bits; shards are
+        copied aside instead. On a sharded model every process must enter, and run as many forwards.
         """
         draw = self.sample(generator=generator)
+        shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
+        with sharded.holding(self.model, shards), self._holding(draw):
+            yield self.model
+
+    @contextmanager
+    def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         parameters = self.parameters()
-        originals = {name: parameters[name].data for name in draw}
+        originals = {name: parameters[name].data for name in values}
         holders = [
             (m, key, b, b.clone()) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
         ]
         try:
-            for name, values in draw.items():
-                parameters[name].data = values.to(originals[name].device)
-            yield self.model
+            for name, value in values.items():
+                parameters[name].data = value.to(originals[name].device)
+            yield
         finally:
             for name, data in originals.items():
                 parameters[name].data = data
             with torch.no_grad():
-                for module, key, buffer, values in holders:
-                    module._buffers[key] = buffer.copy_(values)
+                for module, key, buffer, before in holders:
+                    module._buffers[key] = buffer.copy_(before)
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
         parameters = self.parameters()
         with torch.no_grad():
             for name, mu in self.mean.items():
-                parameters[name].copy_(mu)
+                own_part(parameters[name]).copy_(own_part(mu))
 
     def predict(self, inputs: Any, **options: Any) -> Any:
         """The predictive distribution of a batch: see `bayesadam.predict.predict`, whose options it takes."""
@@ -361,7 +377,7 @@ class Posterior:
         noise = _noise(changes.pop("noise_variance", self.noise_variance))
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
-            changes["prior_precision"] = spread_prior(changes["prior_precision"], shapes)
+            changes["prior_precision"] = sharded.prior_like(spread_prior(changes["prior_precision"], shapes), self.mode)
         return replace(self, settings=replace(self.settings, **changes), noise_variance=noise)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
@@ -378,8 +394,31 @@ class Posterior:
         structure = self.structure.to(device, dtype)
         return replace(self, mode=mode, structure=structure, settings=settings, noise_variance=noise)
 
+    def gathered(self, model: nn.Module) -> Posterior:
+        """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
+
+        For all that a sharded posterior cannot do: calibration, pruning. Every process must call it.
+        """
+        named = own_parameters(model)
+        for name, theta in self.mode.items():
+            if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
+                raise MatchError(
+                    f"{type(model).__name__} has no plain parameter {name!r} of shape {tuple(theta.shape)}"
+                )
+        prior = {name: whole(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
+        return replace(
+            self,
+            model=unwrap(model),
+            mode={name: whole(theta) for name, theta in self.mode.items()},
+            structure=self.structure.gathered(),
+            settings=replace(self.settings, prior_precision=prior),
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior to one safetensors file, in place of an older one only once it is complete."""
+        """Write the posterior to one safetensors file, in place of an older one only once it is complete.
+
+        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint.
+        """
         tensors = {f"mode.{name}": theta for name, theta in self.mode.items()}
         for role, named in self.structure.tensors().items():
             tensors |= {f"{role}.{name}": tensor for name, tensor in named.items()}
@@ -400,12 +439,18 @@ class Posterior:
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
         }
-        storage.write(path, tensors, header)
+        write = folder.write if self.is_sharded else storage.write
+        write(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
-        """Read a saved posterior for `model`, whose weights are not changed (see `copy_mean_to_model`)."""
-        tensors, header = storage.read(path)
+        """Read a saved posterior for `model`, whose weights are not changed (see `copy_mean_to_model`).
+
+        The model may be plain or sharded, over any number of processes, whatever the posterior was saved from; a
+        folder is read by all processes together.
+        """
+        parameters = own_parameters(model)
+        tensors, header = folder.read(path, parameters) if os.path.isdir(path) else storage.read(path)
         try:
             names: list[str] = header["parameters"]
             kind: str = header["structure"]
@@ -418,31 +463,23 @@ class Posterior:
             raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
         if kind not in _STRUCTURES:
             raise FileError(f"{path} holds a {kind!r} posterior; this version reads {', '.join(_STRUCTURES)}")
-        parameters = dict(unwrap(model).named_parameters())
-        missing = [name for name in names if name not in parameters]
-        if missing:
-            raise MatchError(
-                f"{path} is another model's posterior: {type(model).__name__} has no parameters {missing[:4]}"
-            )
+        for named in (mode, moments):
+            storage.check_owner(path, {name: tensor.shape for name, tensor in named.items()}, parameters)
         for name in names:
             check_parameter(name, parameters[name])
             for tensor in (mode[name], moments[name]):
-                if tensor.shape != parameters[name].shape:
-                    raise MatchError(
-                        f"{path} is another model's posterior: {name!r} has shape {tuple(tensor.shape)} in the file and "
-                        f"{tuple(parameters[name].shape)} in the model"
-                    )
                 if not bool(torch.isfinite(tensor).all()):
                     raise FileError(f"{path} is damaged: {name!r} has entries that are not finite")
             if bool((moments[name] < 0).any()):
                 raise FileError(f"{path} is damaged: the second moment of {name!r} has negative entries")
 
         def place(name: str, tensor: Tensor) -> Tensor:
-            return tensor.to(parameters[name].device, working_dtype(tensor.dtype))
+            return placed_like(tensor, parameters[name]).to(working_dtype(tensor.dtype))
 
         mode = {name: place(name, theta) for name, theta in mode.items()}
         moments = {name: place(name, v) for name, v in moments.items()}
-        settings = Settings(**stored, prior_precision=spread_prior(prior, {n: t.shape for n, t in mode.items()}))
+        spread = spread_prior(prior, {n: t.shape for n, t in mode.items()})
+        settings = Settings(**stored, prior_precision=sharded.prior_like(spread, mode))
         noise = _noise(header.get("noise_variance"))
         return cls(unwrap(model), mode, Diagonal(moments), settings, header.get("omitted", {}), noise)
 
@@ -456,7 +493,7 @@ class Posterior:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, which must still be those of the posterior."""
-        parameters = dict(self.model.named_parameters())
+        parameters = own_parameters(self.model)
         for name, theta in self.mode.items():
             if name not in parameters or parameters[name].shape != theta.shape:
                 raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(theta.shape)}")
@@ -475,6 +512,15 @@ class Posterior:
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
                 f"{name!r}: {count} of {self.mode[name].numel()}). Their gradient was never other than zero: dead units "
                 "or constant inputs. Give them a prior, posterior.replace(prior_precision=...), or calibrate"
+            )
+
+    def require_whole(self, what: str) -> None:
+        """Raise where the posterior is sharded, for `what` needs whole tensors."""
+        if self.is_sharded:
+            raise SettingError(
+                f"{what} needs whole tensors, and this posterior is spread over processes: use "
+                "posterior.gathered(model) with a plain model of the same architecture, on every process alike; numbers "
+                "found there go back with posterior.replace(...)"
             )
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MatchError
 
 FORMAT_VERSION = 1
-_HEADER = "bayesadam"
+HEADER = "bayesadam"
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -25,7 +25,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: M
     text = json.dumps({"format": FORMAT_VERSION, **header})
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file(plain, temporary, metadata={_HEADER: text})
+        save_file(plain, temporary, metadata={HEADER: text})
 
 
 def read(
@@ -36,16 +36,35 @@ def read(
         raise FileError(f"no file at {path}")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            text = (file.metadata() or {}).get(_HEADER)
+            text = (file.metadata() or {}).get(HEADER)
             loaded = None if text is None else json.loads(text)
             header: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
-            version = header.get("format")
-            if version is None:
-                raise FileError(f"{path} is a safetensors file but not a saved posterior: it has no {_HEADER!r} header")
-            if not isinstance(version, int) or version > FORMAT_VERSION:
-                raise FileError(
-                    f"{path} has format {version}, this version of bayesadam reads up to {FORMAT_VERSION}: upgrade it"
-                )
+            check_version(path, header.get("format"))
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path} is truncated or not a saved posterior ({error})") from error
+
+
+def check_version(path: str | os.PathLike[str], version: object) -> None:
+    """Refuse what is not a saved posterior, or is one of a later format."""
+    if version is None:
+        raise FileError(f"{path} is not a saved posterior: it has no {HEADER!r} header")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise FileError(
+            f"{path} has format {version}, this version of bayesadam reads up to {FORMAT_VERSION}: upgrade it"
+        )
+
+
+def check_owner(
+    path: str | os.PathLike[str], shapes: Mapping[str, torch.Size], parameters: Mapping[str, Tensor]
+) -> None:
+    """Refuse the posterior of another model: every name must be a parameter of its shape."""
+    missing = [name for name in shapes if name not in parameters]
+    if missing:
+        raise MatchError(f"{path} is another model's posterior: the model has no parameters {missing[:4]}")
+    for name, shape in shapes.items():
+        if shape != parameters[name].shape:
+            raise MatchError(
+                f"{path} is another model's posterior: {name!r} has shape {tuple(shape)} in the file and "
+                f"{tuple(parameters[name].shape)} in the model"
+            )

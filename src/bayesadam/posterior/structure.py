@@ -60,3 +60,7 @@ class Structure(Protocol):
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """The same structure elsewhere."""
         ...
+
+    def gathered(self) -> Self:
+        """The same structure of whole tensors, where its own are spread over processes."""
+        ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -27,6 +26,7 @@ from bayesadam.predict.sampled import (
     linearised_draws,
     weight_draws,
 )
+from bayesadam.predict.sharded import common_generator, draws_by_module, fits, gathered
 
 if TYPE_CHECKING:
     from bayesadam.posterior import Posterior
@@ -54,6 +54,11 @@ def predict(
 ) -> RegressionPredictive | ClassificationPredictive | BinaryPredictive:
     """The predictive distribution of a batch; the model is as before when it returns, or raises.
 
+    Of a model sharded by FSDP2 every process asks, each for its own batch, with equal options and generators. Where the
+    whole posterior fits the memory budget it is gathered for the call, and nothing else is different. Where it does not,
+    the sampling methods gather one FSDP module at a time, and run each draw on all of the batch. Either way the model runs
+    in the types of its parameters, without FSDP2's mixed precision.
+
     | method                 | f                                        | cost                                  |
     |------------------------|------------------------------------------|---------------------------------------|
     | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one an output |
@@ -75,17 +80,33 @@ def predict(
     check_options(likelihood, method, link, n_samples, memory_budget)
     inputs = plain(inputs)
     posterior.require_proper()
+    if posterior.is_sharded:
+        generator = common_generator(posterior, generator)
+        if fits(posterior, method, memory_budget):
+            with gathered(posterior) as plain_one:
+                return predict(
+                    plain_one,
+                    inputs,
+                    likelihood=likelihood,
+                    method=method,
+                    n_samples=n_samples,
+                    covariance=covariance,
+                    link=link,
+                    forward=forward,
+                    generator=generator,
+                    memory_budget=memory_budget,
+                )
     call = Call(posterior.model, forward)
     with evaluating(posterior.model):
-        params = parameters_at_mean(posterior)
         if method == "linearised":
+            params = parameters_at_mean(posterior)
             found = moments(
                 call, params, [posterior.spread.__getitem__], inputs, covariance=covariance, budget=memory_budget
             )
             shape = (-1, *found.shape)
             mean = found.mean.reshape(shape).to(found.variance.dtype)
             return wrap(posterior, likelihood, link, mean, found.variance[0].reshape(shape), found.covariance, None)
-        draws, centre = _draws(posterior, call, params, inputs, method, n_samples, generator, memory_budget)
+        draws, centre = _draws(posterior, call, inputs, method, n_samples, generator, memory_budget)
     if method == "sampled":
         _warn_if_collapsed(draws, centre, likelihood)
     # The mean of the linearised draws is known, that of the others estimated from them.
@@ -127,7 +148,6 @@ def wrap(
 def _draws(
     posterior: Posterior,
     call: Call,
-    params: Mapping[str, Tensor],
     inputs: Any,
     method: Method,
     n: int,
@@ -136,6 +156,9 @@ def _draws(
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ)."""
     padding = _padding_rows(posterior.model)
+    if posterior.is_sharded:
+        return draws_by_module(posterior, call, inputs, method, n, generator, padding)
+    params = parameters_at_mean(posterior)
 
     def draw() -> dict[str, Tensor]:
         theta = {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}

@@ -130,6 +130,11 @@ class ClassificationPredictive(Predictive):
         """log p(y) of class numbers, one number an example."""
         if y.shape != self.mean.shape[:-1]:
             raise MatchError(f"expected class numbers of shape {tuple(self.mean.shape[:-1])}, got {tuple(y.shape)}")
+        classes = self.mean.shape[-1]
+        if y.numel() and not bool(((y >= 0) & (y < classes)).all()):
+            raise MatchError(
+                f"class numbers must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}: leave out what is padding"
+            )
         tiny = torch.finfo(self.probs.dtype).tiny
         return self.probs.clamp(min=tiny).log().gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 

@@ -88,6 +88,7 @@ def weight_scores(
         ranking: a name from `RANKINGS`, a function `ranking(theta, v) -> scores` of tensors, or ready scores by name.
         names: the parameters wanted; None for all of the posterior's.
     """
+    posterior.require_whole("ranking weights")
     names = list(posterior.mode if names is None else names)
     if isinstance(ranking, Mapping):
         unknown = [name for name in ranking if name not in posterior.mode]

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain
 
-from bayesadam.checkpoint import read_checkpoint, read_curvature, write_pruned
+import torch
+from torch import Tensor
+
+from bayesadam.checkpoint import match_checkpoint, read_checkpoint, write_pruned
+from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature import StateReader
-from bayesadam.curvature.read import working_dtype
+from bayesadam.curvature.match import Entry
+from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.prune.masks import Scope, check_scope, checked_fraction, removing_lowest
+from bayesadam.prune.masks import Scope, check_scope, checked_fraction
 from bayesadam.prune.names import near
 from bayesadam.prune.rankings import RANKINGS, Weights
 from bayesadam.prune.report import PrunedParameter, PruningReport, saving
+from bayesadam.prune.select import Cut, cut_after
 
 # N and a prior do not change the order: the ranking sees the paper's |θ| v̂^¼.
 _POWER = 0.5
+# Weights looked at together, whatever the size of a tensor.
+_PIECE = 2**19
 
 
 def prune_checkpoint(
@@ -51,19 +61,18 @@ def prune_checkpoint(
     if ranking not in RANKINGS:
         raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
     checkpoint = read_checkpoint(path, optimizer_path=optimizer_path)
-    moments = read_curvature(
-        checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
-    ).second_moment
+    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
+    entries = {entry.name: entry for entry in match.entries}
+    check_entries(match, _PIECE)
     for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in moments):
-            raise MatchError(f"exclude={pattern!r} matches no parameter; near it: {near(pattern, moments)}")
-    eligible = [name for name in moments if not any(fnmatchcase(name, pattern) for pattern in exclude)]
-    weights = {name: checkpoint.weights[name].to(working_dtype(checkpoint.weights[name].dtype)) for name in eligible}
-    scores = {
-        name: RANKINGS[ranking](Weights(theta, moments[name], 1.0, _POWER, 0.0, "map"))
-        for name, theta in weights.items()
+        if not any(fnmatchcase(name, pattern) for name in entries):
+            raise MatchError(f"exclude={pattern!r} matches no parameter; near it: {near(pattern, entries)}")
+    eligible = {
+        name: entry for name, entry in entries.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)
     }
-    masks = removing_lowest(scores, weights, share, scope)
+    cuts = _cuts(eligible, RANKINGS[ranking], share, scope)
+    outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
+    masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
     write_pruned(checkpoint, masks, out)
     return PruningReport(
         tuple(
@@ -76,3 +85,49 @@ def prune_checkpoint(
             for name, tensor in checkpoint.weights.items()
         )
     )
+
+
+Rank = Callable[[Weights], Tensor]
+
+
+@torch.no_grad()
+def _scored(entry: Entry, rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and weights of one parameter, piece by piece."""
+    for piece in pieces(entry, _PIECE):
+        _, v = read_entry(piece)
+        theta = piece.parameter.detach().to(v.dtype)
+        yield rank(Weights(theta, v, 1.0, _POWER, 0.0, "map")).reshape(-1), theta.reshape(-1)
+
+
+def _all_scored(entries: Sequence[Entry], rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
+    return chain.from_iterable(_scored(entry, rank) for entry in entries)
+
+
+def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) -> dict[str, Cut | None]:
+    """Where the lowest scores end, for every parameter in turn; None where nothing is removed."""
+    cuts: dict[str, Cut | None] = {}
+    wide = any(entry.parameter.dtype == torch.float64 for entry in entries.values())
+    for names in [list(entries)] if scope == "global" else [[name] for name in entries]:
+        count = round(share * sum(entries[name].parameter.numel() for name in names))
+        if not count:
+            cuts |= dict.fromkeys(names)
+            continue
+        mine = [entries[name] for name in names]
+        cut = cut_after(partial(_all_scored, mine, rank), count, wide=wide)
+        for name in names:
+            cuts[name] = cut
+            for score, weight in _scored(entries[name], rank) if cut.ties else ():
+                _, cut = cut.taken(score, weight)
+    return cuts
+
+
+def _mask(entry: Entry, rank: Rank, cut: Cut | None) -> Tensor:
+    """True where a weight stays."""
+    kept = torch.ones(entry.parameter.numel(), dtype=torch.bool)
+    first = 0
+    for score, weight in _scored(entry, rank) if cut is not None else ():
+        assert cut is not None
+        taken, cut = cut.taken(score, weight)
+        kept[first : first + len(score)] = ~taken
+        first += len(score)
+    return kept.view(entry.parameter.shape)

@@ -1,0 +1,136 @@
+"""Tensors of which every process holds a part (torch's DTensor, as FSDP2 makes), and the few things asked of them.
+
+torch.distributed.tensor takes a second to import and is missing from some builds, so it is imported when a DTensor is at
+hand, never before.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam.errors import MatchError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is spread over processes; False while nothing has imported DTensor, for then there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_placements(name: str, parameter: DTensor) -> None:
+    """Refuse what is neither split nor copied: a part must be a box of the whole tensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    odd = [placement for placement in parameter.placements if type(placement) not in (Shard, Replicate)]
+    if odd:
+        raise MatchError(
+            f"parameter {name!r} is placed as {parameter.placements}: only Shard and Replicate are understood, not {odd[0]}"
+        )
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, in the same memory; all of it where it is not sharded."""
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every process, all of whom must ask; a sum over shards is added up here."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this process's part lies in the whole tensor, and its shape; a process without any has a length of 0."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(offset), tuple(shape)
+
+
+def wrapped(part: Tensor, like: DTensor) -> Tensor:
+    """Parts as one tensor placed as `like`; leading dimensions that `like` has not are whole on every process."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    extra = part.dim() - like.dim()
+    placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
+    shape = torch.Size((*part.shape[:extra], *like.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, on the device of `like` and spread over processes as it is; leading dimensions may come before.
+
+    A tensor that every process holds whole is cut without communication.
+    """
+    if not is_sharded(like):
+        return whole(tensor).to(like.device)
+    extra = tensor.dim() - like.dim()
+    if is_sharded(tensor):
+        from torch.distributed.tensor import Shard
+
+        placements = [Shard(p.dim + extra) if isinstance(p, Shard) else p for p in like.placements]
+        return tensor.redistribute(like.device_mesh, placements)
+    offset, shape = box(like)
+    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    part = tensor[(slice(None),) * extra + here]
+    return wrapped(part.to(like.device, copy=True).contiguous(), like)
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """(smallest, largest) entry as one tensor, (−∞, ∞) or NaN where an entry is not a number."""
+    if not is_sharded(tensor):
+        return torch.stack(torch.aminmax(tensor))
+    from torch.distributed.tensor import DTensor, Partial
+
+    part = own_part(tensor)
+    pair = part.new_full((2,), -math.inf)
+    if part.numel():
+        low, high = torch.aminmax(part)
+        # The maximum over processes may drop a NaN.
+        pair = torch.stack((-low, high)).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    partial = [Partial("max")] * tensor.device_mesh.ndim
+    low, high = whole(DTensor.from_local(pair, tensor.device_mesh, partial, run_check=False))
+    return torch.stack((-low, high))
+
+
+def agreed(number: int, like: DTensor) -> int:
+    """The number of the first process of the mesh, on every one of them."""
+    import torch.distributed as dist
+
+    mesh = like.device_mesh
+    value = torch.tensor(number, dtype=torch.int64, device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+    return int(value)
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules to which `fully_shard` was applied, outermost first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Every FSDP2 module back to its shards, for a forward without a backward leaves the root's gathered."""
+    for module in fsdp_modules(model):
+        cast("FSDPModule", module).reshard()
+
+
+def recover(model: nn.Module) -> None:
+    """FSDP2 back from a forward that raised half-way, which leaves weights gathered that the next one would use."""
+    inner: set[nn.Module] = set()
+    for module in fsdp_modules(model):
+        # Older releases have no way back.
+        if module not in inner and hasattr(module, "reset_iter_state"):
+            cast("FSDPModule", module).reset_iter_state()
+        inner.update(module.modules())

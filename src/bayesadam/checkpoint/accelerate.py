@@ -1,0 +1,48 @@
+"""Folders of Accelerate's `save_state`: weights and the optimiser's state; the random states are pickles, left alone."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+from bayesadam.checkpoint.contents import Contents, Rules
+from bayesadam.checkpoint.huggingface import choose, files_of, own_names, read_optimizer, read_tensors, read_weights
+from bayesadam.checkpoint.registry import Format
+
+_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
+_RANDOM = re.compile(r"random_states_\d+\.pkl")
+
+
+def _is_accelerate(path: Path, head: bytes) -> bool:
+    if not path.is_dir():
+        return False
+    there = files_of(path)
+    # The Trainer of transformers may leave an optimizer.bin, too.
+    return "trainer_state.json" not in there and any(
+        _OPTIMIZER.fullmatch(name) or _RANDOM.fullmatch(name) for name in there
+    )
+
+
+def _read_accelerate(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    """One model and one optimiser of those that were prepared; the others are `model_1`, `optimizer_1`, …"""
+    there = sorted(files_of(path))
+    models = [name for name in there if _MODEL.fullmatch(name)]
+    if len(models) > 1 or weights_key is not None:
+        chosen = choose(path, models, weights_key, "weights_key", "the weights of a model")
+        weights, ordered = read_tensors(path / (chosen or ""))
+    else:
+        weights, ordered = read_weights(path)
+    optimizers = [name for name in there if _OPTIMIZER.fullmatch(name)]
+    return Contents(
+        weights=weights,
+        optimizer=read_optimizer(path, optimizers, optimizer_key),
+        summary=f"{len(weights)} tensors, {there[:12]}",
+        ordered=ordered,
+        # The user's script made the optimiser: its order is nobody's rule.
+        rules=Rules(names=partial(own_names, list(weights))),
+    )
+
+
+ACCELERATE = Format("Accelerate", _is_accelerate, _read_accelerate)

@@ -1,0 +1,466 @@
+"""Folders of torch.distributed.checkpoint: a list of contents, and for each rank a file of the pieces it held.
+
+`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle, so
+it is read by an unpickler that makes nothing but records without behaviour. The pieces are `torch.save`d one by one; a
+tensor is put together when it is looked at, whatever the number of ranks and the dimension it was cut along.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from bayesadam.checkpoint.contents import Contents, contents_of
+from bayesadam.checkpoint.lazy import Lazy, meta
+from bayesadam.checkpoint.registry import Format
+from bayesadam.errors import FileError
+
+_METADATA = ".metadata"
+_PIECES = "*.distcp"
+_DEEPEST = 100
+_SAVE = (
+    "torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with "
+    "what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
+)
+_DAMAGED = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    OverflowError,
+    MemoryError,
+)
+
+# --- the list of contents -------------------------------------------------------------------------------------------
+
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+# All that the writer pickles, besides plain data, torch.Size and dtypes.
+_RECORDS = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Where older releases had these two.
+    (_SHARDED, "TensorProperties"),
+    (_SHARDED, "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    # Where the folder was when it was written.
+    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+}
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _Record:
+    """Stands in for a class of the writer's: keeps what was pickled, does nothing."""
+
+    state: Any = ()
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, key: str) -> Any:
+        return self.state[key]
+
+    def get(self, key: str) -> Any:
+        """An entry of what was pickled; None where there is none."""
+        return self.state.get(key)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the writer's classes by name and imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return _Record
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, or a thing that is no tensor, and the bytes of the file in which it is.
+
+    Attributes:
+        file: the file.
+        start: its first byte there.
+        length: its bytes.
+        offsets: the box's first corner.
+        sizes: the box's edges.
+    """
+
+    file: Path
+    start: int
+    length: int
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One entry of the folder.
+
+    Attributes:
+        key: its name in the list of contents.
+        path: the keys and list places that led to it.
+        pieces: where it lies.
+        shape: of the tensor; None where it is no tensor.
+        dtype: the tensor's type.
+    """
+
+    key: str
+    path: tuple[str | int, ...]
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def stored_entries(folder: Path) -> list[Stored]:
+    """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
+    source = folder / _METADATA
+    try:
+        with source.open("rb") as file:
+            record = _Unpickler(file).load()
+        nesting, kinds, places = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
+    except FileNotFoundError:
+        raise FileError(
+            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
+            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
+        ) from None
+    except _DAMAGED as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted:
+            raise FileError(
+                f"{source} needs {wanted[1]} to be unpickled, which is none of the classes of "
+                f"torch.distributed.checkpoint, could run any code, and is not done here. Save it again, {_SAVE}"
+            ) from None
+        raise _damaged(source, error) from error
+    if not nesting:
+        raise FileError(
+            f"{source} does not say how the dictionaries were nested (it has no planner_data), as with a planner of "
+            f"one's own or flatten_state_dict=False. Save it with the default planner, {_SAVE}"
+        )
+    try:
+        located = {(index["fqn"], _corner(index.get("offset"))): place for index, place in places.items()}
+        return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
+    except _DAMAGED as error:
+        raise _damaged(source, error) from error
+
+
+def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[Any, _Record]) -> Stored:
+    parts = tuple(path)
+    if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
+        raise ValueError(f"{key!r} has the path {path!r}")
+    if "size" not in kind.state:
+        return Stored(key, parts, (_piece(folder, key, located[key, None]),))
+    # The type comes first in what torch pickles of a tensor's properties.
+    shape, dtype = tuple(kind["size"]), kind["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{key!r} has the type {dtype!r}")
+    # Where every rank has the whole, the same box is listed once for each.
+    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in kind["chunks"])
+    missing = [box for box in boxes if _volume(box[1]) and (key, box[0]) not in located]
+    pieces = tuple(
+        replace(_piece(folder, key, located[key, offsets]), offsets=offsets, sizes=sizes)
+        for offsets, sizes in boxes
+        if _volume(sizes) and (key, offsets) in located
+    )
+    if missing or not covers(shape, [(piece.offsets, piece.sizes) for piece in pieces]):
+        raise FileError(
+            f"{folder / _METADATA} does not have the whole of {key!r}, of shape {shape}: "
+            f"{len(pieces)} pieces are there and leave a hole. A rank's part was not saved; save it again from all ranks"
+        )
+    return Stored(key, parts, pieces, shape, dtype)
+
+
+def _piece(folder: Path, key: str, place: _Record) -> Piece:
+    """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
+    name, start, length = place["relative_path"], place["offset"], place["length"]
+    if place.get("transform_descriptors"):
+        raise FileError(
+            f"{folder}: {key!r} was written through {place['transform_descriptors']}, which is not undone here. Save "
+            "it again without extensions"
+        )
+    inside = PurePosixPath(name)
+    if inside.is_absolute() or ".." in inside.parts or "\\" in name or ":" in name:
+        raise FileError(f"{folder / _METADATA} puts {key!r} into {name!r}, outside of the folder: it is not read")
+    file = folder / inside
+    if not file.is_file():
+        there = len(list(folder.glob(_PIECES)))
+        raise FileError(
+            f"{folder} has no {name}, where a part of {key!r} is; {there} such files are there. Every rank wrote its "
+            "own: copy those of all machines into one folder"
+        )
+    if start < 0 or length < 0 or start + length > file.stat().st_size:
+        raise FileError(
+            f"{file} is truncated: {key!r} should end at byte {start + length}, and there are {file.stat().st_size}. "
+            "Copy it again"
+        )
+    return Piece(file, start, length)
+
+
+def _corner(offset: Any) -> tuple[int, ...] | None:
+    return None if offset is None else tuple(offset)
+
+
+def _volume(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes, by first corner and edges, lie in a tensor and fill it; they may overlap.
+
+    The tensor is cut along every face of every box, so that each part is either wholly in a box or wholly outside.
+
+    >>> covers((5, 3), [((0, 0), (3, 3)), ((3, 0), (2, 3))]), covers((5, 3), [((0, 0), (3, 3)), ((4, 0), (1, 3))])
+    (True, False)
+    """
+    cuts: list[dict[int, int]] = []
+    for axis, edge in enumerate(shape):
+        faces = {0, edge}
+        for offsets, sizes in boxes:
+            if offsets[axis] < 0 or offsets[axis] + sizes[axis] > edge:
+                return False
+            faces |= {offsets[axis], offsets[axis] + sizes[axis]}
+        cuts.append({face: number for number, face in enumerate(sorted(faces))})
+    filled = torch.zeros([len(faces) - 1 for faces in cuts], dtype=torch.bool)
+    for offsets, sizes in boxes:
+        corners = zip(cuts, offsets, sizes, strict=True)
+        filled[tuple(slice(faces[low], faces[low + size]) for faces, low, size in corners)] = True
+    return bool(filled.all())
+
+
+# --- the pieces -----------------------------------------------------------------------------------------------------
+
+
+class _Slice(io.RawIOBase):
+    """A part of an open file as a file of its own, so that nothing is read twice."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, (0, self._place, self._length)[whence] + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined]
+        self._place += count
+        return count
+
+
+def _load(piece: Piece, key: str) -> Any:
+    """What was saved in a piece; nothing but tensors and plain data is unpickled."""
+    try:
+        with piece.file.open("rb", buffering=0) as file:
+            part = io.BufferedReader(_Slice(file, piece.start, piece.length))
+            return torch.load(part, weights_only=True, map_location="cpu")
+    except _DAMAGED as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted is None:
+            raise _damaged(piece.file, error) from error
+        raise FileError(
+            f"{piece.file}: {key!r} needs the class {wanted[1]} to be unpickled, which could run any code and is not done "
+            "here. Save the checkpoint again without it; or, if you trust the file, allow the class yourself with "
+            "torch.serialization.add_safe_globals before reading"
+        ) from None
+
+
+def read_stored(entry: Stored) -> Any:
+    """An entry's value; a tensor is put together from its pieces."""
+    if entry.shape is None:
+        return _load(entry.pieces[0], entry.key)
+    whole = next((piece for piece in entry.pieces if piece.sizes == entry.shape), None)
+    if whole is not None:
+        return _tensor(entry, whole)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    for piece in entry.pieces:
+        ranges = (slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
+        tensor[tuple(ranges)] = _tensor(entry, piece)
+    return tensor
+
+
+def _tensor(entry: Stored, piece: Piece) -> Tensor:
+    tensor = _load(piece, entry.key)
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != entry.dtype:
+        found = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise FileError(
+            f"{piece.file} holds a {found} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files are "
+            "not of one save. Copy the folder again"
+        )
+    return tensor.detach()
+
+
+def _damaged(path: Path, error: BaseException) -> FileError:
+    reason = " ".join(str(error).split())[:160] or type(error).__name__
+    return FileError(f"{path} is truncated, damaged or not of torch.distributed.checkpoint ({reason})")
+
+
+# --- the dictionaries -----------------------------------------------------------------------------------------------
+
+
+def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
+    """Dictionaries, and lists where a path has a number, from the path of every leaf.
+
+    >>> nested([(("a", "b"), 1), (("a", "c", 0), 2), (("a", "c", 1), 3)])
+    {'a': {'b': 1, 'c': [2, 3]}}
+    """
+    branches: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = defaultdict(list)
+    for (first, *rest), value in leaves:
+        branches[first].append((tuple(rest), value))
+    built = {
+        key: below[0][1] if [rest for rest, _ in below] == [()] else nested(below) for key, below in branches.items()
+    }
+    if all(isinstance(key, int) for key in built):
+        return [built[key] for key in sorted(built)]
+    return built
+
+
+def torch_layout(tree: Any) -> Any:
+    """The tree with every optimiser's state as `optimizer.state_dict()` has it.
+
+    The writer makes texts of numbers that are keys and leaves out dictionaries that are empty; and
+    `get_state_dict(..., flatten_optimizer_state_dict=True)` has no levels at all.
+    """
+    if isinstance(tree, list):
+        return [torch_layout(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _is_flat_optimizer(tree):
+        return unflattened(tree)
+    groups = tree.get("param_groups")
+    if isinstance(groups, list) and groups and all(isinstance(g, dict) and "params" in g for g in groups):
+        number = {str(key): key for group in groups for key in group["params"]}
+        states = tree.get("state", {})
+        if isinstance(states, dict):
+            return {**tree, "state": {number.get(key, key): state for key, state in states.items()}}
+    return {key: torch_layout(value) for key, value in tree.items()}
+
+
+def _is_flat_optimizer(tree: Mapping[str, Any]) -> bool:
+    return any(key.startswith("param_groups.") for key in tree) and all(
+        key.startswith(("state.", "param_groups.")) for key in tree
+    )
+
+
+def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimiser's state with levels; every parameter has a group of its own.
+
+    >>> unflattened({"state.0.bias.step": 3, "param_groups.0.bias.lr": 0.1})
+    {'state': {'0.bias': {'step': 3}}, 'param_groups': [{'params': ['0.bias'], 'lr': 0.1}]}
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        section, _, rest = key.partition(".")
+        if section == "param_groups":
+            name, _, entry = rest.rpartition(".")
+            groups.setdefault(name, {"params": [name]})[entry] = value
+    for key, value in flat.items():
+        section, _, rest = key.partition(".")
+        if section == "state":
+            name = _owner(rest, groups)
+            states.setdefault(name, {})[rest.removeprefix(f"{name}.")] = value
+    return {"state": states, "param_groups": list(groups.values())}
+
+
+def _owner(rest: str, names: Mapping[str, Any]) -> str:
+    """The parameter in `<parameter>.<entry>`: the longest known name, as an entry may have levels of its own."""
+    name, _, _ = rest.rpartition(".")
+    while name and name not in names:
+        name, _, _ = name.rpartition(".")
+    return name or rest.rpartition(".")[0]
+
+
+def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    entries = stored_entries(path)
+    # Counters are needed at once; of larger tensors the shape and type are enough until they are looked at.
+    leaves = [(entry, _outlined(entry)) for entry in entries]
+    behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
+    try:
+        tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
+    except _DAMAGED as error:
+        raise _damaged(path / _METADATA, error) from error
+    keys: dict[str, str | None] = {"weights_key": weights_key, "optimizer_key": optimizer_key}
+    contents = contents_of(tree, path, **keys)
+    if contents.weights is None and weights_key is None:
+        # Some trainers save the model's tensors at the top, beside the rest.
+        loose = {key: value for key, value in tree.items() if isinstance(value, Tensor)}
+        contents = contents_of({"model": loose, **{k: v for k, v in tree.items() if k not in loose}}, path, **keys)
+
+    def lazy(outline: Mapping[str, Any]) -> Lazy:
+        def read(key: str) -> Any:
+            held = outline[key]
+            return lazy(held) if isinstance(held, Mapping) else read_stored(behind[id(held)])
+
+        return Lazy(outline, read)
+
+    weights, optimizer = contents.weights, contents.optimizer
+    if optimizer is not None:
+        states = {key: lazy(held) if isinstance(held, Mapping) else held for key, held in optimizer["state"].items()}
+        optimizer = {**optimizer, "state": states}
+    return replace(contents, weights=None if weights is None else lazy(weights), optimizer=optimizer)
+
+
+def _outlined(entry: Stored) -> Any:
+    if entry.shape is None or _volume(entry.shape) == 1:
+        return read_stored(entry)
+    return meta(entry.shape, entry.dtype)
+
+
+def _is_distributed(path: Path, head: bytes) -> bool:
+    """A folder with the writer's list of contents, or with pieces at least."""
+    if not path.is_dir():
+        return False
+    if any(path.glob(_PIECES)):
+        return True
+    try:
+        with (path / _METADATA).open("rb") as file:
+            return b"torch.distributed.checkpoint.metadata" in file.read(256)
+    except OSError:
+        return False
+
+
+DISTRIBUTED = Format("torch.distributed.checkpoint", _is_distributed, _read_distributed)

@@ -1,0 +1,509 @@
+"""Folders of Hugging Face: the Trainer's checkpoints, PEFT's adapters, and a folder of several of them.
+
+What is read: safetensors, JSON, and files of `torch.save` as far as they hold tensors and plain data. `training_args.bin`
+and the random states are pickles of classes, and are not opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam._extras import require
+from bayesadam.checkpoint.checkpoint import clean_names
+from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of, keeps_order
+from bayesadam.checkpoint.identify import has_tensors
+from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.safetensors_file import is_safetensors, mapped_tensors
+from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.errors import FileError, MatchError, SettingError
+
+# In the order in which transformers itself looks for them.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_CONFIG = "adapter_config.json"
+_STATE = "trainer_state.json"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
+_CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
+
+# Which parameters the Trainer does not decay: those of nn.LayerNorm, of other classes of norms too where transformers
+# listed them (ALL_LAYERNORM_LAYERS, as it happens), and those with such names. The newest rule is first; the second is
+# of transformers' pull request 35927, replaced by 38922; the last of before.
+_UNDECAYED: tuple[tuple[re.Pattern[str], bool], ...] = (
+    (re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE), False),
+    (re.compile(r"bias|layernorm|rmsnorm", re.IGNORECASE), False),
+    (re.compile(r"bias|layernorm|rmsnorm", re.IGNORECASE), True),
+    (re.compile(r"bias"), False),
+    (re.compile(r"bias"), True),
+)
+
+Orders = list[list[list[str]]]
+
+
+# --- files of a folder ----------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> set[str]:
+    """The names of what lies in a folder."""
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        raise FileError(f"cannot read {folder}: {error.strerror}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileError(f"{path} is truncated, damaged or no JSON ({error}): copy it again") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{path} holds a {type(content).__name__} where an object in braces belongs: copy it again")
+    return content
+
+
+def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[str, Tensor], bool]:
+    """The weights of a folder, in one file or in shards, and whether they are in the model's order.
+
+    Args:
+        folder: where they are.
+        names: the files that may hold them, or say which do; the first that exists is taken.
+    """
+    there = files_of(folder)
+    chosen = next((name for name in names if name in there), None)
+    if chosen is None:
+        raise FileError(_no_weights(folder, names, there))
+    if chosen.endswith(".json"):
+        return _sharded(folder / chosen), False
+    return read_tensors(folder / chosen)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], bool]:
+    """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    if not head:
+        raise FileError(f"{path} is empty: copy it again")
+    if is_safetensors(path, head):
+        return mapped_tensors(path), False
+    tree = load_tree(path)
+    if not isinstance(tree, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tree.items()
+    ):
+        raise FileError(f"{path} holds more than tensors by name: save it again with model.save_pretrained(folder)")
+    return dict(tree), keeps_order(tree)
+
+
+def read_optimizer(folder: Path, names: Collection[str], wanted: str | None) -> Mapping[str, Any] | None:
+    """The optimiser's state in the one of these files that exists, or that is `wanted`; None where there is none."""
+    chosen = choose(folder, names, wanted, "optimizer_key", "the state of an optimiser")
+    if chosen is None:
+        return None
+    found = contents_of(load_tree(folder / chosen), folder / chosen)
+    if found.optimizer is None:
+        raise FileError(
+            f"{folder / chosen} holds no optimiser's state: found {found.summary}. Pass the file that has it as "
+            "optimizer_path="
+        )
+    return found.optimizer
+
+
+def choose(folder: Path, names: Collection[str], wanted: str | None, option: str, what: str) -> str | None:
+    """The one file of the folder among `names`, or the one asked for by its name, with or without its ending."""
+    there = sorted(set(names) & files_of(folder))
+    if wanted is not None:
+        named = [name for name in there if wanted in (name, Path(name).stem)]
+        if len(named) != 1:
+            raise FileError(f"{folder} has no file {option}={wanted!r} with {what}; it has {there or 'none'}")
+        return named[0]
+    if len(there) > 1:
+        raise FileError(
+            f"{folder} has {len(there)} files, each with {what}, {' and '.join(there)}: say which with "
+            f"{option}={there[0]!r}"
+        )
+    return there[0] if there else None
+
+
+def _sharded(index: Path) -> dict[str, Tensor]:
+    """Weights in several files of one folder, as the index says; all of them, or an error."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
+        raise FileError(f"{index} has no 'weight_map' from tensors to files: copy it again")
+    shards = sorted(set(placed.values()))
+    for shard in shards:
+        # Windows' rule knows both kinds of slashes.
+        if shard in ("", "..") or PureWindowsPath(shard).name != shard:
+            raise FileError(f"{index} names {shard!r}, which is not in its own folder: nothing outside is read")
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise FileError(
+            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files that {index.name} "
+            "names: copy the whole folder"
+        )
+    tensors = {shard: read_tensors(index.parent / shard)[0] for shard in shards}
+    lacking = [(name, shard) for name, shard in placed.items() if name not in tensors[shard]]
+    if lacking:
+        name, shard = lacking[0]
+        raise FileError(
+            f"{index.parent / shard} lacks {name!r}, which {index.name} says is there: copy the whole folder"
+        )
+    return {name: tensors[shard][name] for name, shard in placed.items()}
+
+
+def _no_weights(folder: Path, names: Sequence[str], there: Collection[str]) -> str:
+    shards = sorted(name for name in there if _SHARD.fullmatch(name))
+    if shards:
+        return f"{folder} has {shards[0]} and no index of its shards, such as {names[1]}: copy the whole folder"
+    told = _other_checkpoints(folder)
+    return f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}." + (
+        f" Pass one of {told}" if told else " Pass the file with the weights, and optimizer_path="
+    )
+
+
+# --- the Trainer ----------------------------------------------------------------------------------------------------
+
+
+def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
+    """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group.
+
+    >>> decay_orders(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), ["0.weight", "0.bias", "1.weight", "1.bias"])
+    [[['0.weight'], ['0.bias', '1.weight', '1.bias']], [['0.weight', '0.bias', '1.weight', '1.bias']]]
+    """
+    answers: Orders = []
+    for pattern, every_norm in _UNDECAYED:
+        norms = {
+            place
+            for place, module in model.named_modules(remove_duplicate=False)
+            if place and _is_norm(module, every_norm)
+        }
+        exempt = {name for name in names if pattern.search(name) or not norms.isdisjoint(_modules_above(name))}
+        answers.append([[name for name in names if name not in exempt], [name for name in names if name in exempt]])
+    return _distinct([*answers, [list(names)]])
+
+
+def _is_norm(module: nn.Module, every_norm: bool) -> bool:
+    return isinstance(module, nn.LayerNorm) or (every_norm and type(module).__name__.endswith(("RMSNorm", "LayerNorm")))
+
+
+def _modules_above(name: str) -> list[str]:
+    """The modules that a parameter is in.
+
+    >>> _modules_above("h.0.weight")
+    ['h', 'h.0']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _distinct(answers: Orders) -> Orders:
+    return [answer for place, answer in enumerate(answers) if answer not in answers[:place]]
+
+
+def _trainer_orders(model: nn.Module) -> Orders:
+    """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
+    named = dict(model.named_parameters())
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    return _distinct([*decay_orders(model, trained), [list(named)]])
+
+
+def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
+    """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied.
+
+    Of the names of a tied tensor a file may hold any; it goes by the one that `named_parameters` gives.
+    """
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    cleaned = {key: name for name, key in clean_names(stored).items()}
+    renamed = {} if own.keys() >= set(stored) else _renamed_on_saving(model, own)
+    found = {key: key if key in own else renamed.get(key, cleaned[key]) for key in stored}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = set(found.values())
+    for key, name in found.items():
+        main = first.get(id(own[name]), name) if name in own else name
+        if main not in taken:
+            found[key] = main
+            taken.add(main)
+    return {key: name for key, name in found.items() if key != name}
+
+
+def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
+    """The model's names by those that transformers' `save_pretrained` gives them, where it keeps an older layout.
+
+    The model is one of transformers' only if that is imported already. What it does not merely rename is left out, and
+    is then found to be missing.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    if modeling is None or revert is None or not isinstance(model, modeling.PreTrainedModel):
+        return {}
+    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+    names = {id(tensor): name for name, tensor in blank.items()}
+    try:
+        saved = revert(model, dict(blank))
+    except Exception:
+        # Conversions that need values: the names stay as they are in the file, and the weights do not fit the model.
+        return {}
+    return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
+
+
+def _builder(folder: Path) -> Callable[[], nn.Module] | None:
+    """What builds the model that `config.json` describes; None where it names no class, or one with code of its own."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json(path)
+    classes = config.get("architectures")
+    named = isinstance(classes, list) and len(classes) == 1 and isinstance(classes[0], str)
+    # A backbone's weights may be fetched when it is built.
+    if not named or any("auto_map" in key or "backbone" in key for key in _keys_of(config)):
+        return None
+    return partial(_build, path, classes[0], config)  # type: ignore[index]
+
+
+def _keys_of(config: Mapping[str, Any]) -> set[str]:
+    """Every key with something under it, at any depth."""
+    found: set[str] = set()
+    left: list[Any] = [config]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            found |= {key for key, value in item.items() if value}
+        left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else []
+    return found
+
+
+def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
+    """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
+    transformers = require("transformers")
+    way_out = "build the model as it was built for training, and pass it"
+    # Attention may be asked for by the address of a kernel.
+    plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
+    try:
+        made = getattr(transformers, name, None)
+        if (
+            not isinstance(made, type)
+            or not issubclass(made, transformers.PreTrainedModel)
+            or not made.__module__.startswith("transformers.")
+        ):
+            raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {way_out}")
+        with torch.device("meta"):
+            model: nn.Module = made(made.config_class.from_dict(plain))  # type: ignore[attr-defined]
+    except MatchError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {way_out}") from error
+    return model
+
+
+def _recorded(folder: Path) -> Recorded:
+    """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down.
+
+    Otherwise N is not in it: the size of a batch is, but not how many were accumulated, on how many machines.
+    """
+    if not (folder / _STATE).is_file():
+        return Recorded()
+    state = read_json(folder / _STATE)
+    step, epoch = state.get("global_step"), state.get("epoch")
+    callbacks = state.get("stateful_callbacks")
+    ours = callbacks.get("bayesadam") if isinstance(callbacks, dict) else None
+    n_data = ours.get("n_data") if isinstance(ours, dict) else None
+    return Recorded(
+        step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
+        n_data=n_data if isinstance(n_data, int) and not isinstance(n_data, bool) and n_data > 0 else None,
+        epoch=int(epoch) if isinstance(epoch, int | float) and math.isfinite(epoch) and epoch >= 0 else None,
+    )
+
+
+def _is_trainer(path: Path, head: bytes) -> bool:
+    if not path.is_dir():
+        return False
+    there = files_of(path)
+    weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
+    return _STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
+
+
+def _read_trainer(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    _refuse_key(path, weights_key)
+    weights, ordered = read_weights(path)
+    return Contents(
+        weights=weights,
+        optimizer=read_optimizer(path, _OPTIMIZERS, optimizer_key),
+        summary=_summary(path, weights),
+        ordered=ordered,
+        recorded=_recorded(path),
+        rules=Rules(model=_builder(path), names=partial(own_names, list(weights)), orders=_trainer_orders),
+    )
+
+
+def _refuse_key(path: Path, weights_key: str | None) -> None:
+    if weights_key is not None:
+        raise SettingError(f"weights_key={weights_key!r} makes no sense for {path}, which has one set of weights")
+
+
+def _summary(folder: Path, weights: Mapping[str, Tensor]) -> str:
+    told = _other_checkpoints(folder)
+    files = sorted(name for name in files_of(folder) if not _SHARD.fullmatch(name))
+    return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {told}" if told else "")
+
+
+# --- PEFT's adapters ------------------------------------------------------------------------------------------------
+
+
+def _adapters_in(path: Path) -> list[Path]:
+    """The folders with an adapter: the one called 'default' is at the top, others in a folder with their name.
+
+    Those are looked for beside what the Trainer wrote only.
+    """
+    there = files_of(path)
+    own = [path] if _ADAPTER_CONFIG in there else []
+    if not own and there.isdisjoint({_STATE, *_OPTIMIZERS}):
+        return []
+    inner = sorted(path / name for name in there if not _CHECKPOINT.fullmatch(name))
+    return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
+
+
+def _read_adapter(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    _refuse_key(path, weights_key)
+    folders = _adapters_in(path)
+    if len(folders) > 1:
+        told = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
+        raise FileError(
+            f"{path} holds {len(folders)} adapters, {told}, and one state of the optimiser for all: read them from the "
+            "live model and optimiser (Posterior.from_optimizer), or train one at a time"
+        )
+    config = read_json(folders[0] / _ADAPTER_CONFIG)
+    if not isinstance(config.get("peft_type"), str):
+        raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
+    weights, _ = read_weights(folders[0], _ADAPTER_WEIGHTS)
+    optimizer = read_optimizer(path, _OPTIMIZERS, optimizer_key)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    return Contents(
+        weights=weights,
+        optimizer=optimizer,
+        summary=_summary(path, weights),
+        recorded=_recorded(path),
+        rules=Rules(
+            names=partial(_adapter_names, path, shapes),
+            orders=partial(_adapter_orders, path, shapes, optimizer),
+            partial=True,
+        ),
+    )
+
+
+def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> dict[str, str]:
+    """The model's name for each stored one: PEFT leaves out the name of the adapter."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping) or not adapters:
+        raise MatchError(
+            f"{path} holds an adapter, and {type(model).__name__} has none: pass the model with it, "
+            f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+        )
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    by_adapter = {adapter: _saved_names(model, own, adapter) for adapter in adapters}
+    fitting = {
+        adapter: {key: names[key] for key in shapes}
+        for adapter, names in by_adapter.items()
+        if all(key in names and own[names[key]].shape == shape for key, shape in shapes.items())
+    }
+    if len(fitting) > 1:
+        raise MatchError(
+            f"{path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass the "
+            f"model with that one alone, peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+        )
+    if not fitting:
+        names = next(iter(by_adapter.values()))
+        key = next(key for key, shape in shapes.items() if key not in names or own[names[key]].shape != shape)
+        told = f"shape {tuple(own[names[key]].shape)}" if key in names else "nothing of the kind"
+        raise MatchError(
+            f"{path} is another model's adapter: {key!r} has shape {tuple(shapes[key])} in the file, and the model has "
+            f"{told}. Build it with the configuration in {_ADAPTER_CONFIG}"
+        )
+    return next(iter(fitting.values()))
+
+
+def _saved_names(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
+    """The model's names by those under which PEFT saves the adapter, told by the tensors themselves."""
+    peft = require("peft")
+    try:
+        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
+        saved = peft.get_peft_model_state_dict(model, dict(own), adapter_name=adapter, save_embedding_layers=False)
+    except Exception as error:
+        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {adapter!r} ({error})") from error
+    names = {id(tensor): name for name, tensor in own.items()}
+    names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
+    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
+    inside = {f"base_model.model.{key}": name for key, name in found.items()}
+    return {name: name for name in own} | inside | found
+
+
+def _adapter_orders(
+    path: Path, shapes: Mapping[str, torch.Size], optimizer: Mapping[str, Any] | None, model: nn.Module
+) -> Orders:
+    """The Trainer's orders of what the file holds: whatever else was trained is lost, and that is refused."""
+    held = set(_adapter_names(path, shapes, model).values())
+    named = dict(model.named_parameters())
+    stored = [name for name in named if name in held]
+    trained = [name for name in stored if named[name].requires_grad]
+    answers = _distinct([*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]])
+    if optimizer is None:
+        return answers
+    groups = [group["params"] for group in optimizer["param_groups"]]
+    answers = [answer for answer in answers if [len(group) for group in answer] == [len(keys) for keys in groups]]
+    answers = [
+        answer
+        for answer in answers
+        if all(
+            name in held or not has_tensors(optimizer["state"].get(key))
+            for names, keys in zip(answer, groups, strict=True)
+            for name, key in zip(names, keys, strict=True)
+        )
+    ]
+    if not answers and not all(isinstance(key, str) for keys in groups for key in keys):
+        raise MatchError(
+            f"{path}: the optimiser has groups of {' and '.join(str(len(keys)) for keys in groups)} parameters, the "
+            f"adapter {len(stored)} tensors: something was trained that is not in the file, or the optimiser was not "
+            "the Trainer's own. Pass param_names=[...], the parameter names in the optimiser's order, or read it from "
+            "the live model and optimiser (Posterior.from_optimizer)"
+        )
+    return answers
+
+
+# --- several checkpoints --------------------------------------------------------------------------------------------
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """The folders called checkpoint-N, by N."""
+    numbered = [(int(match[1]), name) for name in files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
+    return [path / name for _, name in sorted(numbered) if (path / name).is_dir()]
+
+
+def _other_checkpoints(path: Path) -> str:
+    names = [folder.name for folder in _checkpoints_in(path)]
+    return ", ".join(names if len(names) <= 8 else [*names[:3], "…", *names[-3:]])
+
+
+def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    folders = _checkpoints_in(path)
+    raise FileError(
+        f"{path} holds {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}, {_other_checkpoints(path)}: pass one "
+        f"of them; the newest is {folders[-1]}"
+    )
+
+
+PARENT = Format("folder of checkpoints", lambda path, head: path.is_dir() and bool(_checkpoints_in(path)), _read_parent)
+TRAINER = Format("Hugging Face Trainer", _is_trainer, _read_trainer)
+ADAPTER = Format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _read_adapter)

@@ -1,0 +1,67 @@
+"""Dictionaries whose tensors stay on the disk until they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lazy(Mapping[str, Any]):
+    """Tensors by name, each read from the disk when it is looked at, every time, and kept by nobody.
+
+    Two looks give two tensors: hold on to what is needed twice. Shapes and types are in `outline`, which costs nothing.
+
+    Attributes:
+        outline: the same dictionary with tensors on the meta device, without values; what is known already, numbers,
+            texts and counters, is there as it is.
+
+    Args:
+        outline: as above; may be nested.
+        read: (key) → the tensor, or the dictionary, behind a key of the outline.
+    """
+
+    def __init__(self, outline: Mapping[str, Any], read: Callable[[str], Any]) -> None:
+        self.outline = outline
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        held = self.outline[key]
+        on_disk = isinstance(held, Mapping) or (isinstance(held, Tensor) and held.is_meta)
+        return self._read(key) if on_disk else held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outline)
+
+    def __len__(self) -> int:
+        return len(self.outline)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.outline
+
+    def __repr__(self) -> str:
+        return f"Lazy({', '.join(self)})"
+
+    def renamed(self, keys: Mapping[str, str]) -> Lazy:
+        """The same tensors under other names: `keys` has the present key behind each new one.
+
+        >>> Lazy({"a.w": 1}, int).renamed({"w": "a.w"})["w"]
+        1
+        """
+        return Lazy({new: self.outline[old] for new, old in keys.items()}, lambda new: self[keys[new]])
+
+
+def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
+    """A dictionary under other names, by the present key behind each; what is on the disk stays there.
+
+    >>> renamed({"a.w": 1, "a.b": 2}, {"w": "a.w"})
+    {'w': 1}
+    """
+    return tensors.renamed(keys) if isinstance(tensors, Lazy) else {new: tensors[old] for new, old in keys.items()}
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without values, for an outline."""
+    return torch.empty(shape, dtype=dtype, device="meta")

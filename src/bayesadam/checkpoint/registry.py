@@ -1,0 +1,80 @@
+"""The kinds of files and folders that are known: one record each, told apart by their content."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from bayesadam.checkpoint.contents import Contents
+from bayesadam.errors import FileError, SettingError
+
+_HEAD = 16
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file or folder.
+
+    Attributes:
+        name: what it is called in `Checkpoint.format`.
+        recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
+        read: (path, weights_key, optimizer_key) → what it holds; raises FileError where it is damaged.
+        rewrite: (source, the keys that lead to its weights, weights by the file's names, target) writes it again with
+            those weights; None where that cannot be done.
+    """
+
+    name: str
+    recognises: Callable[[Path, bytes], bool]
+    read: Callable[[Path, str | None, str | None], Contents]
+    rewrite: Callable[[Path, tuple[str, ...], Mapping[str, Tensor], Path], None] | None = None
+
+
+_registry: dict[str, Format] = {}
+
+
+def registered_formats() -> tuple[Format, ...]:
+    """Every known format, the last registered first: that is the order in which they are tried."""
+    return tuple(reversed(_registry.values()))
+
+
+def register_format(added: Format, *, replace: bool = False) -> Format:
+    """Add a format; a later one is asked before an earlier one."""
+    if added.name in _registry and not replace:
+        raise SettingError(
+            f"a format named {added.name!r} exists already: choose another name, or pass replace=True to override it"
+        )
+    _registry[added.name] = added
+    return added
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format of a file or folder, by its content."""
+    path = Path(path)
+    if not path.exists():
+        raise FileError(f"no file at {path}")
+    try:
+        head = b"" if path.is_dir() else _head(path)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    if not path.is_dir() and not head:
+        raise FileError(f"{path} is empty")
+    found = next((known for known in registered_formats() if known.recognises(path, head)), None)
+    if found is not None:
+        return found
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir())
+        raise FileError(
+            f"{path} is a folder of no known format; it has {inside[:8]}. Pass the file with the weights, and the one "
+            "with the optimiser's state as optimizer_path="
+        )
+    known_names = ", ".join(known.name for known in registered_formats())
+    raise FileError(f"{path} is of no known format ({known_names}); it starts with {head!r}")

@@ -1,0 +1,240 @@
+"""Predictions of a model that FSDP2 has sharded: gathered whole where that fits, module by module where it does not.
+
+FSDP2's hooks gather weights into memory of its own, past anything that is put in their place and past autograd's forward
+mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from bayesadam._shards import fsdp_modules, is_sharded, whole
+from bayesadam.curvature.match import own_parameters
+from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
+from bayesadam.posterior.sharded import common_seed
+from bayesadam.predict.call import Call
+
+if TYPE_CHECKING:
+    from bayesadam.posterior import Posterior
+
+# θ, v̂, σ², μ in the parameters' type, and a draw.
+_COPIES = 5
+Gather = Callable[[str], Tensor]
+Groups = list[tuple[nn.Module, dict[str, Tensor]]]
+
+
+def fits(posterior: Posterior, method: str, budget: int) -> bool:
+    """Whether the whole posterior may be gathered on every process; the exact method cannot do without.
+
+    Raises:
+        MemoryBudgetError: it may not, and must.
+    """
+    needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in posterior.mode.values())
+    if needed > budget and method == "linearised":
+        raise MemoryBudgetError(
+            f"method='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the memory "
+            f"budget is {budget:,}: raise memory_budget, or use method='linearised-sampled', which gathers one FSDP "
+            "module at a time"
+        )
+    return needed <= budget
+
+
+def common_generator(posterior: Posterior, generator: torch.Generator | None) -> torch.Generator:
+    """The user's generator, or without one a generator that is the same on all processes."""
+    if generator is not None:
+        return generator
+    return torch.Generator().manual_seed(common_seed(None, posterior.mode))
+
+
+@contextmanager
+def gathered(posterior: Posterior) -> Iterator[Posterior]:
+    """The posterior and its model in whole tensors on every process; the model's shards are back when it ends."""
+    model = posterior.model
+    _check_fsdp(model)
+    with without_fsdp(model):
+        named = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+
+        def gather(name: str) -> Tensor:
+            if name not in posterior.mode:
+                return whole(named[name].detach())
+            # Replaced at every call: it needs a shape, a type and a place, no values.
+            return torch.zeros((), dtype=named[name].dtype, device=named[name].device).expand(named[name].shape)
+
+        with _holding(model, named, gather):
+            yield posterior.gathered(model)
+
+
+@contextmanager
+def without_fsdp(model: nn.Module) -> Iterator[None]:
+    """The model's FSDP2 modules as the plain ones they were, without hooks; their parameters stay shards."""
+    modules = fsdp_modules(model)
+    kept = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    try:
+        for module in modules:
+            module.__class__ = _original(type(module))
+            module._forward_pre_hooks = _foreign(module._forward_pre_hooks)
+            module._forward_hooks = _foreign(module._forward_hooks)
+        yield
+    finally:
+        for module, kind, before, after in kept:
+            module.__class__ = kind
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _original(kind: type[nn.Module]) -> type[nn.Module]:
+    from torch.distributed.fsdp import FSDPModule
+
+    ancestry = kind.__mro__
+    original: type[nn.Module] = ancestry[ancestry.index(FSDPModule) + 1]
+    return original
+
+
+def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw in silence."""
+    foreign = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdps(hook))
+    if len(foreign) == len(hooks):
+        raise BayesAdamError(
+            f"FSDP2's hooks were not found where torch {torch.__version__} should have them: to predict, use "
+            "posterior.gathered(model) with a plain model of the same architecture"
+        )
+    return foreign
+
+
+def _is_fsdps(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def _check_fsdp(model: nn.Module) -> None:
+    """Refuse tensors sharded by anything else: what their layers' hooks do is not known here."""
+    parameters = own_parameters(model)
+    ours = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
+    for name, parameter in parameters.items():
+        if is_sharded(parameter) and (id(parameter) not in ours or sum(p.is_shard() for p in parameter.placements) > 1):
+            raise SettingError(
+                f"parameter {name!r} is placed as {parameter.placements} by something other than FSDP2: to predict, use "
+                "posterior.gathered(model) with a plain model of the same architecture, or run the model yourself inside "
+                "posterior.sampled()"
+            )
+
+
+@contextmanager
+def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> Iterator[None]:
+    """The module with gathered tensors for its sharded parameters, those in `named`, by the names there."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    kept = [
+        (owner, key, parameter)
+        for owner in module.modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and id(parameter) in names
+    ]
+    tensors = {name: gather(name) for name in dict.fromkeys(names[id(parameter)] for _, _, parameter in kept)}
+    try:
+        for owner, key, parameter in kept:
+            # As torch.func.functional_call does: a tensor, which may carry a tangent, in a parameter's place.
+            owner._parameters[key] = tensors[names[id(parameter)]]  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = parameter
+
+
+# --- module by module -----------------------------------------------------------------------------------------------
+
+
+def draws_by_module(
+    posterior: Posterior,
+    call: Call,
+    inputs: Any,
+    method: str,
+    n: int,
+    generator: torch.Generator | None,
+    padding: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
+
+    Every process runs 1 + n forwards, each on all of its own batch.
+    """
+    model, mean = posterior.model, posterior.mean
+    _check_fsdp(model)
+    groups = _groups(model)
+    named = {name: p for _, own in groups for name, p in own.items()}
+
+    def at_mean(name: str) -> Tensor:
+        return whole(mean.get(name, named[name]).detach().to(named[name].dtype))
+
+    def at(theta: Mapping[str, Tensor], name: str) -> Tensor:
+        if name not in theta:
+            return at_mean(name)
+        value = whole(theta[name])
+        if name in padding:
+            value[padding[name]] = at_mean(name)[padding[name]]
+        return value
+
+    def along(theta: Mapping[str, Tensor], name: str) -> Tensor:
+        centre = at_mean(name)
+        dual: Tensor = forward_ad.make_dual(centre, at(theta, name) - centre)  # type: ignore[no-untyped-call]
+        return dual
+
+    outputs = []
+    with without_fsdp(model), torch.no_grad():
+        for _ in range(n):
+            theta = posterior.sample(generator=generator)
+            if method == "sampled":
+                outputs.append(_forward(call, inputs, groups, partial(at, theta)))
+            else:
+                outputs.append(_forward_mode(call, inputs, groups, partial(along, theta)))
+        found = torch.stack(outputs)
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        return found, _forward(call, inputs, groups, at_mean).to(found.dtype)
+
+
+def _groups(model: nn.Module) -> Groups:
+    """The FSDP modules, each with the sharded parameters that are its own and not an inner one's, by name."""
+    modules = fsdp_modules(model)
+    owner = {id(parameter): module for module in modules for parameter in module.parameters()}
+    sharded = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
+    return [(module, {name: p for name, p in sharded if owner[id(p)] is module}) for module in modules]
+
+
+def _forward_mode(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Tensor:
+    """f(x; μ) + J (θ − μ), weights being dual numbers."""
+    with forward_ad.dual_level():
+        try:
+            output = _forward(call, inputs, groups, gather)
+        except NotImplementedError as error:
+            raise BayesAdamError(
+                f"an operation of the model has no forward-mode derivative ({error}): raise memory_budget, so that the "
+                "whole posterior is gathered and other ways can be taken, or use method='sampled'"
+            ) from error
+        value, tangent = forward_ad.unpack_dual(output)  # type: ignore[no-untyped-call]
+        total: Tensor = value if tangent is None else value + tangent
+        return total
+
+
+def _forward(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Tensor:
+    """The model's output, where each FSDP module's own weights are gathered as it starts and let go as it ends."""
+    with ExitStack() as handles:
+        for module, own in groups:
+            weights = ExitStack()
+            handles.enter_context(weights)
+            starts = module.register_forward_pre_hook(partial(_enter, weights, own, gather), prepend=True)
+            handles.callback(starts.remove)
+            ends = module.register_forward_hook(partial(_leave, weights), always_call=True)
+            handles.callback(ends.remove)
+        return call({}, inputs)
+
+
+def _enter(weights: ExitStack, own: Mapping[str, Tensor], gather: Gather, module: nn.Module, _: Any) -> None:
+    weights.enter_context(_holding(module, own, gather))
+
+
+def _leave(weights: ExitStack, *_: Any) -> None:
+    weights.close()

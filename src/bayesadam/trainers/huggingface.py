@@ -1,0 +1,132 @@
+"""`PosteriorCallback` for the Trainer of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bayesadam._extras import require
+from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.curvature.match import unwrap
+from bayesadam.curvature.registry import reader_of
+from bayesadam.errors import SettingError, StateError
+from bayesadam.posterior import Posterior
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, is_first_rank
+
+if TYPE_CHECKING:
+    TrainerCallback = object
+else:
+    TrainerCallback = require("transformers").TrainerCallback
+
+_TEXT_MODELS = ("LM", "LMHeadModel", "ForConditionalGeneration")
+
+
+class PosteriorCallback(PosteriorKeeper, TrainerCallback):
+    """Reads the posterior off the trainer's optimiser when training ends, logs it and saves it.
+
+        trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=validation)
+        callback = PosteriorCallback(trainer, calibrate=True, likelihood="classification")
+        trainer.add_callback(callback)
+        trainer.train()
+        callback.posterior.predict({"input_ids": …, "attention_mask": …}, likelihood="classification")
+
+    The numbers go through `trainer.log`, and so to the log history, TensorBoard and whatever else `report_to` names,
+    under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … The file is
+    `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the `trainer_state.json` of
+    every checkpoint. Where `load_best_model_at_end` has brought back an earlier step's weights, the state that the
+    optimiser had then is read from that checkpoint.
+
+    A language model's labels are not the classes of its outputs: it shifts them itself. To calibrate one, pass `forward`,
+    which cuts the outputs, and `held_out`, with targets to match:
+
+        forward=lambda model, batch: model(**batch).logits[:, :-1]
+        held_out=[({"input_ids": ids}, ids[:, 1:]) for ids in …]
+
+    Args:
+        trainer: the trainer, for its loggers and data; a callback is not told of them otherwise.
+        n_data: N; None takes the length of the training data set.
+        every_n_evaluations: log the signal to noise during training too, without calibrating or saving.
+        **options: see `PosteriorKeeper`.
+    """
+
+    def __init__(
+        self, trainer: Any, n_data: float | None = None, *, every_n_evaluations: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(n_data, **options)
+        if every_n_evaluations is not None and every_n_evaluations < 1:
+            raise SettingError(f"every_n_evaluations must be at least 1, got {every_n_evaluations!r}")
+        self.trainer = trainer
+        self.every_n_evaluations = every_n_evaluations
+        self._evaluations = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Settle N while it is early."""
+        if args.load_best_model_at_end and args.save_only_model:
+            raise SettingError(
+                "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
+                "without a posterior: set save_only_model=False"
+            )
+        model = kwargs["model"]
+        name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+        if self.calibrate and self.held_out is None and name.endswith(_TEXT_MODELS):
+            raise SettingError(
+                f"{name} shifts or masks its labels, so the trainer's evaluation data cannot calibrate it as they are: pass "
+                "forward=, which cuts the outputs, and held_out=, a loader of (inputs, targets) to match"
+            )
+        self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
+        self._evaluations = 0
+        state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
+        # Before the reporting callbacks, which close their files when training ends.
+        callbacks = self.trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop(callbacks.index(self)))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the signal to noise every few evaluations."""
+        # An evaluation may come before the first step, or without any training.
+        if not self.every_n_evaluations or not self.trainer.is_in_train or not state.global_step:
+            return
+        self._evaluations += 1
+        if self._evaluations % self.every_n_evaluations == 0:
+            numbers = self._snr(self._read(kwargs["model"], kwargs["optimizer"]))
+            if is_first_rank():
+                self.trainer.log(numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read, calibrate, log, save."""
+        best = (
+            Path(state.best_model_checkpoint) if args.load_best_model_at_end and state.best_model_checkpoint else None
+        )
+        if best is not None and best.name == f"checkpoint-{state.global_step}":
+            best = None
+        self._finish(
+            lambda: self._read(kwargs["model"], kwargs["optimizer"], best),
+            self._validation,
+            self.path or Path(args.output_dir) / FILE_NAME,
+            self.trainer.log,
+        )
+
+    def _validation(self) -> Any:
+        sets = self.trainer.eval_dataset
+        # Of several the first, which the trainer knows by its name.
+        return self.trainer.get_eval_dataloader(next(iter(sets)) if isinstance(sets, Mapping) else None)
+
+    def _read(self, model: Any, optimizer: Any, checkpoint: Path | None = None) -> Posterior:
+        """The posterior by the optimiser, or by the state that it had at a checkpoint."""
+        if checkpoint is None:
+            return Posterior.from_optimizer(model, optimizer, self._known_n_data(), **self.options)
+        # Inside Accelerate's wrapper.
+        live = getattr(optimizer, "optimizer", optimizer)
+        options = dict(self.options)
+        reader = options.pop("reader", None) or reader_of(live)
+        if reader is None:
+            raise StateError(f"no reader is registered for {type(live).__name__}; pass reader=")
+        names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+        return Posterior.from_state_dict(
+            model,
+            load_tree(checkpoint / "optimizer.pt"),
+            self._known_n_data(),
+            optimizer=reader,
+            param_names=[names[id(parameter)] for group in live.param_groups for parameter in group["params"]],
+            **options,
+        )

@@ -1,0 +1,218 @@
+"""What the callbacks share: how N is found, and the posterior read, calibrated, logged, saved and kept."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import SubsetRandomSampler
+
+from bayesadam.calibrate import calibrate as calibrate_on
+from bayesadam.calibrate import pairs
+from bayesadam.errors import BayesAdamWarning, SettingError, StateError
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.settings import Settings
+from bayesadam.predict.call import Forward
+from bayesadam.predict.predictive import Likelihood
+from bayesadam.trainers.summary import held_out_numbers, snr_numbers
+
+FILE_NAME = "posterior.safetensors"
+T = TypeVar("T")
+Log = Callable[[dict[str, float]], None]
+
+
+class NoPosteriorWarning(BayesAdamWarning):
+    """Training went well, but no posterior came of it; `callback.posterior` raises the reason."""
+
+
+class PosteriorKeeper:
+    """A posterior read when training ends, whatever the trainer.
+
+    What can be known to be wrong is refused when training starts. What fails when it ends does not take the run with
+    it: a `NoPosteriorWarning` tells, and `posterior` raises the reason where it is asked for. If calibration is what
+    failed, the file holds the posterior as it was read.
+
+    In distributed training every rank reads its own optimiser, and the first one calibrates, logs and writes; its
+    settings reach the others.
+
+    Args:
+        n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
+            training data set. A language model's loss averages over tokens; N sequences of T tokens are N T there.
+        path: where the posterior is saved; None is `posterior.safetensors` in the trainer's own folder.
+        calibrate: calibrate on the held-out data before saving, and log how it scores there.
+        likelihood: of the calibration.
+        held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
+        forward: as in `predict`, where the model's call is unusual.
+        per_parameter: log the signal to noise of every parameter too.
+        **options: those of `Posterior.from_optimizer`, such as `prior_precision`.
+    """
+
+    def __init__(
+        self,
+        n_data: float | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        calibrate: bool = False,
+        likelihood: Likelihood | None = None,
+        held_out: Any = None,
+        forward: Forward | None = None,
+        per_parameter: bool = False,
+        **options: Any,
+    ) -> None:
+        if calibrate and likelihood is None:
+            raise SettingError("calibrate=True needs likelihood='classification', 'binary' or 'regression'")
+        try:
+            inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
+        except TypeError as error:
+            raise SettingError(f"{error}: the options are those of Posterior.from_optimizer") from None
+        self.n_data = n_data
+        self.path = None if path is None else Path(path)
+        self.calibrate = calibrate
+        self.likelihood = likelihood
+        self.held_out = held_out
+        self.forward = forward
+        self.per_parameter = per_parameter
+        self.options = options
+        self._given_n_data = n_data
+        self._posterior: Posterior | Exception | None = None
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior at the end of training; raises what kept it from being read."""
+        if self._posterior is None:
+            raise StateError("there is no posterior yet: it is read when training ends")
+        if isinstance(self._posterior, Exception):
+            raise self._posterior
+        return self._posterior
+
+    def _begin(self, loaders: Any, *, has_validation: bool) -> None:
+        """Settle N, and refuse what would fail at the end."""
+        self._posterior = None
+        self.n_data = self._given_n_data if self._given_n_data is not None else count_examples(loaders)
+        if self.n_data is None:
+            raise SettingError(
+                "the number of training examples cannot be told from the trainer's data: a data set without a length, "
+                "or several of them. Pass it: PosteriorCallback(n_data=...)"
+            )
+        if self.calibrate and self.held_out is None and not has_validation:
+            raise SettingError(
+                "calibrate=True needs held-out data: give the trainer validation data, or pass held_out=, a loader of "
+                "(inputs, targets)"
+            )
+        known = {key: self.options[key] for key in ("power", "batch_size", "form") if key in self.options}
+        Settings(self.n_data, {}, **known)
+
+    def _known_n_data(self) -> float:
+        if self.n_data is None:
+            raise StateError("N is not known before training begins")
+        return self.n_data
+
+    def _snr(self, posterior: Posterior) -> dict[str, float]:
+        return _prefixed(snr_numbers(posterior, per_parameter=self.per_parameter))
+
+    def _finish(
+        self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
+    ) -> None:
+        """Read, calibrate, log and save; a failure is kept and told, not raised.
+
+        Args:
+            read: reads the posterior.
+            validation: the trainer's validation data.
+            path: where the posterior is saved; None saves none.
+            log: passes numbers to the trainer's logger.
+        """
+        told = ""
+        numbers: dict[str, float] = {}
+        try:
+            posterior = read()
+            _save(posterior, path)
+            if self.calibrate:
+                told = f"; as it was before calibration, it is in {path}" if path else ""
+                if posterior.is_sharded:
+                    raise SettingError("a sharded model cannot be calibrated here: load its posterior into a whole one")
+                data = list(pairs(validation() if self.held_out is None else self.held_out))
+                changes, numbers = on_first_rank(lambda: self._calibration(posterior, data))
+                posterior = posterior.replace(**changes)
+                _save(posterior, path)
+            numbers = {**self._snr(posterior), **_prefixed(numbers)}
+            if is_first_rank():
+                log(numbers)
+            self._posterior = posterior
+        # Hours of training must not be lost to whatever the user's loader or model raises here.
+        except Exception as error:
+            self._posterior = error
+            warnings.warn(
+                f"training is over, but there is no posterior: {type(error).__name__}: {error}{told}",
+                NoPosteriorWarning,
+                stacklevel=3,
+            )
+
+    def _calibration(self, posterior: Posterior, data: list[Any]) -> tuple[dict[str, Any], dict[str, float]]:
+        """The settings that calibration found, and numbers for the logger."""
+        assert self.likelihood is not None  # by __init__
+        tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
+        numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
+        changes = {
+            "scale": tuned.settings.scale,
+            "prior_precision": tuned.prior_precision,
+            "noise_variance": tuned.noise_variance,
+        }
+        # One number for all parameters, by either method of calibration.
+        delta = next(iter(tuned.prior_precision.values()))
+        return changes, {**numbers, "scale": tuned.settings.scale, "prior_precision": float(delta)}
+
+
+def count_examples(loaders: Any) -> int | None:
+    """The number of examples behind a loader; None where the data set has no length, or there are several loaders.
+
+    >>> from torch.utils.data import DataLoader
+    >>> count_examples(DataLoader(range(10), batch_size=4))
+    10
+    """
+    if isinstance(loaders, Mapping | list | tuple):
+        listed = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+        return count_examples(listed[0]) if len(listed) == 1 else None
+    sampler = getattr(loaders, "sampler", None)
+    source = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loaders, "dataset", None)
+    try:
+        return len(source) or None  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that logs and writes."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """`work` done by the first rank alone, its result or its failure given to all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return work()
+    box: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            box[0] = work()
+        except Exception as error:
+            # Raised below on every rank: the others would wait for ever.
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]
+
+
+def _save(posterior: Posterior, path: Path | None) -> None:
+    # A sharded posterior is written by all ranks together.
+    if path is not None and (posterior.is_sharded or is_first_rank()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        posterior.save(path)
+
+
+def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {f"posterior/{name}": value for name, value in numbers.items()}

@@ -1,0 +1,93 @@
+"""`PosteriorCallback` for Lightning's Trainer, `lightning.pytorch` and `pytorch_lightning` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bayesadam._extras import require
+from bayesadam.errors import MissingExtraError, SettingError
+from bayesadam.posterior import Posterior
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+
+if TYPE_CHECKING:
+    Callback = object
+else:
+    try:
+        Callback = require("lightning.pytorch").Callback
+    except MissingExtraError as missing:
+        # The older name of the same package; a callback of one serves the trainer of the other.
+        try:
+            Callback = require("pytorch_lightning").Callback
+        except MissingExtraError:
+            raise missing from None
+
+
+class PosteriorCallback(PosteriorKeeper, Callback):
+    """Reads the posterior off the trainer's optimisers when training ends, logs it and saves it.
+
+        callback = PosteriorCallback(calibrate=True, likelihood="classification")
+        trainer = Trainer(max_epochs=10, callbacks=[callback])
+        trainer.fit(module, train_loader, val_loader)
+        callback.posterior.predict(x, likelihood="classification")
+
+    The numbers go to every logger of the trainer, under `posterior/`: `snr_median`, `snr_below_1`, and those of the
+    calibration, `nll`, `ece`, `scale`, … The file is `posterior.safetensors` in `trainer.log_dir` unless `path` says
+    otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint` knows N. A dry run, `fast_dev_run`,
+    writes nothing.
+
+    Args:
+        n_data: N; None takes the length of the training data set.
+        every_n_epochs: log the signal to noise during training too, without calibrating or saving.
+        **options: see `PosteriorKeeper`.
+    """
+
+    def __init__(self, n_data: float | None = None, *, every_n_epochs: int | None = None, **options: Any) -> None:
+        super().__init__(n_data, **options)
+        if every_n_epochs is not None and every_n_epochs < 1:
+            raise SettingError(f"every_n_epochs must be at least 1, got {every_n_epochs!r}")
+        self.every_n_epochs = every_n_epochs
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Settle N while it is early."""
+        # A few batches over and over are not the data set.
+        loaders = None if trainer.overfit_batches else trainer.train_dataloader
+        self._begin(loaders, has_validation=bool(trainer.val_dataloaders))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the signal to noise every few epochs."""
+        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            _log(trainer, self._snr(self._read(trainer, pl_module)))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Read, calibrate, log, save."""
+        path = self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
+        self._finish(
+            lambda: self._read(trainer, pl_module),
+            lambda: _first(trainer.val_dataloaders),
+            None if trainer.fast_dev_run else path,
+            lambda numbers: _log(trainer, numbers),
+        )
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Follow the model, which the trainer takes off the accelerator when it is done."""
+        if isinstance(self._posterior, Posterior):
+            self._posterior = self._posterior.to(pl_module.device)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Write N beside the weights."""
+        if self.n_data is not None:
+            checkpoint["n_data"] = self.n_data
+
+    def _read(self, trainer: Any, pl_module: Any) -> Posterior:
+        return Posterior.from_optimizer(pl_module, trainer.optimizers, self._known_n_data(), **self.options)
+
+
+def _log(trainer: Any, numbers: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, step=trainer.global_step)
+
+
+def _first(loaders: Any) -> Any:
+    """One loader's data: of several the first."""
+    return loaders[0] if isinstance(loaders, list | tuple) else loaders

@@ -1,0 +1,69 @@
+"""A posterior in a handful of numbers, for a trainer's logger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam._shards import whole
+from bayesadam.calibrate import pairs
+from bayesadam.posterior import Posterior
+from bayesadam.predict.call import Forward, to_device
+from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, Likelihood, RegressionPredictive
+from bayesadam.scores import coverage, ece, nll, rmse
+
+
+def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
+    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, noise louder than signal.
+
+    Args:
+        posterior: the posterior.
+        per_parameter: the same for every parameter, under its name.
+    """
+    snr = {name: whole(values).flatten() for name, values in posterior.snr().items()}
+    parts = {"": torch.cat([values.to(next(iter(snr.values()))) for values in snr.values()])}
+    if per_parameter:
+        parts |= {f"/{name}": values for name, values in snr.items() if values.numel()}
+    numbers: dict[str, float] = {}
+    for suffix, values in parts.items():
+        numbers[f"snr_median{suffix}"] = float(values.median())
+        numbers[f"snr_below_1{suffix}"] = float((values < 1).double().mean())
+    return numbers
+
+
+def held_out_numbers(
+    posterior: Posterior, batches: Any, *, likelihood: Likelihood, forward: Forward | None = None
+) -> dict[str, float]:
+    """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
+
+    Classification has NLL and ECE of both; regression the NLL and the coverage of 95 % intervals of the predictive,
+    which alone has a noise, and the RMSE, which is the same for both.
+    """
+    means, variances, targets = [], [], []
+    device = next(iter(posterior.parameters().values())).device
+    for inputs, y in pairs(batches):
+        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
+        means.append(found.mean)
+        variances.append(found.variance)
+        targets.append(y.to(found.mean.device))
+    joined = replace(found, mean=torch.cat(means), variance=torch.cat(variances))
+    y = torch.cat(targets)
+    if isinstance(joined, RegressionPredictive):
+        return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.mean, y)}
+    network = replace(joined, variance=torch.zeros_like(joined.variance))
+    return {
+        "nll": nll(joined, y),
+        "ece": _ece(joined, y),
+        "network_nll": nll(network, y),
+        "network_ece": _ece(network, y),
+    }
+
+
+def _ece(predictive: ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
+    probs = predictive.probs
+    if isinstance(predictive, BinaryPredictive):
+        probs, y = torch.stack([1 - probs, probs], dim=-1), y.reshape(probs.shape)
+    return ece(probs.flatten(0, -2), y.flatten().long())

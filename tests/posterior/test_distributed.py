@@ -1,0 +1,284 @@
+"""Posteriors over several processes: the same draws, densities and predictions as over one, and each its part alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bayesadam as ba
+from bayesadam.errors import FileError, MatchError
+from bayesadam.posterior import noise
+from posterior.distributed_worker import (
+    N_DATA,
+    NETWORKS,
+    PREDICTIONS,
+    SETTINGS,
+    Checks,
+    fresh,
+    inputs,
+    predictions,
+    priors,
+    seeded,
+    statistics,
+    train,
+)
+
+HERE = Path(__file__).parent
+CHECKS = [name for name in vars(Checks) if name.startswith("check_")]
+SECONDS = 100
+
+
+def start(rank: int, world: int, folder: Path) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(map(str, (HERE.parents[1] / "src", HERE.parent)))
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "distributed_worker.py"), str(rank), str(world), str(folder)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(world: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of `world` processes found; none outlives the limit."""
+    processes = [start(rank, world, folder) for rank in range(world)]
+    try:
+        told = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world, "\n".join(told)
+    return [torch.load(folder / f"results_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, ba.Posterior]:
+    """The posteriors that one process without any distribution has."""
+    models = {network: fresh(network) for network in NETWORKS}
+    return {
+        network: ba.Posterior.from_optimizer(model, train(model), N_DATA, **SETTINGS)
+        for network, model in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(plain: dict[str, ba.Posterior], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes are given, and where they leave what they find."""
+    folder = tmp_path_factory.mktemp("distributed")
+    for network in NETWORKS:
+        model = fresh(network)
+        optimizer = train(model)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{network}.pt")
+    plain["linear"].save(folder / "plain.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """By the number of processes; one loads what two have saved."""
+    return {world: run(world, folder) for world in (2, 1)}
+
+
+@pytest.fixture
+def found(results: dict[int, list[dict[str, Any]]], request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """What the first of two processes, and a single one, found in a check."""
+    return tuple(results[world][0][f"check_{request.param}"]["found"] for world in (2, 1))
+
+
+def same(ours: Any, truth: Any, *, exactly: bool = True) -> None:
+    """Compare nested dicts and lists of tensors, and tell where they differ."""
+    if isinstance(truth, Tensor):
+        tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 2e-5, "atol": 1e-6}
+        torch.testing.assert_close(ours, truth, **tolerance)
+        return
+    assert len(ours) == len(truth)
+    for key in truth if isinstance(truth, dict) else range(len(truth)):
+        # Sums over many weights depend on their order, but for rounding.
+        same(ours[key], truth[key], exactly=exactly and key not in ("log_prob", "entropy"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_checks_hold_in_every_process(results, name, world):
+    for result in results[world]:
+        assert "error" not in result[name], result[name]["error"]
+
+
+@pytest.mark.parametrize("found", ["statistics", "gathered"], indirect=True)
+def test_one_or_more_processes_draw_and_score_the_same(found, plain):
+    expected = statistics(plain["linear"])
+    for ours in found:
+        same(ours, expected)
+
+
+@pytest.mark.parametrize("found", ["tensor_priors"], indirect=True)
+def test_a_prior_by_weight_is_spread_with_the_weights(found, plain):
+    expected = statistics(plain["linear"].replace(prior_precision=priors()))
+    for ours in found:
+        same(ours, expected)
+
+
+@pytest.mark.parametrize("found", ["predictions"], indirect=True)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_one_or_more_processes_predict_the_same(found, network, plain):
+    two, one = found
+    same(two, one)
+    same(one[network], predictions(plain[network]), exactly=False)
+
+
+@pytest.mark.parametrize("found", ["predictions_by_module"], indirect=True)
+def test_predictions_module_by_module_are_the_same_too(found, plain):
+    two, one = found
+    same(two, one)
+    same(one, predictions(plain["norm"], PREDICTIONS[:2]), exactly=False)
+
+
+@pytest.mark.parametrize("found", ["frozen_parameters"], indirect=True)
+def test_frozen_weights_are_gathered_as_they_are(found):
+    model = fresh("norm")
+    model[1].weight.requires_grad_(False)
+    posterior = ba.Posterior.from_optimizer(model, train(model), N_DATA, **SETTINGS)
+    for gathered, by_module in found:
+        same(gathered, predictions(posterior), exactly=False)
+        same(by_module, predictions(posterior, PREDICTIONS[:2]), exactly=False)
+
+
+@pytest.mark.parametrize("found", ["sampled"], indirect=True)
+def test_a_forward_inside_sampled_uses_the_draw(found, plain):
+    posterior = plain["linear"]
+    with torch.no_grad(), posterior.sampled(generator=seeded()) as model:
+        drawn = model(inputs())
+    other = posterior.gathered(fresh("linear"))
+    other.copy_mean_to_model()
+    for ours in found:
+        same(ours, {"drawn": drawn, "at_mean": other.model(inputs()).detach()}, exactly=False)
+    assert (drawn - other.model(inputs())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("found", ["training"], indirect=True)
+def test_training_as_shards_gives_the_posterior_of_plain_training(found, plain):
+    expected = statistics(plain["linear"])
+    for ours in found:
+        same(ours, {key: expected[key] for key in ours}, exactly=False)
+
+
+# --- on disk --------------------------------------------------------------------------------------------------------
+
+
+def saved_posterior(plain: dict[str, ba.Posterior]) -> ba.Posterior:
+    """What the processes save."""
+    return plain["linear"].replace(prior_precision=priors() | {"0.bias": 0.5}, scale=0.25, noise_variance=0.1)
+
+
+@pytest.mark.parametrize("found", ["saving"], indirect=True)
+def test_a_round_trip_is_exact(found, plain):
+    for ours in found:
+        same(ours, statistics(saved_posterior(plain)))
+
+
+@pytest.mark.parametrize("found", ["loading"], indirect=True)
+def test_other_numbers_of_processes_load_it(found, plain):
+    two, (from_file, from_two, from_two_to_plain) = found
+    for ours in (*two, from_file):
+        same(ours, statistics(plain["linear"]))
+    for ours in (from_two, from_two_to_plain):
+        same(ours, statistics(saved_posterior(plain)))
+
+
+@pytest.fixture
+def saved(results: Any, folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder / "saved_by_2", tmp_path / "saved"))
+
+
+def test_a_process_without_any_distribution_loads_it(saved, plain):
+    loaded = ba.Posterior.load(saved, fresh("linear"))
+    same(statistics(loaded), statistics(saved_posterior(plain)))
+    assert loaded.noise_variance == pytest.approx(0.1)
+    assert not [path for path in saved.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_another_models_folder_is_refused(saved):
+    with pytest.raises(MatchError, match="another model"):
+        ba.Posterior.load(saved, fresh("norm"))
+    with pytest.raises(MatchError, match="another model"):
+        ba.Posterior.load(saved, torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)))
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Path(self.where) / "ran"),)
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+
+def test_a_pickle_that_would_run_code_does_not(saved):
+    (saved / ".metadata").write_bytes(pickle.dumps(Runs(saved)))
+    with pytest.raises(FileError, match="mkdir"):
+        ba.Posterior.load(saved, fresh("linear"))
+    assert not (saved / "ran").exists()
+
+
+def damaged(saved: Path, how: str) -> None:
+    header = saved / "bayesadam.json"
+    if how == "header":
+        header.unlink()
+    elif how == "json":
+        header.write_text(header.read_text()[:20])
+    elif how == "format":
+        header.write_text(json.dumps(json.loads(header.read_text()) | {"format": 99}))
+    elif how == "contents":
+        (saved / ".metadata").unlink()
+    elif how == "shard":
+        (saved / "__1_0.distcp").unlink()
+    elif how == "truncated":
+        (saved / "__1_0.distcp").write_bytes(b"")
+
+
+@pytest.mark.parametrize("how", ["header", "json", "format", "contents", "shard", "truncated"])
+def test_damage_is_told(saved, how):
+    damaged(saved, how)
+    with pytest.raises(FileError):
+        ba.Posterior.load(saved, fresh("linear"))
+
+
+# --- parts of a draw ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [None, 3, 40])
+@pytest.mark.parametrize(
+    ("total", "cuts"), [(7, [0, 3, 6, 7]), (3000, [0, 1499, 3000]), (200_001, [0, 1, 65_537, 140_000, 200_001])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_those_of_the_whole(total, cuts, n, dtype):
+    generator = torch.Generator().manual_seed(0)
+    mode, v, delta = (torch.rand(total, generator=generator) for _ in range(3))
+    options: dict[str, Any] = {"weight": 50.0, "power": 0.7, "shrink": True, "seed": 11, "n": n, "dtype": dtype}
+    expected = noise.draw(mode, v, delta=delta, **options)
+    parts = [
+        noise.draw(mode[a:b], v[a:b], delta=delta[a:b], part=noise.Part(a, total), **options)
+        for a, b in itertools.pairwise(cuts)
+    ]
+    assert torch.equal(torch.cat(parts, dim=-1), expected)
+
+
+def test_parts_are_those_of_the_whole_with_torchs_own_generator():
+    mode, v = torch.rand(50), torch.rand(50)
+    options: dict[str, Any] = {"weight": 5.0, "delta": 1.0, "power": 0.5, "shrink": False, "seed": 2}
+    whole = torch.empty(3, 50)
+    noise._fill_row_by_row(whole, mode, v, part=noise.Part(0, 50), **options)
+    for cut in (slice(0, 20), slice(20, 50)):
+        rows = torch.empty(3, cut.stop - cut.start)
+        noise._fill_row_by_row(rows, mode[cut], v[cut], part=noise.Part(cut.start, 50), **options)
+        assert torch.equal(rows, whole[:, cut])

@@ -1,0 +1,220 @@
+"""A posterior over a LoRA adapter alone: its extent, its predictive against a full Jacobian, its calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+import bayesadam as ba  # noqa: E402
+from bayesadam import scores  # noqa: E402
+
+WORDS, LENGTH, CLASSES, WIDTH = 10, 6, 3, 16
+
+
+@dataclass
+class Adapted:
+    """A trained adapter, its optimiser, held-out data, and the logits that belong to the targets."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    held_out: tuple[dict[str, Tensor], Tensor]
+    n_data: int
+    forward: Callable[[nn.Module, Any], Tensor]
+
+
+def words(count: int, seed: int) -> dict[str, Tensor]:
+    """Sentences of different lengths, padded."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(WORDS, (count, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (count, 1), generator=generator)
+    return {"input_ids": x, "attention_mask": (torch.arange(LENGTH) < lengths).long()}
+
+
+def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits
+
+
+def trained(
+    model: nn.Module,
+    train: tuple[dict[str, Tensor], Tensor],
+    held_out: tuple[dict[str, Tensor], Tensor],
+    forward: Callable[[nn.Module, Any], Tensor],
+) -> Adapted:
+    """Plain AdamW over what is trainable, long enough to be over-confident."""
+    model = model.double().train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2, weight_decay=0.01)
+    inputs, y = train
+    for step in range(150):
+        rows = torch.randint(len(y), (8,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        found = forward(model, {key: value[rows] for key, value in inputs.items()})
+        nn.functional.cross_entropy(found.flatten(0, -2), y[rows].flatten()).backward()
+        optimizer.step()
+    return Adapted(model.eval(), optimizer, held_out, y.numel(), forward)
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Adapted:
+    """The class is that of the first word, one in five drawn at random."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=WIDTH,
+        max_position_embeddings=LENGTH,
+        num_labels=CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = peft.get_peft_model(
+        transformers.BertForSequenceClassification(config),
+        peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]),
+    )
+
+    def labelled(count: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        inputs, generator = words(count, seed), torch.Generator().manual_seed(seed + 100)
+        drawn = torch.randint(CLASSES, (count,), generator=generator)
+        wrong = torch.rand(count, generator=generator) < 0.2
+        return inputs, torch.where(wrong, drawn, inputs["input_ids"][:, 0] % CLASSES)
+
+    return trained(model, labelled(24, 0), labelled(60, 1), logits)
+
+
+@pytest.fixture(scope="module")
+def language_model() -> Adapted:
+    """The next word is one or two further on; every output but the last has a target."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        # Larger than usual: the outputs are tied to the embeddings, and small ones could never be sure.
+        initializer_range=0.3,
+    )
+    model = peft.get_peft_model(
+        transformers.GPT2LMHeadModel(config),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True),
+    )
+
+    def walk(count: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        steps = torch.randint(1, 3, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+        x = steps.cumsum(dim=1) % WORDS
+        return {"input_ids": x, "attention_mask": torch.ones_like(x)}, x[:, 1:]
+
+    return trained(model, walk(8, 0), walk(30, 1), lambda model, inputs: logits(model, inputs)[:, :-1])
+
+
+@pytest.fixture(params=["classifier", "language_model"])
+def adapted(request: pytest.FixtureRequest) -> Adapted:
+    return request.getfixturevalue(request.param)
+
+
+def posterior_of(adapted: Adapted) -> ba.Posterior:
+    return ba.Posterior.from_optimizer(adapted.model, adapted.optimizer, adapted.n_data)
+
+
+def test_the_posterior_is_over_the_adapter_and_nothing_else(adapted):
+    posterior = posterior_of(adapted)
+    trainable = {name for name, parameter in adapted.model.named_parameters() if parameter.requires_grad}
+    assert set(posterior.mode) == trainable
+    assert all("lora_" in name or "modules_to_save" in name for name in trainable)
+    assert set(posterior.omitted.values()) == {"frozen (requires_grad is False)"}
+    assert set(posterior.omitted) | trainable == {name for name, _ in adapted.model.named_parameters()}
+
+
+def test_a_classifier_has_its_head_in_the_posterior(classifier):
+    heads = [name for name in posterior_of(classifier).mode if "modules_to_save" in name]
+    assert [name.rpartition(".")[2] for name in heads] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("last_token", [False, True])
+def test_the_predictive_variance_is_that_of_the_full_jacobian(adapted, last_token: bool):
+    """diag(J Σ Jᵀ) with J over the adapter's parameters, by reverse-mode differentiation of the whole model."""
+
+    def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        found = logits(model, inputs)
+        return found[:, -1] if last_token and found.dim() == 3 else found
+
+    posterior = posterior_of(adapted)
+    inputs = {key: value[:3] for key, value in adapted.held_out[0].items()}
+    weights = {name: parameter.detach() for name, parameter in adapted.model.named_parameters()}
+    own = {name: weights[name] for name in posterior.mode}
+
+    class Forward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = adapted.model
+
+        def forward(self) -> Tensor:
+            return forward(self.inner, inputs)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        caller = Forward()
+        jacobians = jacrev(
+            lambda params: functional_call(caller, {f"inner.{name}": tensor for name, tensor in params.items()}, ())
+        )(own)
+        expected_mean = forward(adapted.model, inputs).detach()
+    variance = posterior.variance
+    expected = sum((jacobians[name].square() * variance[name]).flatten(expected_mean.dim()).sum(-1) for name in own)
+    found = posterior.predict(inputs, likelihood="classification", forward=forward)
+    torch.testing.assert_close(found.mean, expected_mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.variance, expected.detach(), rtol=1e-8, atol=1e-12)
+    assert (found.variance > 0).all()
+
+
+def test_inputs_of_keywords_need_no_forward(classifier):
+    posterior, (inputs, _) = posterior_of(classifier), classifier.held_out
+    batch = transformers.BatchEncoding(inputs)
+    found = posterior.predict(batch, likelihood="classification")
+    expected = posterior.predict(inputs, likelihood="classification", forward=logits)
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.variance, expected.variance)
+
+
+def test_calibration_does_not_raise_the_validation_nll(adapted):
+    posterior, (inputs, y) = posterior_of(adapted), adapted.held_out
+    options = {"likelihood": "classification", "forward": adapted.forward}
+    tuned = ba.calibrate(posterior, (inputs, y), **options)
+    after = scores.nll(tuned.predict(inputs, **options), y)
+    before = scores.nll(posterior.predict(inputs, **options), y)
+    with torch.no_grad():
+        network = float(nn.functional.cross_entropy(adapted.forward(adapted.model, inputs).flatten(0, -2), y.flatten()))
+    assert after <= before + 1e-9
+    assert after < network - 0.01, "the network is over-confident, so there is something to gain"
+
+
+def test_draws_leave_the_frozen_weights_alone(adapted):
+    posterior, (inputs, _) = posterior_of(adapted), adapted.held_out
+    before = {name: parameter.clone() for name, parameter in adapted.model.named_parameters()}
+    with posterior.sampled(generator=torch.Generator().manual_seed(0)) as model:
+        changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+        model(**inputs)
+    assert changed == set(posterior.mode)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in adapted.model.named_parameters())
+
+
+def test_a_saved_adapter_posterior_fits_the_adapter_again(adapted, tmp_path):
+    posterior = posterior_of(adapted)
+    posterior.save(tmp_path / "adapter.safetensors")
+    again = ba.Posterior.load(tmp_path / "adapter.safetensors", adapted.model)
+    assert list(again.mode) == list(posterior.mode)
+    assert all(torch.equal(again.variance[name], v) for name, v in posterior.variance.items())
+    assert sum(theta.numel() for theta in again.mode.values()) < sum(p.numel() for p in adapted.model.parameters()) / 4

@@ -1,0 +1,156 @@
+"""Draws from a checkpoint: those of the posterior read with the model, and little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import bayesadam as ba
+from bayesadam.cli import app
+from bayesadam.errors import FileError, ImproperError, SettingError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, steps: int = 6) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Tied, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.01)
+    trained(model, optimizer, torch.arange(11).repeat(4))
+    path = tmp_path / "model.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 400}, path)
+    return path, model, optimizer
+
+
+@pytest.mark.parametrize("form", ["map", "likelihood"])
+@pytest.mark.parametrize("prior", [None, 3.0])
+def test_the_draw_is_the_posteriors(saved, tmp_path, form, prior):
+    path, model, optimizer = saved
+    out = tmp_path / "draw.safetensors"
+    ba.sample_checkpoint(path, out, seed=5, form=form, prior_precision=prior)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=400, form=form, prior_precision=prior)
+    expected = posterior.sample(generator=torch.Generator().manual_seed(5))
+    found = load_file(out)
+    assert set(found) == set(model.state_dict())
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+        assert not torch.equal(values, model.state_dict()[name])
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+    assert torch.equal(found["frozen"], model.frozen)
+    assert torch.equal(found["norm.running_mean"], model.norm.running_mean)
+
+
+def test_what_cannot_be_drawn_is_refused_and_nothing_written(saved, tmp_path):
+    path, model, optimizer = saved
+    out = tmp_path / "draw.safetensors"
+    with pytest.raises(FileError, match="safetensors"):
+        ba.sample_checkpoint(path, tmp_path / "draw.pt")
+    plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(plain, path)
+    with pytest.raises(SettingError, match="pass n_data="):
+        ba.sample_checkpoint(path, out)
+    for state in plain["optimizer"]["state"].values():
+        state["exp_avg_sq"].zero_()
+    torch.save(plain, path)
+    with pytest.raises(ImproperError, match="prior_precision"):
+        ba.sample_checkpoint(path, out, 400, prior_precision=0.0)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+MEASURED = """
+import sys, threading, time
+import torch
+import bayesadam as ba
+from bayesadam.inspect import inspect_checkpoint
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+path, small, task = sys.argv[1:4]
+run = {
+    "inspect": lambda p: inspect_checkpoint(p, n_data=1000),
+    "prune": lambda p: ba.prune_checkpoint(p, p + ".pruned.safetensors", 0.5),
+    "sample": lambda p: ba.sample_checkpoint(p, p + ".draw.safetensors", 1000, prior_precision=1.0),
+}[task]
+# Once on a small file, for what the first use brings into memory.
+run(small)
+before, peak, stop = anonymous(), [0], threading.Event()
+
+def watch():
+    while not stop.is_set():
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+run(path)
+stop.set()
+watcher.join()
+print(peak[0] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
+def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
+    paths = []
+    for width, layers in ((32, 2), (4096, 4)):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        paths.append(tmp_path / f"{width}.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, paths[-1])
+    del model, optimizer, parameter
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(paths[1]), str(paths[0]), task],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    largest = 4096 * 4096 * 4
+    assert int(done.stdout) <= times * largest
+
+
+def test_the_command_writes_the_draw_and_a_record(saved, tmp_path):
+    path, _, _ = saved
+    out, expected = tmp_path / "draw.safetensors", tmp_path / "expected.safetensors"
+    done = CliRunner().invoke(app, ["sample", str(path), "--n-data", "400", "-o", str(out), "--seed", "5"])
+    assert done.exit_code == 0, done.output
+    ba.sample_checkpoint(path, expected, 400, seed=5)
+    assert out.read_bytes() == expected.read_bytes()
+    assert json.loads((tmp_path / "draw.metrics.json").read_text())["settings"]["n_data"] == 400
