@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, SettingError
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.noise import fresh_seed
 from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
 from bayesadam.predict.generic import Spread
@@ -120,7 +119,7 @@ def log_marginal_likelihood(
         delta = torch.as_tensor(posterior.prior_precision[name]).to(theta)
         if not bool((delta > 0).all()):
             raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
-        precision = 1 / posterior.variance[name]
+        precision = 1 / posterior.spread[name]
         penalty += (delta * theta.square() + (precision / delta).log()).sum(dtype=torch.float64).cpu()
     return fit - 0.5 * penalty
 
@@ -173,7 +172,13 @@ class _Data:
         with evaluating(self.posterior.model):
             for inputs, y in self.batches:
                 found = moments(
-                    call, params, spreads, to_device(inputs, device), covariance=covariance, budget=self.budget
+                    call,
+                    params,
+                    spreads,
+                    to_device(inputs, device),
+                    covariance=covariance,
+                    budget=self.budget,
+                    bases=posterior.structure.bases,
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
@@ -187,12 +192,6 @@ class _Data:
         found = wrap(posterior, self.likelihood, self.link, mean, variance, None, None).log_prob(y)
         value = float(found.mean(dtype=torch.float64))
         return value if math.isfinite(value) else -math.inf
-
-
-def _diagonal(posterior: Posterior) -> Diagonal:
-    if not isinstance(posterior.structure, Diagonal):
-        raise SettingError(f"calibration of a {posterior.structure.kind!r} posterior is not available")
-    return posterior.structure
 
 
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
@@ -267,7 +266,7 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     for _ in range(_NOISE_ROUNDS):
         found = _at_evidence(posterior, float((reach / noise).sum())).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        square, (reach, uncertain) = averages(found, [ones, found.variance.__getitem__])
+        square, (reach, uncertain) = averages(found, [ones, found.spread.__getitem__])
         # A held-out residual is noise and error of f: E[r²] = σ² + Var[f], and Var[f] goes with σ².
         fresh = square / (1 + uncertain / noise)
         if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
@@ -369,10 +368,10 @@ def _by_repeated_prediction(
 
 def _curvatures(posterior: Posterior) -> dict[str, Tensor]:
     """v̂ᵖ by name: what the weight w multiplies."""
-    structure, settings = _diagonal(posterior), posterior.settings
+    settings = posterior.settings
     return {
         name: v.sqrt() if settings.power == 0.5 else v.pow(settings.power)
-        for name, v in structure.second_moment.items()
+        for name, v in posterior.structure.second_moment.items()
     }
 
 

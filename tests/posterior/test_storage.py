@@ -95,7 +95,7 @@ def rewrite(path, **changes: object) -> None:
     [
         ({"format": 99}, "format 99.*upgrade"),
         ({"format": None}, "no 'bayesadam' header"),
-        ({"structure": "kronecker"}, "holds a 'kronecker' posterior"),
+        ({"structure": "banded"}, "holds a 'banded' posterior"),
         ({"parameters": ["0.weight", "missing"]}, "damaged.*missing"),
         ({"settings": {}}, "damaged"),
     ],

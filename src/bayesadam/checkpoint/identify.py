@@ -40,6 +40,7 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
             f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_SGD_ADVICE}"
         )
     fitting = [r for r in registered() if all(_fits(r, state, group) for state, group in kept)]
+    fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
     chosen = named or _flagged(fitting, kept[0][1])
     if len({_reading(r) for r in chosen}) == 1:
@@ -72,7 +73,7 @@ def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
     if reader.statistic == "factored" and isinstance(state.get("row_var"), Tensor):
         return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
     key = "variance" if reader.statistic == "factored" else reader.key
-    for name in (key, "momentum_buffer"):
+    for name in (*key.split(" or "), "momentum_buffer"):
         if isinstance(state.get(name), Tensor):
             return state[name].shape  # type: ignore[no-any-return]
     return None
@@ -106,8 +107,8 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
         return False
     if reader.statistic == "factored":
         return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
-    stored = state.get(reader.key)
-    if not isinstance(stored, Tensor):
+    stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
+    if stored is None or (reader.mark is not None and reader.mark not in group):
         return False
     # NovoGrad's is one number a layer.
     momentum = state.get("exp_avg")

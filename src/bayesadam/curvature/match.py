@@ -346,6 +346,7 @@ def _names_by_order(
 _SHAPED_KEYS = (
     "exp_avg",
     "exp_avg_sq",
+    "rotated_exp_avg_sq",
     "square_avg",
     "sum",
     "exp_inf",

@@ -44,6 +44,7 @@ class StateReader:
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
         maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
         centre_key: the average gradient that is squared and subtracted where the group says `centered`.
+        mark: an entry of the group that this optimiser alone has, by which a saved state is told from others with its keys.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
         advice: what a user of an optimiser with no second moment can do instead.
         note: a remark for the docs and for `doctor`.
@@ -61,6 +62,7 @@ class StateReader:
     decoupled_flag: str | None = None
     maximum_key: str | None = None
     centre_key: str | None = None
+    mark: str | None = None
     read: Callable[[State, Group, torch.Size], Tensor] | None = None
     advice: str = ""
     note: str = ""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch.optim import Optimizer
 
 from bayesadam.curvature.reader import StateReader
+from bayesadam.curvature.rotated import SOAP_READER
 from bayesadam.errors import SettingError
 
 _BETA2 = ("betas", 1)
@@ -50,6 +51,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
     _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
+    SOAP_READER,
     StateReader(
         "adagrad",
         ("torch.optim.adagrad.Adagrad",),

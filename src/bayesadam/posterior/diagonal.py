@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from bayesadam.posterior.structure import Named
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from bayesadam.posterior.kronecker import Rotation
+
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
@@ -28,6 +30,7 @@ class Diagonal:
 
     second_moment: Mapping[str, Tensor]
     kind = "diagonal"
+    bases: ClassVar[Mapping[str, Rotation]] = {}
 
     def precision(self, name: str, settings: Settings) -> Tensor:
         """The precision of every weight of one parameter."""
@@ -47,6 +50,10 @@ class Diagonal:
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
         return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """The variances themselves: the weights are the coordinates."""
+        return self.variance(settings)
 
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]

@@ -15,17 +15,18 @@ from torch.optim import Optimizer
 
 from bayesadam._shards import is_sharded, own_part, placed_like, whole
 from bayesadam._version import __version__
-from bayesadam.checkpoint import load_weights, read_checkpoint, read_curvature
+from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
-from bayesadam.curvature.match import check_parameter, own_parameters, unwrap
+from bayesadam.curvature.match import check_parameter, match_optimizers, match_state_dict, own_parameters, unwrap
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.posterior import folder, sharded, storage
 from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.kronecker import Kronecker, Rotation, kronecker_of
 from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
 from bayesadam.posterior.structure import Structure
 
-_STRUCTURES = ("diagonal",)
+_STRUCTURES = ("diagonal", "kronecker")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
 
 
@@ -94,12 +95,13 @@ class Posterior:
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1.
             form: `"map"` or `"likelihood"`.
-            structure: `"diagonal"`.
+            structure: `"diagonal"`, or `"kronecker"` with the eigenbases that `SOAP` keeps.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         _check_structure(structure)
         curvature = read_optimizer(model, optimizer, reader=reader)
-        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+        kept = kronecker_of(match_optimizers(model, optimizer, reader)) if structure == "kronecker" else None
+        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
 
     @classmethod
     def from_state_dict(
@@ -132,7 +134,10 @@ class Posterior:
         """
         _check_structure(structure)
         curvature = read_state_dict(model, state_dict, optimizer=optimizer, param_names=param_names)
-        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form)
+        kept = None
+        if structure == "kronecker":
+            kept = kronecker_of(match_state_dict(model, state_dict, optimizer, param_names))
+        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
 
     @classmethod
     def from_checkpoint(
@@ -183,8 +188,15 @@ class Posterior:
         curvature = read_curvature(
             checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
         )
+        kept = None
+        if structure == "kronecker":
+            kept = kronecker_of(
+                match_checkpoint(
+                    checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
+                )
+            )
         load_weights(checkpoint, model)
-        return cls._from_curvature(model, curvature, known, prior_precision, power, batch_size, form)
+        return cls._from_curvature(model, curvature, known, prior_precision, power, batch_size, form, kept)
 
     @classmethod
     def from_moments(
@@ -216,6 +228,7 @@ class Posterior:
         power: float,
         batch_size: int | None,
         form: Form,
+        structure: Structure | None = None,
     ) -> Posterior:
         moments = curvature.second_moment
         parameters = own_parameters(model)
@@ -227,7 +240,7 @@ class Posterior:
             prior_precision = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
         prior = sharded.prior_like(spread_prior(prior_precision, shapes), mode)
         settings = replace(unit, prior_precision=prior)
-        return cls(unwrap(model), mode, Diagonal(moments), settings, curvature.omitted)
+        return cls(unwrap(model), mode, structure or Diagonal(moments), settings, curvature.omitted)
 
     # --- what it says -------------------------------------------------------------------------------------------
 
@@ -243,8 +256,11 @@ class Posterior:
 
     @cached_property
     def spread(self) -> Mapping[str, Tensor]:
-        """`variance`, computed once and kept for prediction after prediction: to be read, not written to."""
-        return self.variance
+        """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
+
+        Computed once and kept for prediction after prediction: to be read, not written to.
+        """
+        return self.structure.spread(self.settings)
 
     @property
     def stddev(self) -> dict[str, Tensor]:
@@ -456,7 +472,8 @@ class Posterior:
             kind: str = header["structure"]
             stored: dict[str, Any] = dict(header["settings"])
             mode = {name: tensors[f"mode.{name}"] for name in names}
-            moments = {name: tensors[f"second_moment.{name}"] for name in names} if kind == "diagonal" else {}
+            moments = {name: tensors[f"second_moment.{name}"] for name in names} if kind in _STRUCTURES else {}
+            bases = _stored_bases(path, tensors, moments) if kind == "kronecker" else {}
             numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
             prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
@@ -481,7 +498,11 @@ class Posterior:
         spread = spread_prior(prior, {n: t.shape for n, t in mode.items()})
         settings = Settings(**stored, prior_precision=sharded.prior_like(spread, mode))
         noise = _noise(header.get("noise_variance"))
-        return cls(unwrap(model), mode, Diagonal(moments), settings, header.get("omitted", {}), noise)
+        structure: Structure = Diagonal(moments)
+        if kind == "kronecker":
+            placed = {name: basis.to(moments[name].device, moments[name].dtype) for name, basis in bases.items()}
+            structure = Kronecker(moments, placed)
+        return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), noise)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -532,6 +553,25 @@ def _noise(value: Any) -> Tensor | None:
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise
+
+
+def _stored_bases(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+) -> dict[str, Rotation]:
+    """The eigenbases in a file, each of the side of its parameter and orthogonal."""
+    found: dict[str, Rotation] = {}
+    for name, v in moments.items():
+        sides = [tensors.get(f"{side}.{name}") for side in ("left", "right")]
+        lengths = [v.shape[0], v.numel() // max(v.shape[0], 1)] if v.dim() > 1 else [0, 0]
+        for basis, length in zip(sides, lengths, strict=True):
+            if basis is None:
+                continue
+            identity = torch.eye(length, dtype=basis.dtype, device=basis.device)
+            if basis.shape != (length, length) or not bool(((basis.mT @ basis - identity).abs() < 1e-2).all()):
+                raise FileError(f"{path} is damaged: a basis of {name!r} is not orthogonal, or not of its shape")
+        if sides != [None, None]:
+            found[name] = Rotation(*sides)
+    return found
 
 
 def _check_structure(structure: str) -> None:

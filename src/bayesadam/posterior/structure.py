@@ -13,6 +13,8 @@ from bayesadam.posterior.settings import Settings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from bayesadam.posterior.kronecker import Rotation
+
 Named = Mapping[str, Tensor]
 
 
@@ -29,6 +31,20 @@ class Structure(Protocol):
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """E[θ]."""
+        ...
+
+    @property
+    def second_moment(self) -> Named:
+        """v̂ in the coordinates in which the covariance is diagonal."""
+        ...
+
+    @property
+    def bases(self) -> Mapping[str, Rotation]:
+        """Those coordinates, of the parameters whose own they are not."""
+        ...
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """The variances of the coordinates."""
         ...
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.posterior.kronecker import Rotation
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree
@@ -26,6 +27,7 @@ def generic_moments(
     inputs: Any,
     covariance: bool,
     budget: int,
+    bases: Mapping[str, Rotation],
 ) -> tuple[Tensor | float, Tensor | float]:
     """The share of parameters that no layer explains: their gradients example by example, a few at a time."""
     if not plan.generic:
@@ -45,7 +47,10 @@ def generic_moments(
     chunk = max(1, budget // (4 * needed))
     for start in range(0, size, chunk):
         jacobians = _jacobians(call, mine, others, examples(inputs, start, start + chunk))
-        rows = {name: j.flatten(2).to(torch.promote_types(j.dtype, torch.float32)) for name, j in jacobians.items()}
+        wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in jacobians.items()}
+        for name in wide.keys() & bases.keys():
+            wide[name] = bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
+        rows = {name: j.flatten(2) for name, j in wide.items()}
         variance.append(
             torch.stack([sum_of([row.square() @ s(name).flatten() for name, row in rows.items()]) for s in spreads])
         )

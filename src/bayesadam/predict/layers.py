@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesadam.posterior.kronecker import Rotation
+
 
 class Layout(Protocol):
     """Brings a layer's tensor, after `lead` dimensions of other kinds, into the form (b, positions, ...)."""
@@ -120,6 +122,38 @@ class ConvolutionUse(ProductUse):
         """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
         groups = self.module.groups
         return tensor.reshape(groups, tensor.shape[0] // groups, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class RotatedUse(ProductUse):
+    """A use whose weight is seen in other coordinates, X = Q_Lᵀ W Q_R: its gradients are Σ_p (X_p Q_L) (Y_p Q_R).
+
+    Attributes:
+        inner: the use as it is.
+        rotation: Q_L and Q_R.
+    """
+
+    inner: ProductUse = None  # type: ignore[assignment]
+    rotation: Rotation = None  # type: ignore[assignment]
+
+    @classmethod
+    def of_use(cls, inner: ProductUse, rotation: Rotation) -> RotatedUse:
+        """The use in coordinates."""
+        return cls(inner.name, inner.output, inner.layouts, None, inner.input, inner, rotation)
+
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X Q_L and Y Q_R."""
+        x, y = self.inner.factors(d, layout, size)
+        left, right = self.rotation.left, self.rotation.right
+        return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """As the use itself has it."""
+        return self.inner.arranged(tensor)
+
+    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """As the use itself has it."""
+        return self.inner.restored(tensor, shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.posterior.kronecker import Rotation
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.generic import Spread, batched_grad, generic_moments
-from bayesadam.predict.layers import Layout, MatrixUse, SumUse, Use
+from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 
 DEFAULT_BUDGET = 1 << 30
@@ -39,6 +40,7 @@ def moments(
     *,
     covariance: bool = False,
     budget: int = DEFAULT_BUDGET,
+    bases: Mapping[str, Rotation] | None = None,
 ) -> Moments:
     """Mean and J S Jᵀ for each S of `spreads`, in one pass over the inputs.
 
@@ -53,7 +55,9 @@ def moments(
         inputs: the batch.
         covariance: the whole (c, c) blocks, for a single spread.
         budget: bytes for activations and back-propagated outputs.
+        bases: the coordinates that the spreads are in, of the parameters whose own they are not.
     """
+    bases = bases or {}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     plan = plan_for(call, leaves, inputs)
     size = batch_size(inputs)
@@ -61,9 +65,9 @@ def moments(
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
         chunk = examples(inputs, start, start + per_chunk)
-        own, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance)
+        own, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance, bases)
         with torch.no_grad():
-            generic = generic_moments(call, leaves, own, spreads, chunk, covariance, budget)
+            generic = generic_moments(call, leaves, own, spreads, chunk, covariance, budget, bases)
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
@@ -97,12 +101,14 @@ def _layerwise(
     inputs: Any,
     at_once: int,
     covariance: bool,
+    bases: Mapping[str, Rotation],
 ) -> tuple[Plan, Tensor, Tensor, Tensor]:
     size = batch_size(inputs)
     with torch.enable_grad():
         uses, output = recorded(call, leaves, inputs)
         flat = output.reshape(size, -1)
     plan = fitted(plan, uses, flat, leaves)
+    uses, plan = _rotated(uses, plan, bases)
     like = torch.promote_types(flat.dtype, torch.float32)
     variance = torch.zeros(len(spreads), size, plan.outputs, dtype=like, device=flat.device)
     blocks = variance[0, :, :, None]
@@ -137,6 +143,26 @@ def _layerwise(
     if covariance:
         variance[0] = blocks.diagonal(dim1=1, dim2=2)
     return plan, flat.detach(), variance, blocks
+
+
+def _rotated(uses: Sequence[Use], plan: Plan, bases: Mapping[str, Rotation]) -> tuple[list[Use], Plan]:
+    """Uses in the coordinates of the bases; parameters used in ways that cannot be seen so go the generic way."""
+    explained = {use.name for use, layout in zip(uses, plan.layouts, strict=True) if layout is not None}
+    odd = {use.name for use in uses if use.name in bases and not _can_be_rotated(use)}
+    turned = [
+        RotatedUse.of_use(use, bases[use.name])
+        if isinstance(use, ProductUse) and use.name in bases and use.name not in odd
+        else use
+        for use in uses
+    ]
+    layouts = tuple(None if use.name in odd else layout for use, layout in zip(uses, plan.layouts, strict=True))
+    added = tuple(sorted((odd & explained) - set(plan.generic)))
+    return turned, replace(plan, layouts=layouts, generic=plan.generic + added)
+
+
+def _can_be_rotated(use: Use) -> bool:
+    plain = isinstance(use, MatrixUse) or (isinstance(use, ConvolutionUse) and use.module.groups == 1)
+    return plain and use.rows is None
 
 
 def _head(uses: Sequence[Use], layouts: Sequence[Layout | None], output: Tensor) -> MatrixUse | None:

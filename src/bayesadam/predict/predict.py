@@ -101,7 +101,13 @@ def predict(
         if method == "linearised":
             params = parameters_at_mean(posterior)
             found = moments(
-                call, params, [posterior.spread.__getitem__], inputs, covariance=covariance, budget=memory_budget
+                call,
+                params,
+                [posterior.spread.__getitem__],
+                inputs,
+                covariance=covariance,
+                budget=memory_budget,
+                bases=posterior.structure.bases,
             )
             shape = (-1, *found.shape)
             mean = found.mean.reshape(shape).to(found.variance.dtype)

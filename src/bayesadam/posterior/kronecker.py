@@ -1,0 +1,181 @@
+"""The Kronecker-factored Gaussian: diagonal in the eigenbases of each weight matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bayesadam._shards import is_sharded
+from bayesadam.curvature.match import Match
+from bayesadam.curvature.read import read_entry, working_dtype
+from bayesadam.curvature.rotated import ROTATED_KEY, into_basis, out_of_basis, soap_statistics
+from bayesadam.errors import SettingError
+from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.settings import Settings
+from bayesadam.posterior.structure import Named
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others).
+
+    Tensors are (..., *shape) of the weight; their coordinates have the same shape.
+
+    Attributes:
+        left: Q_L, eigenvectors as columns; None is the identity.
+        right: Q_R; None is the identity.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+
+    def into(self, weights: Tensor, dims: int) -> Tensor:
+        """Q_Lᵀ W Q_R of weights with so many dimensions, after any leading ones."""
+        return into_basis(_matrix(weights, dims), self.left, self.right).reshape(weights.shape)
+
+    def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
+        """Q_L X Q_Rᵀ."""
+        return out_of_basis(_matrix(coordinates, dims), self.left, self.right).reshape(coordinates.shape)
+
+    def diagonal(self, values: Tensor) -> Tensor:
+        """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
+        squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
+        return out_of_basis(_matrix(values, values.dim()), *squared).reshape(values.shape)
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
+        """The same bases elsewhere."""
+        return Rotation(
+            *(None if basis is None else basis.to(device=device, dtype=dtype) for basis in (self.left, self.right))
+        )
+
+
+def _matrix(tensor: Tensor, dims: int) -> Tensor:
+    return tensor.flatten(1 - dims) if dims > 2 else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker:
+    """Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ for every matrix W, diagonal for the rest.
+
+    In the coordinates of its bases it is a `Diagonal`, and every method is that one's between two rotations.
+
+    Attributes:
+        second_moment: v̂ in the coordinates of the bases, of the parameter's shape.
+        bases: of the parameters that have any.
+    """
+
+    second_moment: Mapping[str, Tensor]
+    bases: Mapping[str, Rotation]
+    kind = "kronecker"
+
+    @cached_property
+    def _inner(self) -> Diagonal:
+        return Diagonal(self.second_moment)
+
+    def _into(self, named: Named) -> dict[str, Tensor]:
+        return {name: self._one_into(name, tensor) for name, tensor in named.items()}
+
+    def _one_into(self, name: str, tensor: Tensor) -> Tensor:
+        v = self.second_moment[name]
+        return self.bases[name].into(tensor.to(v), v.dim()) if name in self.bases else tensor
+
+    def _out_of(self, named: Named) -> dict[str, Tensor]:
+        return {
+            name: self.bases[name].out_of(tensor, self.second_moment[name].dim()) if name in self.bases else tensor
+            for name, tensor in named.items()
+        }
+
+    def _checked(self, settings: Settings) -> Settings:
+        odd = [name for name in self.bases if isinstance(settings.prior_precision.get(name), Tensor)]
+        if odd:
+            raise SettingError(
+                f"a Kronecker-factored posterior needs one prior precision for all weights of {odd[0]!r}: a rotated prior "
+                "of different ones is not diagonal"
+            )
+        return settings
+
+    def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
+        """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
+        if settings.form == "map":
+            return dict(mode)
+        return self._out_of(self._inner.mean(self._into(mode), self._checked(settings)))
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """1/(w v̂ᵖ + δ), the variances of the coordinates."""
+        return self._inner.variance(self._checked(settings))
+
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """The marginal variances of the weights."""
+        return {
+            name: self.bases[name].diagonal(values) if name in self.bases else values
+            for name, values in self.spread(settings).items()
+        }
+
+    def sample(
+        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """Coordinates drawn one by one, and rotated back."""
+        kept = {name: v.dtype if name in self.bases else dtypes[name] for name, v in self.second_moment.items()}
+        drawn = self._inner.sample(self._into(mode), self._checked(settings), seed=seed, n=n, dtypes=kept)
+        return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
+
+    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """That of the coordinates: a rotation keeps volumes."""
+        return self._inner.log_prob(self._into(values), self._into(mode), self._checked(settings))
+
+    def entropy(self, settings: Settings) -> Tensor:
+        """That of the coordinates."""
+        return self._inner.entropy(self._checked(settings))
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """Directions with v̂ = 0 and δ = 0."""
+        return self._inner.flat_weights(settings)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """v̂ in its coordinates, and the bases under `left` and `right`."""
+        sides = {
+            "left": {name: basis.left for name, basis in self.bases.items() if basis.left is not None},
+            "right": {name: basis.right for name, basis in self.bases.items() if basis.right is not None},
+        }
+        return {"second_moment": dict(self.second_moment), **sides}
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """The same elsewhere."""
+        return type(self)(
+            {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()},
+            {name: basis.to(device, dtype) for name, basis in self.bases.items()},
+        )
+
+    def gathered(self) -> Self:
+        """Itself: its tensors are whole."""
+        return self
+
+
+def kronecker_of(match: Match) -> Kronecker:
+    """The structure that SOAP's state holds; parameters of other optimisers, and those it does not rotate, are diagonal."""
+    moments: dict[str, Tensor] = {}
+    bases: dict[str, Rotation] = {}
+    for entry in match.entries:
+        if is_sharded(entry.parameter):
+            raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
+        shape, dtype = entry.parameter.shape, working_dtype(entry.parameter.dtype)
+        if ROTATED_KEY not in entry.state:
+            moments[entry.name] = read_entry(entry)[1].to(entry.parameter.device)
+            continue
+        found = soap_statistics(entry.state, entry.group)
+        moments[entry.name] = found.second_moment.to(entry.parameter.device, dtype).reshape(shape)
+        bases[entry.name] = Rotation(found.left, found.right).to(entry.parameter.device, dtype)
+    if not bases:
+        raise SettingError(
+            "structure='kronecker' needs eigenbases, which SOAP keeps: train with bayesadam.optim.SOAP, or use "
+            "structure='diagonal'"
+        )
+    return Kronecker(moments, bases)
