@@ -55,7 +55,7 @@ def main() -> None:
             for label in VARIANTS:
                 value = ratio(seconds, label, "adam")
                 ratios = [a / b for a, b in zip(seconds[label], seconds["adam"], strict=True)]
-                spread = statistics.quantiles(ratios, n=20)
+                spread = statistics.quantiles(ratios, n=20, method="inclusive")
                 print(
                     f"  {label:32s} SOAP / Adam = {value:6.2f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})"
                 )
