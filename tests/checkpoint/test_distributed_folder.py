@@ -23,17 +23,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import bayesadam as ba
 from bayesadam.checkpoint import distributed as distributed_module
-from bayesadam.checkpoint import format_of, read_checkpoint, registry
+from bayesadam.checkpoint import format_of, read_checkpoint
 from bayesadam.checkpoint.distributed import DISTRIBUTED, covers
 from bayesadam.checkpoint.lazy import Lazy
 from bayesadam.errors import BayesAdamError, FileError, MatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registry", {**registry._registry, DISTRIBUTED.name: DISTRIBUTED})
 
 
 def network() -> nn.Module:

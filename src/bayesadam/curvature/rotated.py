@@ -32,6 +32,44 @@ def out_of_basis(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> T
 
 
 @dataclass(frozen=True, eq=False)
+class Rotation:
+    """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others).
+
+    Tensors are (..., *shape) of the weight; their coordinates have the same shape.
+
+    Attributes:
+        left: Q_L, eigenvectors as columns; None is the identity.
+        right: Q_R; None is the identity.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+
+    def into(self, weights: Tensor, dims: int) -> Tensor:
+        """Q_Lᵀ W Q_R of weights with so many dimensions, after any leading ones."""
+        return into_basis(_matrix(weights, dims), self.left, self.right).reshape(weights.shape)
+
+    def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
+        """Q_L X Q_Rᵀ."""
+        return out_of_basis(_matrix(coordinates, dims), self.left, self.right).reshape(coordinates.shape)
+
+    def diagonal(self, values: Tensor) -> Tensor:
+        """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
+        squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
+        return out_of_basis(_matrix(values, values.dim()), *squared).reshape(values.shape)
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
+        """The same bases elsewhere."""
+        return Rotation(
+            *(None if basis is None else basis.to(device=device, dtype=dtype) for basis in (self.left, self.right))
+        )
+
+
+def _matrix(tensor: Tensor, dims: int) -> Tensor:
+    return tensor.flatten(1 - dims) if dims > 2 else tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Rotated:
     r"""v̂ of one parameter in the space of its eigenbases.
 
@@ -41,36 +79,19 @@ class Rotated:
         \operatorname{Cov} \operatorname{vec}(W)
             = (Q_R \otimes Q_L) \operatorname{diag} \frac{1}{w\, \hat v^p + \delta}\, (Q_R \otimes Q_L)^\top
 
-    which is never formed: `out_of` of ε (w v̂ᵖ + δ)^(−1/2) is a draw from it, and `diagonal` of 1/(w v̂ᵖ + δ) has its
-    diagonal.
+    which is never formed: `rotation.out_of` of ε (w v̂ᵖ + δ)^(−1/2) is a draw from it, and `rotation.diagonal` of
+    1/(w v̂ᵖ + δ) has its diagonal.
 
     The tensors are the optimiser's as they were when this was read: it replaces its bases, it does not write to them.
 
     Attributes:
-        left: Q_L, m×m with the eigenvectors as columns; None is the identity.
-        right: Q_R, n×n; None is the identity.
-        second_moment: v̂, bias-corrected: m×n, entry (i, j) of left eigenvector i and right eigenvector j. A parameter of
-            less than two dimensions has no bases, and v̂ has its shape.
-        shape: the parameter's own: (m, …), where all dimensions but the first make up n.
+        rotation: Q_L and Q_R; a parameter of less than two dimensions has neither.
+        second_moment: v̂, bias-corrected, of the parameter's shape: entry (i, j) of the matrix belongs to left eigenvector
+            i and right eigenvector j.
     """
 
-    left: Tensor | None
-    right: Tensor | None
+    rotation: Rotation
     second_moment: Tensor
-    shape: torch.Size
-
-    def into(self, weights: Tensor) -> Tensor:
-        """Q_Lᵀ W Q_R of something in the parameter's shape, as a matrix like `second_moment`."""
-        return into_basis(weights.reshape(self.second_moment.shape), self.left, self.right)
-
-    def out_of(self, coordinates: Tensor) -> Tensor:
-        """Q_L X Q_Rᵀ, in the parameter's shape."""
-        return out_of_basis(coordinates, self.left, self.right).reshape(self.shape)
-
-    def diagonal(self, values: Tensor) -> Tensor:
-        """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ, one number a weight: Q_L² values (Q_R²)ᵀ, by entries."""
-        left, right = (None if basis is None else basis.square() for basis in (self.left, self.right))
-        return out_of_basis(values, left, right).reshape(self.shape)
 
 
 def soap_statistics(state: State, group: Group) -> Rotated:
@@ -101,8 +122,7 @@ def soap_statistics(state: State, group: Group) -> Rotated:
             f"not the state of SOAP: there is no {missing}; the state has {sorted(map(str, state))}, its group "
             f"{sorted(map(str, group))}"
         ) from None
-    matrix = estimate if estimate.dim() < 2 else estimate.flatten(1)
-    return Rotated(state.get(LEFT_KEY), state.get(RIGHT_KEY), matrix, stored.shape)
+    return Rotated(_rotation(state), estimate)
 
 
 def _stored(state: State) -> Tensor:
@@ -112,9 +132,11 @@ def _stored(state: State) -> Tensor:
 
 def _unrotated(state: State, group: Group, shape: torch.Size) -> Tensor:
     """The diagonal of V in the space of the weights, not bias-corrected: what a diagonal posterior can take from SOAP."""
-    stored = _stored(state)
-    matrix = stored if stored.dim() < 2 else stored.flatten(1)
-    return Rotated(state.get(LEFT_KEY), state.get(RIGHT_KEY), matrix, stored.shape).diagonal(matrix)
+    return _rotation(state).diagonal(_stored(state))
+
+
+def _rotation(state: State) -> Rotation:
+    return Rotation(state.get(LEFT_KEY), state.get(RIGHT_KEY))
 
 
 SOAP_READER = StateReader(

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import match_optimizers
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.optim._loading import keep_wide
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.posterior.settings import Precision
@@ -186,12 +186,7 @@ class PerturbedOptimizer(Optimizer, ABC):
                     f"{sorted(map(str, group))}"
                 ) from None
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameters' type, which would round the float32 state of bfloat16 ones.
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for key, (_, parameter, _) in zip(saved, self._places(), strict=True):
-            if parameter.dtype != working_dtype(parameter.dtype) and parameter in self.state:
-                for name, value in state_dict["state"][key].items():
-                    self.state[parameter][name] = value.to(self.state[parameter][name].device, copy=True)
+        keep_wide(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

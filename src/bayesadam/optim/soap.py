@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from bayesadam.curvature.rotated import (
     out_of_basis,
 )
 from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.optim._loading import keep_wide
 from bayesadam.optim._perturbed import not_negative
 
 Group = Mapping[str, Any]
@@ -159,13 +159,7 @@ class SOAP(Optimizer):
                     f"not the state dict of a SOAP: a parameter group has no {missing}, only {sorted(map(str, group))}"
                 ) from None
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameters' type, which would round the float32 state of 16-bit ones.
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
-            if parameter.dtype != working_dtype(parameter.dtype) and parameter in self.state:
-                for name, value in state_dict["state"][key].items():
-                    self.state[parameter][name] = value.to(self.state[parameter][name].device, copy=True)
+        keep_wide(self, state_dict)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

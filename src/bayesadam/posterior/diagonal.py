@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import placed_like, whole
+from bayesadam.curvature.rotated import Rotation
 from bayesadam.posterior.formulas import precision, shrunk_mean
 from bayesadam.posterior.noise import stream_seed
 from bayesadam.posterior.settings import Settings
@@ -20,8 +21,6 @@ from bayesadam.posterior.structure import Named
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from bayesadam.posterior.kronecker import Rotation
 
 
 @dataclass(frozen=True, eq=False)

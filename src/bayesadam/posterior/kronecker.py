@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
-from bayesadam.curvature.rotated import ROTATED_KEY, into_basis, out_of_basis, soap_statistics
+from bayesadam.curvature.rotated import ROTATED_KEY, Rotation, soap_statistics
 from bayesadam.errors import SettingError
 from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.settings import Settings
@@ -21,44 +21,6 @@ from bayesadam.posterior.structure import Named
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others).
-
-    Tensors are (..., *shape) of the weight; their coordinates have the same shape.
-
-    Attributes:
-        left: Q_L, eigenvectors as columns; None is the identity.
-        right: Q_R; None is the identity.
-    """
-
-    left: Tensor | None
-    right: Tensor | None
-
-    def into(self, weights: Tensor, dims: int) -> Tensor:
-        """Q_Lᵀ W Q_R of weights with so many dimensions, after any leading ones."""
-        return into_basis(_matrix(weights, dims), self.left, self.right).reshape(weights.shape)
-
-    def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
-        """Q_L X Q_Rᵀ."""
-        return out_of_basis(_matrix(coordinates, dims), self.left, self.right).reshape(coordinates.shape)
-
-    def diagonal(self, values: Tensor) -> Tensor:
-        """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
-        squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
-        return out_of_basis(_matrix(values, values.dim()), *squared).reshape(values.shape)
-
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
-        """The same bases elsewhere."""
-        return Rotation(
-            *(None if basis is None else basis.to(device=device, dtype=dtype) for basis in (self.left, self.right))
-        )
-
-
-def _matrix(tensor: Tensor, dims: int) -> Tensor:
-    return tensor.flatten(1 - dims) if dims > 2 else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,13 +128,12 @@ def kronecker_of(match: Match) -> Kronecker:
     for entry in match.entries:
         if is_sharded(entry.parameter):
             raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
-        shape, dtype = entry.parameter.shape, working_dtype(entry.parameter.dtype)
+        place = entry.parameter.device, working_dtype(entry.parameter.dtype)
         if ROTATED_KEY not in entry.state:
-            moments[entry.name] = read_entry(entry)[1].to(entry.parameter.device)
+            moments[entry.name] = read_entry(entry)[1].to(*place)
             continue
         found = soap_statistics(entry.state, entry.group)
-        moments[entry.name] = found.second_moment.to(entry.parameter.device, dtype).reshape(shape)
-        bases[entry.name] = Rotation(found.left, found.right).to(entry.parameter.device, dtype)
+        moments[entry.name], bases[entry.name] = found.second_moment.to(*place), found.rotation.to(*place)
     if not bases:
         raise SettingError(
             "structure='kronecker' needs eigenbases, which SOAP keeps: train with bayesadam.optim.SOAP, or use "

@@ -19,10 +19,11 @@ from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
 from bayesadam.curvature.match import check_parameter, match_optimizers, match_state_dict, own_parameters, unwrap
 from bayesadam.curvature.read import working_dtype
+from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
 from bayesadam.posterior import folder, sharded, storage
 from bayesadam.posterior.diagonal import Diagonal
-from bayesadam.posterior.kronecker import Kronecker, Rotation, kronecker_of
+from bayesadam.posterior.kronecker import Kronecker, kronecker_of
 from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
 from bayesadam.posterior.structure import Structure
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from bayesadam.curvature.rotated import Rotation
 from bayesadam.posterior.settings import Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from bayesadam.posterior.kronecker import Rotation
 
 Named = Mapping[str, Tensor]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
+from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
-from bayesadam.posterior.kronecker import Rotation
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree

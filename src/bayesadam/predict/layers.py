@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesadam.posterior.kronecker import Rotation
+from bayesadam.curvature.rotated import Rotation
 
 
 class Layout(Protocol):

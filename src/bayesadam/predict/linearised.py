@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
-from bayesadam.posterior.kronecker import Rotation
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.generic import Spread, batched_grad, generic_moments
