@@ -6,23 +6,29 @@ READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
 
-.PHONY: help demo test check bench peers clean
+.PHONY: help demo reproduce test check bench peers docs clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
+	@echo "make reproduce   Figures 1 and 2 and Table 1 on one page (out/reproduce/report.html); QUICK=1 in minutes"
 	@echo "make test    the test suite, doctests included"
 	@echo "make check   ruff and mypy --strict"
+	@echo "make docs    the documentation, warnings as errors (out/site; needs Python 3.11)"
 	@echo "make bench   the benchmarks, beside peers in an environment of their own"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@# timm declares torchvision, which only its models need; the tests read its optimisers' states.
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm
+	@# timm declares torchvision, which only its models need; the tests read these two packages' optimisers' states.
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm pytorch_optimizer
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/bayesadam demo --out $(OUT)/demo
+
+# Hours on a CPU, minutes on a GPU; stopped, it goes on. The quick version keeps its runs apart and leaves these alone.
+reproduce: $(READY)
+	$(BIN)/bayesadam report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -31,6 +37,14 @@ check: $(READY)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
+
+# What builds the site is installed by this target alone; the tests run its examples without it.
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	PYTHONPATH=docs/theme $(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 # Peers live apart: what they pin must not reach the project's own environment.
 $(PEERS)/.ready: pyproject.toml constraints.txt
@@ -50,4 +64,4 @@ bench: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/predict.py --out $(OUT)/bench
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

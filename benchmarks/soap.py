@@ -1,30 +1,72 @@
-"""What eigenbases cost during training: a step with SOAP over one with torch.optim.Adam, same network, same run.
+"""What richer statistics cost in training: a step with SOAP, or with Adam and a recorder, over one with Adam; one run.
 
-    python benchmarks/soap.py [--steps 20] [--rounds 20] [--batches 128] [--device cpu]
+    python benchmarks/soap.py [--steps 20] [--rounds 20] [--batches 128] [--device cpu] [--out FOLDER]
 
-Every timed call has its share of refreshes, which is why the number of its steps is a multiple of 20.
+Every timed call has its share of refreshes and recordings, which is why the number of its steps is a multiple of 20.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import nn
 
+import bayesadam as ba
 import step
 from bayesadam.optim.soap import SOAP
 from timing import interleaved, ratio
 
-VARIANTS: dict[str, dict[str, int]] = {
-    "precondition_every=10": {},
-    "  statistics_every=10": {"statistics_every": 10},
-    "  and precondition_every=20": {"statistics_every": 10, "precondition_every": 20},
-    "  and max_side=400 (one-sided)": {"statistics_every": 10, "max_side": 400},
-    "  and max_side=10": {"statistics_every": 10, "max_side": 10},
-    "max_side=0 (Adam)": {"max_side": 0},
+KEEP = 50
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def soap(**flags: int) -> Make:
+    return lambda model: SOAP(model.parameters(), **flags)
+
+
+def recorded(every: int) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(model.parameters())
+        ba.Recorder(optimizer, keep=KEEP, every=every)
+        return optimizer
+
+    return make
+
+
+VARIANTS: dict[str, Make] = {
+    "SOAP, precondition_every=10": soap(),
+    "  statistics_every=10": soap(statistics_every=10),
+    "  and precondition_every=20": soap(statistics_every=10, precondition_every=20),
+    "  and max_side=400 (one-sided)": soap(statistics_every=10, max_side=400),
+    "  and max_side=10": soap(statistics_every=10, max_side=10),
+    "  max_side=0 (Adam)": soap(max_side=0),
+    "Adam, recorder every 10th step": recorded(10),
+    "  every step": recorded(1),
 }
+
+
+def build_seconds(device: str) -> dict[str, float]:
+    """Seconds to build each structure out of a full recorder."""
+    model = step.network(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=KEEP, every=1)
+    for _ in range(KEEP):
+        optimizer.zero_grad()
+        x, y = torch.randn(step.BATCH, 784, device=device), torch.randint(10, (step.BATCH,), device=device)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    found = {}
+    for structure in ("kronecker", "low-rank"):
+        began = time.perf_counter()
+        ba.Posterior.from_optimizer(model, optimizer, 60_000, structure=structure, recorder=recorder)
+        found[structure] = time.perf_counter() - began
+    return found
 
 
 def main() -> None:
@@ -33,36 +75,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", default=[128])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.steps < 20 or options.steps % 20:
         parser.error(f"--steps must be a multiple of 20, got {options.steps}")
     print(f"784-400-400-10, {options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    plain: dict[int, float] = {}
+    results: dict[str, dict[str, float]] = {}
     for batch in options.batches:
         step.BATCH = batch
-        parts = [(f"training step, batch {batch}", step.stepper)]
-        if batch == options.batches[0]:
-            parts.append(("optimiser alone", step.optimizer_only))
-        for part, build in parts:
-            candidates: dict[str, Callable[[], None]] = {
-                label: build(lambda m, f=flags: SOAP(m.parameters(), **f), options.device, options.steps)
-                for label, flags in VARIANTS.items()
-            }
-            candidates["adam"] = build(lambda m: torch.optim.Adam(m.parameters()), options.device, options.steps)
-            seconds = interleaved(candidates, rounds=options.rounds)
-            milliseconds = 1e3 * statistics.median(seconds["adam"]) / options.steps
-            print(f"{part}: Adam {milliseconds:.2f} ms")
-            for label in VARIANTS:
-                value = ratio(seconds, label, "adam")
-                ratios = [a / b for a, b in zip(seconds[label], seconds["adam"], strict=True)]
-                spread = statistics.quantiles(ratios, n=20, method="inclusive")
-                print(
-                    f"  {label:32s} SOAP / Adam = {value:6.2f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})"
-                )
-                if build is step.stepper and label == next(iter(VARIANTS)):
-                    plain[batch] = value
-    ratios_by_batch = ", ".join(f"{value:.2f} at batch {batch}" for batch, value in plain.items())
-    print(f"ratio of a SOAP training step to Adam's, precondition_every=10: {ratios_by_batch} (target: at most 1.15)")
+        candidates = {
+            label: step.stepper(make, options.device, options.steps)
+            for label, make in {**VARIANTS, "adam": lambda m: torch.optim.Adam(m.parameters())}.items()
+        }
+        seconds = interleaved(candidates, rounds=options.rounds)
+        print(f"batch {batch}: Adam {1e3 * statistics.median(seconds['adam']) / options.steps:.2f} ms a step")
+        results[f"batch {batch}"] = {}
+        for label in VARIANTS:
+            ratios = [a / b for a, b in zip(seconds[label], seconds["adam"], strict=True)]
+            spread = statistics.quantiles(ratios, n=20, method="inclusive")
+            value = results[f"batch {batch}"][label.strip()] = ratio(seconds, label, "adam")
+            print(f"  {label:32s} {value:6.2f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})")
+    print("target: at most 1.15, SOAP and the recorder at k = 10")
+    results["seconds to build"] = build_seconds(options.device)
+    for structure, taken in results["seconds to build"].items():
+        print(f"{structure} from {KEEP} recorded gradients: {taken:.2f} s")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "soap.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

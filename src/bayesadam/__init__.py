@@ -3,10 +3,11 @@
 from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
 from bayesadam._version import __version__
 from bayesadam.calibrate import calibrate, log_marginal_likelihood
+from bayesadam.curvature.recorder import Recorder
 from bayesadam.doctor import Diagnosis, Finding, doctor
 from bayesadam.errors import BayesAdamError, BayesAdamWarning
 from bayesadam.optim import Badam
-from bayesadam.posterior import Posterior
+from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import Predictive
 from bayesadam.prune import (
     PruningReport,
@@ -31,9 +32,11 @@ __all__ = [
     "BayesAdamWarning",
     "Diagnosis",
     "Finding",
+    "Mixture",
     "Posterior",
     "Predictive",
     "PruningReport",
+    "Recorder",
     "__version__",
     "bandits",
     "calibrate",

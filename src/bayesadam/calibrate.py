@@ -6,14 +6,16 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, SettingError
-from bayesadam.posterior import Posterior
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior.low_rank import LowRank
 from bayesadam.posterior.noise import fresh_seed
+from bayesadam.posterior.structure import Directions
 from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
 from bayesadam.predict.generic import Spread
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
@@ -21,6 +23,7 @@ from bayesadam.predict.predict import Method, check_options, parameters_at_mean,
 from bayesadam.predict.predictive import Likelihood, Link, like
 
 CalibrationMethod = Literal["validation", "evidence"]
+AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 _LABELS = ("labels", "label", "targets", "target", "y")
 # Ratios δ/w tried in one pass over the data, and decades of scale around the best.
 _RATIOS = 25
@@ -34,7 +37,7 @@ class CalibrationError(BayesAdamError):
 
 
 def calibrate(
-    posterior: Posterior,
+    posterior: AnyPosterior,
     batches: Any,
     *,
     likelihood: Likelihood,
@@ -45,7 +48,7 @@ def calibrate(
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
-) -> Posterior:
+) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
@@ -56,7 +59,7 @@ def calibrate(
     works, so that is the default there.
 
     Args:
-        posterior: the posterior to calibrate.
+        posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair.
         likelihood: `"regression"`, `"classification"` or `"binary"`.
         method: `"validation"` or `"evidence"`; None takes the default above.
@@ -78,10 +81,17 @@ def calibrate(
         if value not in allowed:
             raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
     check_options(likelihood, predictive, link, n_samples, memory_budget)
+    if isinstance(posterior, Mixture):
+        held_out = list(pairs(batches))
+        options: dict[str, Any] = {"likelihood": likelihood, "method": chosen, "predictive": predictive}
+        options |= {"n_samples": n_samples, "link": link, "forward": forward}
+        options |= {"generator": generator, "memory_budget": memory_budget}
+        return Mixture([calibrate(member, held_out, **options) for member in posterior], posterior.weights)
     data = _Data(posterior, list(pairs(batches)), likelihood, link, forward, memory_budget)
     best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
     if predictive != "linearised":
         best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
+    best.warn_of_doubt()
     return best
 
 
@@ -92,7 +102,7 @@ def log_marginal_likelihood(
     likelihood: Likelihood,
     forward: Forward | None = None,
 ) -> Tensor:
-    """Laplace's estimate of log p(D): log p(D | θ) − ½ δ|θ|² − ½ Σ log((w c + δ)/δ).
+    """Laplace's estimate of log p(D): log p(D | θ) − ½ δ|θ|² − ½ log det((w c + δ)/δ).
 
     The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it.
     """
@@ -116,12 +126,13 @@ def log_marginal_likelihood(
     fit = posterior.n_data / count * total
     penalty = torch.zeros((), dtype=torch.float64)
     for name, theta in posterior.mode.items():
-        delta = torch.as_tensor(posterior.prior_precision[name]).to(theta)
+        delta = torch.as_tensor(posterior.prior_precision[name], dtype=theta.dtype, device=theta.device)
         if not bool((delta > 0).all()):
             raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
-        precision = 1 / posterior.spread[name]
-        penalty += (delta * theta.square() + (precision / delta).log()).sum(dtype=torch.float64).cpu()
-    return fit - 0.5 * penalty
+        penalty += (delta * theta.square() - delta.log().expand_as(theta)).sum(dtype=torch.float64).cpu()
+    # log det Λ = P log 2πe − 2 H[q].
+    log_det = posterior.n_weights * math.log(2 * math.pi * math.e) - 2 * posterior.entropy().cpu()
+    return fit - 0.5 * (penalty + log_det)
 
 
 def pairs(batches: Any) -> Iterator[tuple[Any, Tensor]]:
@@ -162,8 +173,17 @@ class _Data:
         if not self.batches:
             raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
 
+    def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
+        return self.moments(posterior, [posterior.spread.__getitem__], directions=[posterior.directions])
+
     def moments(
-        self, posterior: Posterior, spreads: Sequence[Spread], *, covariance: bool = False
+        self,
+        posterior: Posterior,
+        spreads: Sequence[Spread],
+        *,
+        covariance: bool = False,
+        directions: Sequence[Directions | None] = (),
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean."""
         call = Call(self.posterior.model, self.forward)
@@ -179,6 +199,7 @@ class _Data:
                     covariance=covariance,
                     budget=self.budget,
                     bases=posterior.structure.bases,
+                    directions=directions,
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
@@ -197,31 +218,31 @@ class _Data:
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances.
 
-    In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each.
+    In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each, as it does
+    where directions over all weights change with it.
     """
-    curvatures = _curvatures(posterior)
-    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures.values()])
+    settings, structure = posterior.settings, posterior.structure
+    curvatures = structure.curvatures(settings.power)
+    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures])
     if not len(positive):
         raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
     low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
-    spreads = [lambda name, r=r: 1 / (curvatures[name] + r) for r in ratios]
-    if posterior.settings.form == "map":
+    if settings.form == "map" and not isinstance(structure, LowRank):
+        by_name = dict(zip(structure.second_moment, curvatures, strict=True))
+        spreads: list[Spread] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
         parts = list(data.moments(posterior, spreads))
         mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
         means = mean.expand(len(ratios), *mean.shape)
     else:
-        passes = [
-            list(data.moments(posterior.replace(prior_precision=r * posterior.settings.weight), [spread]))
-            for r, spread in zip(ratios, spreads, strict=True)
-        ]
+        passes = [list(data.own_moments(posterior.replace(prior_precision=r * settings.weight))) for r in ratios]
         parts = passes[0]
         means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
-        tables = torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
+        tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
     y = torch.cat([p[3] for p in parts])
     best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
-    largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures.values())
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
         noises: list[Tensor | None] = [None]
         if data.likelihood == "regression":
@@ -256,8 +277,10 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
         curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
-    def averages(at: Posterior, spreads: Sequence[Spread]) -> tuple[Tensor, Tensor]:
-        parts = list(data.moments(at, spreads))
+    def averages(
+        at: Posterior, spreads: Sequence[Spread], directions: Sequence[Directions | None] = ()
+    ) -> tuple[Tensor, Tensor]:
+        parts = list(data.moments(at, spreads, directions=directions))
         square = torch.cat([(y - mean).square() for mean, _, _, y in parts]).mean(dim=0)
         return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], 1).mean(dim=1)
 
@@ -266,7 +289,7 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     for _ in range(_NOISE_ROUNDS):
         found = _at_evidence(posterior, float((reach / noise).sum())).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        square, (reach, uncertain) = averages(found, [ones, found.spread.__getitem__])
+        square, (reach, uncertain) = averages(found, [ones, found.spread.__getitem__], [None, found.directions])
         # A held-out residual is noise and error of f: E[r²] = σ² + Var[f], and Var[f] goes with σ².
         fresh = square / (1 + uncertain / noise)
         if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
@@ -289,8 +312,7 @@ def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None)
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
     """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point."""
-    curvatures = _curvatures(posterior)
-    total = sum(float(c.sum(dtype=torch.float64)) for c in curvatures.values())
+    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(posterior.settings.power))
     weight = posterior.n_data * curvature / total if total else math.nan
     if not (math.isfinite(weight) and weight > 0):
         raise CalibrationError(
@@ -298,21 +320,20 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
             "outputs contain NaN, or do they not depend on the weights?"
         )
     unit = posterior.settings.weight / posterior.settings.scale
-    delta = _fixed_point({name: weight * c for name, c in curvatures.items()}, posterior.mode)
-    return posterior.replace(scale=weight / unit, prior_precision=delta)
+    return _at_fixed_point(posterior.replace(scale=weight / unit, prior_precision=1.0))
 
 
-def _fixed_point(curvatures: Mapping[str, Tensor], mode: Mapping[str, Tensor]) -> float:
-    """MacKay: δ = γ/|θ|² with γ = Σ h/(h + δ), the number of weights that the data determine."""
-    square = sum(float(theta.square().sum(dtype=torch.float64)) for theta in mode.values())
+def _at_fixed_point(posterior: Posterior) -> Posterior:
+    """MacKay: δ = γ/|θ|², γ the number of directions that the data determine."""
+    square = max(sum(float(theta.square().sum(dtype=torch.float64)) for theta in posterior.mode.values()), 1e-30)
     delta = 1.0
     for _ in range(200):
-        gamma = sum(float((h / (h + delta)).sum(dtype=torch.float64)) for h in curvatures.values())
-        fresh = max(gamma / max(square, 1e-30), 1e-12)
+        fresh = max(posterior.effective_dimension / square, 1e-12)
+        posterior = posterior.replace(prior_precision=fresh)
         if abs(fresh - delta) <= 1e-6 * delta:
-            return fresh
+            break
         delta = fresh
-    return delta
+    return posterior
 
 
 def _by_repeated_prediction(
@@ -350,7 +371,7 @@ def _by_repeated_prediction(
         for factor in (10.0, 10.0**0.5, 10.0**0.25):
             for step in (factor, 1 / factor):
                 for _ in range(_MOST_STEPS):
-                    prior = {name: step * torch.as_tensor(delta) for name, delta in best.prior_precision.items()}
+                    prior = {name: step * delta for name, delta in best.prior_precision.items()}
                     scale = best.settings.scale * (step if both else 1.0)
                     candidate = best.replace(scale=scale, prior_precision=prior)
                     found = score(candidate)
@@ -364,15 +385,6 @@ def _by_repeated_prediction(
             "unchanged. Use predictive='linearised'"
         )
     return best
-
-
-def _curvatures(posterior: Posterior) -> dict[str, Tensor]:
-    """v̂ᵖ by name: what the weight w multiplies."""
-    settings = posterior.settings
-    return {
-        name: v.sqrt() if settings.power == 0.5 else v.pow(settings.power)
-        for name, v in posterior.structure.second_moment.items()
-    }
 
 
 def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:

@@ -172,6 +172,32 @@ def bandits(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine."),
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help="What to run where missing: regression, pruning, bandits; all by default.")
+    ] = "",
+    settings: Annotated[str, typer.Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
+    device: Device = "",
+    jobs: Jobs = 2,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Figure 1, Figure 2 and Table 1 on one HTML page: runs in DIR are taken as they are, missing ones are run."""
+    require("matplotlib")
+    from bayesadam.experiments.report import ReportSettings, run_report
+
+    asked = ReportSettings(quick=quick, settings=settings or None)
+    chosen = _names(only)
+    asked = replace(asked, only=chosen) if chosen else asked
+    run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
+
+
+@app.command()
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, typer.Option(min=0, max=1, help="The share of weights to remove.")],
@@ -240,3 +266,17 @@ def inspect(
 
     settings = InspectSettings(checkpoint, optimizer_file, optimizer or None, n_data, snr, groups_in_order)
     run_inspect(seed=seed, out=out, quiet=quiet, settings=settings)
+
+
+@app.command()
+def play(
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")
+    ] = 8765,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = True,
+    quiet: Quiet = False,
+) -> None:
+    """A page on this machine: click data onto a plane and watch the bands of five methods change."""
+    from bayesadam.play.server import run_play
+
+    run_play(port=port, open_browser=open_browser, quiet=quiet)

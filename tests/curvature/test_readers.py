@@ -402,7 +402,16 @@ def qualified(cls: type) -> str:
 
 # OGD belongs to no class: it is asked for by name.
 # SOAP, whose second moment is in other coordinates, has tests of its own: tests/optim and tests/posterior.
-ELSEWHERE = {("ogd", ""), ("soap", "bayesadam.optim.soap.SOAP")}
+ELSEWHERE = {
+    ("ogd", ""),
+    ("soap", "bayesadam.optim.soap.SOAP"),
+    ("soap-reference", "soap.SOAP"),
+    ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+    ("soap-heavyball", "heavyball.SOAP"),
+    ("shampoo", "pytorch_optimizer.optimizer.shampoo.Shampoo"),
+    ("scalable-shampoo", "pytorch_optimizer.optimizer.shampoo.ScalableShampoo"),
+    ("torch-optimizer-shampoo", "torch_optimizer.shampoo.Shampoo"),
+}
 TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State, StateReader, outline
 from bayesadam.curvature.registry import registered
+from bayesadam.curvature.rotated import RotatedReader, unknown_bases
 from bayesadam.errors import StateError
 
 # Kept by optimisers that have no second moment per weight.
@@ -73,8 +74,10 @@ def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
     if reader.statistic == "factored" and isinstance(state.get("row_var"), Tensor):
         return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
     key = "variance" if reader.statistic == "factored" else reader.key
+    # What a basis is found from has the length of a side.
+    sides = reader.bases if isinstance(reader, RotatedReader) else ()
     for name in (*key.split(" or "), "momentum_buffer"):
-        if isinstance(state.get(name), Tensor):
+        if isinstance(state.get(name), Tensor) and name not in sides:
             return state[name].shape  # type: ignore[no-any-return]
     return None
 
@@ -82,7 +85,7 @@ def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
 def has_tensors(state: Any) -> bool:
     """Whether anything but a counter is kept."""
     return isinstance(state, Mapping) and any(
-        isinstance(value, Tensor) and key != "step" for key, value in outline(state).items()
+        (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
     )
 
 
@@ -109,6 +112,8 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
         return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
     stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
     if stored is None or (reader.mark is not None and reader.mark not in group):
+        return False
+    if unknown_bases(reader, state, stored.shape):
         return False
     # NovoGrad's is one number a layer.
     momentum = state.get("exp_avg")

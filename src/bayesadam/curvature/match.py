@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.curvature.reader import Group, State, StateReader, outline
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
+from bayesadam.curvature.rotated import unknown_bases
 from bayesadam.errors import MatchError, StateError
 
 _WRAPPER_PREFIXES = ("_orig_mod", "module")
@@ -66,7 +67,7 @@ def match_optimizers(
     names = {id(parameter): name for name, parameter in own_parameters(model).items()}
     if not names:
         raise MatchError(f"{type(model).__name__} has no parameters")
-    optimizer_list = [_inner(o) for o in _listed(optimizers)]
+    optimizer_list = listed_optimizers(optimizers)
     entries: dict[str, Entry] = {}
     omitted: dict[str, str] = {}
     refusals: list[str] = []
@@ -149,7 +150,8 @@ def refuse(reader: StateReader, class_name: str) -> str:
     return f"{class_name} keeps no second moment per weight; {reader.advice}"
 
 
-def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimiser or several as a list, each without a trainer's wrapper."""
     listed = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in listed:
         if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
@@ -159,7 +161,7 @@ def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
             )
     if not listed:
         raise MatchError("no optimiser was given: the list is empty")
-    return listed  # type: ignore[return-value]
+    return [_inner(optimizer) for optimizer in listed]  # type: ignore[arg-type]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -206,7 +208,20 @@ def _take(
         omitted[name] = _UNTRAINED
     else:
         check_parameter(name, parameter)
+        _refuse_bases(name, parameter, state, reader)
         entries[name] = Entry(name, parameter, state, group, reader)
+
+
+def _refuse_bases(name: str, parameter: nn.Parameter, state: State, reader: StateReader) -> None:
+    unknown = unknown_bases(reader, state, parameter.shape)
+    if unknown:
+        similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
+        raise StateError(
+            f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), so its second moment is in rotated "
+            f"coordinates, and reader {reader.name!r} would take {reader.key!r} for the weights' own. Name the optimiser that wrote it"
+            + (f", perhaps {' or '.join(map(repr, similar))}" if similar else "")
+            + "; or describe it with bayesadam.curvature.register(StateReader(...)) and a `read` function"
+        )
 
 
 def _holds_tensors(value: Any) -> bool:

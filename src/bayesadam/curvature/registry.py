@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from torch.optim import Optimizer
 
 from bayesadam.curvature.reader import StateReader
-from bayesadam.curvature.rotated import SOAP_READER
+from bayesadam.curvature.rotated import SOAP_READER, RotatedReader
+from bayesadam.curvature.shampoo import SHAMPOO_READERS
+from bayesadam.curvature.soap_packages import SOAP_PACKAGE_READERS
 from bayesadam.errors import SettingError
 
 _BETA2 = ("betas", 1)
@@ -52,6 +54,8 @@ _BUILT_IN: tuple[StateReader, ...] = (
     _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     SOAP_READER,
+    *SOAP_PACKAGE_READERS,
+    *SHAMPOO_READERS,
     StateReader(
         "adagrad",
         ("torch.optim.adagrad.Adagrad",),
@@ -228,6 +232,8 @@ def reader_of(optimizer: Optimizer) -> StateReader | None:
 
 
 def readers_with_key(keys: Iterable[str]) -> list[str]:
-    """Names of the readers whose key is among `keys`: a hint for error messages."""
+    """Names of the readers whose key is among `keys`, or of those whose bases are too: a hint for error messages."""
     present = set(keys)
-    return [r.name for r in _registry.values() if present & set(r.key.replace(" or ", ", ").split(", "))]
+    fitting = [r for r in _registry.values() if present & set(r.key.replace(" or ", ", ").split(", "))]
+    rotated = [r for r in fitting if isinstance(r, RotatedReader) and present & set(r.bases)]
+    return [r.name for r in rotated or fitting]

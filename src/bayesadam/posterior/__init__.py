@@ -1,7 +1,8 @@
-"""Gaussians over named parameters."""
+"""Gaussians over named parameters, and mixtures of them."""
 
+from bayesadam.posterior.mixture import Mixture
 from bayesadam.posterior.posterior import Posterior
 from bayesadam.posterior.settings import Settings
 from bayesadam.posterior.structure import Structure
 
-__all__ = ["Posterior", "Settings", "Structure"]
+__all__ = ["Mixture", "Posterior", "Settings", "Structure"]

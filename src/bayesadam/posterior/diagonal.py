@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesadam._shards import placed_like, whole
 from bayesadam.curvature.rotated import Rotation
-from bayesadam.posterior.formulas import precision, shrunk_mean
+from bayesadam.posterior.formulas import curvature, precision, shrunk_mean
 from bayesadam.posterior.noise import stream_seed
 from bayesadam.posterior.settings import Settings
 from bayesadam.posterior.sharded import draw
@@ -53,6 +53,25 @@ class Diagonal:
     def spread(self, settings: Settings) -> dict[str, Tensor]:
         """The variances themselves: the weights are the coordinates."""
         return self.variance(settings)
+
+    def directions(self, settings: Settings) -> None:
+        """None."""
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """v̂ᵖ, parameter by parameter."""
+        return [curvature(v, power) for v in self.second_moment.values()]
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """γ = Σ w c/(w c + δ)."""
+        total = 0.0
+        for name, v in self.second_moment.items():
+            data = curvature(v, settings.power).mul_(settings.weight)
+            share = data / (data + settings.prior_precision[name]).clamp_(min=torch.finfo(data.dtype).tiny)
+            total += float(whole(share.sum(dtype=_wide(share))))
+        return total
+
+    def doubt(self, settings: Settings) -> None:
+        """None."""
 
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
-from bayesadam.curvature.rotated import ROTATED_KEY, Rotation, soap_statistics
+from bayesadam.curvature.rotated import RotatedReader, Rotation
 from bayesadam.errors import SettingError
 from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.settings import Settings
@@ -81,6 +81,20 @@ class Kronecker:
             for name, values in self.spread(settings).items()
         }
 
+    def directions(self, settings: Settings) -> None:
+        """None."""
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """v̂ᵖ of the coordinates, parameter by parameter."""
+        return self._inner.curvatures(power)
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """That of the coordinates."""
+        return self._inner.effective_dimension(self._checked(settings))
+
+    def doubt(self, settings: Settings) -> None:
+        """None."""
+
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
@@ -122,21 +136,50 @@ class Kronecker:
 
 
 def kronecker_of(match: Match) -> Kronecker:
-    """The structure that SOAP's state holds; parameters of other optimisers, and those it does not rotate, are diagonal."""
+    """The structure that the state of a SOAP or a Shampoo holds; what they do not rotate, and other optimisers', is diagonal."""
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for entry in match.entries:
         if is_sharded(entry.parameter):
             raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
         place = entry.parameter.device, working_dtype(entry.parameter.dtype)
-        if ROTATED_KEY not in entry.state:
+        found = None
+        if isinstance(entry.reader, RotatedReader):
+            found = entry.reader.rotated(entry.state, entry.group, entry.parameter.shape)
+        if found is None:
             moments[entry.name] = read_entry(entry)[1].to(*place)
             continue
-        found = soap_statistics(entry.state, entry.group)
         moments[entry.name], bases[entry.name] = found.second_moment.to(*place), found.rotation.to(*place)
     if not bases:
         raise SettingError(
-            "structure='kronecker' needs eigenbases, which SOAP keeps: train with bayesadam.optim.SOAP, or use "
-            "structure='diagonal'"
+            "structure='kronecker' needs eigenbases, which SOAP keeps: train with bayesadam.optim.SOAP or another that is "
+            "read, or use structure='diagonal'"
         )
     return Kronecker(moments, bases)
+
+
+def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Kronecker:
+    """The structure of recorded gradients, (K, *shape) by parameter name: bases of Σ G Gᵀ and Σ Gᵀ G, v̂ the mean square in them.
+
+    Parameters of less than two dimensions, and sides longer than `max_side`, are left as they are.
+    """
+    moments: dict[str, Tensor] = {}
+    bases: dict[str, Rotation] = {}
+    for name, stack in gradients.items():
+        if stack.dim() > 2:
+            matrices = stack.flatten(2)
+            sides = (matrices.transpose(0, 1).flatten(1), matrices.flatten(0, 1).T)
+            found = [_eigenbasis(rows) if 1 < len(rows) <= max_side else None for rows in sides]
+            if any(basis is not None for basis in found):
+                bases[name] = Rotation(*found)
+                stack = torch.stack([bases[name].into(gradient, gradient.dim()) for gradient in stack])
+        moments[name] = stack.square().mean(dim=0)
+    if not bases:
+        raise SettingError("no parameter has two sides to find eigenbases for: use structure='diagonal' or 'low-rank'")
+    return Kronecker(moments, bases)
+
+
+def _eigenbasis(rows: Tensor) -> Tensor:
+    """The eigenvectors of A Aᵀ as columns, from the largest eigenvalue down."""
+    vectors: Tensor = torch.linalg.eigh(rows @ rows.T).eigenvectors
+    return vectors.flip(1).contiguous()

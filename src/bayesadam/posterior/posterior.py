@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,22 +14,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._shards import is_sharded, own_part, placed_like, whole
+from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
 from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
-from bayesadam.curvature.match import check_parameter, match_optimizers, match_state_dict, own_parameters, unwrap
+from bayesadam.curvature.match import (
+    check_parameter,
+    listed_optimizers,
+    match_optimizers,
+    match_state_dict,
+    own_parameters,
+    unwrap,
+)
 from bayesadam.curvature.read import working_dtype
-from bayesadam.curvature.rotated import Rotation
-from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
+from bayesadam.curvature.recorder import Recorder, read_recorder
+from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.posterior import folder, sharded, storage
 from bayesadam.posterior.diagonal import Diagonal
-from bayesadam.posterior.kronecker import Kronecker, kronecker_of
+from bayesadam.posterior.kronecker import kronecker_from_gradients, kronecker_of
+from bayesadam.posterior.low_rank import low_rank_of
 from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
-from bayesadam.posterior.structure import Structure
+from bayesadam.posterior.stored import stored_structure, stored_weights
+from bayesadam.posterior.structure import Directions, Structure
 
-_STRUCTURES = ("diagonal", "kronecker")
+_STRUCTURES = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
+
+
+class StructureWarning(BayesAdamWarning):
+    """The structure of a posterior cannot hold what its settings ask of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +97,7 @@ class Posterior:
         batch_size: int | None = None,
         form: Form = "map",
         structure: str = "diagonal",
+        recorder: Recorder | None = None,
         reader: str | StateReader | None = None,
     ) -> Posterior:
         """Read the posterior off a live optimiser; no data, no change to either.
@@ -96,10 +111,17 @@ class Posterior:
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1.
             form: `"map"` or `"likelihood"`.
-            structure: `"diagonal"`, or `"kronecker"` with the eigenbases that `SOAP` keeps.
+            structure: `"diagonal"`; `"kronecker"`, with the eigenbases that `SOAP` keeps or those of recorded gradients;
+                `"low-rank"`, recorded gradients and δ alone outside them, or `"low-rank+diagonal"`, with what the
+                optimiser's own second moment has beyond them.
+            recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
         _check_structure(structure)
+        if recorder is not None:
+            curvature, kept = _recorded(model, optimizer, recorder, structure, reader)
+            return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
+        _check_unrecorded(structure)
         curvature = read_optimizer(model, optimizer, reader=reader)
         kept = kronecker_of(match_optimizers(model, optimizer, reader)) if structure == "kronecker" else None
         return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
@@ -134,6 +156,7 @@ class Posterior:
             structure: as in `from_optimizer`.
         """
         _check_structure(structure)
+        _check_unrecorded(structure)
         curvature = read_state_dict(model, state_dict, optimizer=optimizer, param_names=param_names)
         kept = None
         if structure == "kronecker":
@@ -178,6 +201,7 @@ class Posterior:
             structure: as in `from_optimizer`.
         """
         _check_structure(structure)
+        _check_unrecorded(structure)
         checkpoint = read_checkpoint(
             path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
         )
@@ -262,6 +286,16 @@ class Posterior:
         Computed once and kept for prediction after prediction: to be read, not written to.
         """
         return self.structure.spread(self.settings)
+
+    @cached_property
+    def directions(self) -> Directions | None:
+        """The directions over all weights in which Σ is narrower than `spread`, of a low-rank posterior; kept like it."""
+        return self.structure.directions(self.settings)
+
+    @property
+    def effective_dimension(self) -> float:
+        """γ = tr(w c Σ): how many directions in weight space the data determine, and not the prior."""
+        return self.structure.effective_dimension(self.settings)
 
     @property
     def stddev(self) -> dict[str, Tensor]:
@@ -436,6 +470,11 @@ class Posterior:
 
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint.
         """
+        write = folder.write if self.is_sharded else storage.write
+        write(path, *self.packed())
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         tensors = {f"mode.{name}": theta for name, theta in self.mode.items()}
         for role, named in self.structure.tensors().items():
             tensors |= {f"{role}.{name}": tensor for name, tensor in named.items()}
@@ -456,8 +495,7 @@ class Posterior:
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
         }
-        write = folder.write if self.is_sharded else storage.write
-        write(path, tensors, header)
+        return tensors, header
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
@@ -468,41 +506,33 @@ class Posterior:
         """
         parameters = own_parameters(model)
         tensors, header = folder.read(path, parameters) if os.path.isdir(path) else storage.read(path)
+        return cls.unpacked(path, tensors, header, model)
+
+    @classmethod
+    def unpacked(
+        cls, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any], model: nn.Module
+    ) -> Posterior:
+        """The posterior that `packed` gave, for `model`; errors name `path`, the file it was read from."""
+        if header.get("structure") == "mixture":
+            raise FileError(f"{path} holds a mixture of posteriors: read it with Mixture.load")
+        parameters = own_parameters(model)
         try:
             names: list[str] = header["parameters"]
-            kind: str = header["structure"]
             stored: dict[str, Any] = dict(header["settings"])
-            mode = {name: tensors[f"mode.{name}"] for name in names}
-            moments = {name: tensors[f"second_moment.{name}"] for name in names} if kind in _STRUCTURES else {}
-            bases = _stored_bases(path, tensors, moments) if kind == "kronecker" else {}
+            mode = stored_weights(path, "mode", tensors, names, parameters)
+            structure = stored_structure(path, header["structure"], tensors, names, parameters)
             numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
             prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
             raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
-        if kind not in _STRUCTURES:
-            raise FileError(f"{path} holds a {kind!r} posterior; this version reads {', '.join(_STRUCTURES)}")
-        for named in (mode, moments):
-            storage.check_owner(path, {name: tensor.shape for name, tensor in named.items()}, parameters)
         for name in names:
             check_parameter(name, parameters[name])
-            for tensor in (mode[name], moments[name]):
-                if not bool(torch.isfinite(tensor).all()):
-                    raise FileError(f"{path} is damaged: {name!r} has entries that are not finite")
-            if bool((moments[name] < 0).any()):
-                raise FileError(f"{path} is damaged: the second moment of {name!r} has negative entries")
-
-        def place(name: str, tensor: Tensor) -> Tensor:
-            return placed_like(tensor, parameters[name]).to(working_dtype(tensor.dtype))
-
-        mode = {name: place(name, theta) for name, theta in mode.items()}
-        moments = {name: place(name, v) for name, v in moments.items()}
         spread = spread_prior(prior, {n: t.shape for n, t in mode.items()})
-        settings = Settings(**stored, prior_precision=sharded.prior_like(spread, mode))
+        try:
+            settings = Settings(**stored, prior_precision=sharded.prior_like(spread, mode))
+        except TypeError as error:
+            raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
         noise = _noise(header.get("noise_variance"))
-        structure: Structure = Diagonal(moments)
-        if kind == "kronecker":
-            placed = {name: basis.to(moments[name].device, moments[name].dtype) for name, basis in bases.items()}
-            structure = Kronecker(moments, placed)
         return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), noise)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -536,6 +566,12 @@ class Posterior:
                 "or constant inputs. Give them a prior, posterior.replace(prior_precision=...), or calibrate"
             )
 
+    def warn_of_doubt(self) -> None:
+        """Warn where the structure cannot hold what the settings ask of it."""
+        doubt = self.structure.doubt(self.settings)
+        if doubt is not None:
+            warnings.warn(doubt, StructureWarning, stacklevel=3)
+
     def require_whole(self, what: str) -> None:
         """Raise where the posterior is sharded, for `what` needs whole tensors."""
         if self.is_sharded:
@@ -556,25 +592,34 @@ def _noise(value: Any) -> Tensor | None:
     return noise
 
 
-def _stored_bases(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], moments: Mapping[str, Tensor]
-) -> dict[str, Rotation]:
-    """The eigenbases in a file, each of the side of its parameter and orthogonal."""
-    found: dict[str, Rotation] = {}
-    for name, v in moments.items():
-        sides = [tensors.get(f"{side}.{name}") for side in ("left", "right")]
-        lengths = [v.shape[0], v.numel() // max(v.shape[0], 1)] if v.dim() > 1 else [0, 0]
-        for basis, length in zip(sides, lengths, strict=True):
-            if basis is None:
-                continue
-            identity = torch.eye(length, dtype=basis.dtype, device=basis.device)
-            if basis.shape != (length, length) or not bool(((basis.mT @ basis - identity).abs() < 1e-2).all()):
-                raise FileError(f"{path} is damaged: a basis of {name!r} is not orthogonal, or not of its shape")
-        if sides != [None, None]:
-            found[name] = Rotation(*sides)
-    return found
-
-
 def _check_structure(structure: str) -> None:
     if structure not in _STRUCTURES:
         raise SettingError(f"structure must be one of {_STRUCTURES}, got {structure!r}")
+
+
+def _check_unrecorded(structure: str) -> None:
+    if structure.startswith("low-rank"):
+        raise SettingError(
+            f"structure={structure!r} is made of recorded gradients: recorder = bayesadam.Recorder(optimizer) before training, "
+            "then Posterior.from_optimizer(..., recorder=recorder)"
+        )
+
+
+def _recorded(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    recorder: Recorder,
+    structure: str,
+    reader: str | StateReader | None,
+) -> tuple[Curvature, Structure | None]:
+    """The curvature of a recorder's gradients, and the structure made of them; None is the diagonal."""
+    if {id(o) for o in listed_optimizers(optimizer)} != {id(o) for o in recorder.optimizers}:
+        raise MatchError("the recorder is attached to another optimiser than the one given")
+    curvature, gradients = read_recorder(model, recorder)
+    if structure == "diagonal":
+        return curvature, None
+    if structure == "kronecker":
+        return curvature, kronecker_from_gradients(gradients)
+    if structure == "low-rank":
+        return curvature, low_rank_of(gradients)
+    return curvature, low_rank_of(gradients, read_optimizer(model, optimizer, reader=reader).second_moment)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,6 +17,32 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """Orthonormal directions Q over all weights together, along which a white vector is shorter than elsewhere.
+
+    Attributes:
+        rows: Qᵀ by parameter name, (K, *shape).
+        kept: the variance along each, at most 1, (K,).
+    """
+
+    rows: Named
+    kept: Tensor
+
+    def coordinates(self, white: Named) -> Tensor:
+        """Qᵀ z, (..., K), of z by parameter name with any leading dimensions."""
+        parts = []
+        for name, rows in self.rows.items():
+            lead = white[name].shape[: white[name].dim() - rows.dim() + 1]
+            parts.append((white[name].reshape(*lead, -1) @ rows.flatten(1).T).to(self.kept.device))
+        return reduce(torch.add, parts)
+
+    def scaled(self, white: Named, factors: Tensor) -> dict[str, Tensor]:
+        """z with its coordinates along Q multiplied by factors."""
+        change = self.coordinates(white) * (factors - 1)
+        return {name: z + torch.tensordot(change.to(z), self.rows[name], dims=1) for name, z in white.items()}
 
 
 class Structure(Protocol):
@@ -44,6 +72,22 @@ class Structure(Protocol):
 
     def spread(self, settings: Settings) -> dict[str, Tensor]:
         """The variances of the coordinates."""
+        ...
+
+    def directions(self, settings: Settings) -> Directions | None:
+        """Directions over all coordinates together that are narrower than `spread` says; None where there are none."""
+        ...
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """The eigenvalues v̂ᵖ, those that are 0 left out or not."""
+        ...
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """γ = tr(w c Σ), the number of directions that the data determine and not the prior."""
+        ...
+
+    def doubt(self, settings: Settings) -> str | None:
+        """What is wrong with the structure at these settings, and what to do; None where nothing is."""
         ...
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Predictive distributions from a weight posterior: linearised without a Jacobian, or sampled."""
 
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.predict.mixture import BinaryMixture, ClassificationMixture, RegressionMixture
 from bayesadam.predict.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.predictive import (
     BinaryPredictive,
@@ -10,11 +11,14 @@ from bayesadam.predict.predictive import (
 )
 
 __all__ = [
+    "BinaryMixture",
     "BinaryPredictive",
+    "ClassificationMixture",
     "ClassificationPredictive",
     "CollapsedPredictionWarning",
     "MemoryBudgetError",
     "Predictive",
+    "RegressionMixture",
     "RegressionPredictive",
     "predict",
 ]

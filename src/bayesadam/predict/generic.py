@@ -46,8 +46,8 @@ def generic_moments(
     variance, blocks = [], []
     chunk = max(1, budget // (4 * needed))
     for start in range(0, size, chunk):
-        jacobians = _jacobians(call, mine, others, examples(inputs, start, start + chunk))
-        wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in jacobians.items()}
+        found = jacobians(call, mine, others, examples(inputs, start, start + chunk))
+        wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
         for name in wide.keys() & bases.keys():
             wide[name] = bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
         rows = {name: j.flatten(2) for name, j in wide.items()}
@@ -69,7 +69,7 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:
+def jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:
     """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
     size = batch_size(inputs)
 
@@ -93,17 +93,17 @@ def _jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], i
 
 
 def _confirmed(
-    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, jacobians: Mapping[str, Tensor]
+    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, found: Mapping[str, Tensor]
 ) -> bool:
     """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
     with torch.enable_grad():
         flat = call.flat({**others, **leaves}, inputs)
         if not flat.requires_grad:
-            return not any(bool(jacobian.any()) for jacobian in jacobians.values())
+            return not any(bool(jacobian.any()) for jacobian in found.values())
         r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)).to(flat)
         truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
-    for (name, jacobian), truth in zip(((n, jacobians[n]) for n in mine), truths, strict=True):
+    for (name, jacobian), truth in zip(((n, found[n]) for n in mine), truths, strict=True):
         ours = torch.tensordot(r, jacobian, dims=2)
         if not agree(ours, torch.zeros_like(leaves[name]) if truth is None else truth):
             return False

@@ -1,4 +1,4 @@
-"""Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a diagonal posterior: diag or all of J Σ Jᵀ."""
+"""Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a Gaussian posterior: diag or all of J Σ Jᵀ."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.posterior.structure import Directions
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.generic import Spread, batched_grad, generic_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
+from bayesadam.predict.projected import projected_moments
 
 DEFAULT_BUDGET = 1 << 30
 Cotangents = Callable[[int, int], Tensor]
@@ -41,6 +43,7 @@ def moments(
     covariance: bool = False,
     budget: int = DEFAULT_BUDGET,
     bases: Mapping[str, Rotation] | None = None,
+    directions: Sequence[Directions | None] = (),
 ) -> Moments:
     """Mean and J S Jᵀ for each S of `spreads`, in one pass over the inputs.
 
@@ -56,11 +59,20 @@ def moments(
         covariance: the whole (c, c) blocks, for a single spread.
         budget: bytes for activations and back-propagated outputs.
         bases: the coordinates that the spreads are in, of the parameters whose own they are not.
+        directions: for each spread, directions over all weights together that are narrower; they need the Jacobian's rows,
+            a few examples at a time.
     """
     bases = bases or {}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     plan = plan_for(call, leaves, inputs)
     size = batch_size(inputs)
+    if any(each is not None for each in directions):
+        plain = {name: tensor.detach() for name, tensor in params.items()}
+        with torch.no_grad():
+            found = projected_moments(
+                call, plain, spreads, directions, inputs, outputs=plan.outputs, covariance=covariance, budget=budget
+            )
+            return Moments(call.flat(plain, inputs), *found, plan.shape)
     per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):

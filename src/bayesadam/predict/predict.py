@@ -80,6 +80,7 @@ def predict(
     check_options(likelihood, method, link, n_samples, memory_budget)
     inputs = plain(inputs)
     posterior.require_proper()
+    posterior.warn_of_doubt()
     if posterior.is_sharded:
         generator = common_generator(posterior, generator)
         if fits(posterior, method, memory_budget):
@@ -108,6 +109,7 @@ def predict(
                 covariance=covariance,
                 budget=memory_budget,
                 bases=posterior.structure.bases,
+                directions=[posterior.directions],
             )
             shape = (-1, *found.shape)
             mean = found.mean.reshape(shape).to(found.variance.dtype)

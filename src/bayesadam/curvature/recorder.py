@@ -1,0 +1,217 @@
+"""The gradients of the last steps, kept beside any optimiser: what richer posteriors than a diagonal are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam._shards import is_sharded
+from bayesadam.curvature.match import listed_optimizers, match_optimizers
+from bayesadam.curvature.read import Curvature, read_optimizer, working_dtype
+from bayesadam.errors import MatchError, SettingError, StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Recorder:
+    """Keeps the last K mini-batch gradients, one of every k steps, as the optimiser was given them.
+
+    It costs a copy of the gradients at every k-th step and K copies of the weights' memory; all mathematics is left for
+    the moment when a posterior is asked for. Gradients are taken after clipping and unscaling, before any weight decay.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> recorder = Recorder(optimizer, keep=4, every=1)
+    >>> for _ in range(6):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 3)).square().mean().backward()
+    ...     optimizer.step()
+    >>> recorder.gradients(model)["weight"].shape
+    torch.Size([4, 2, 3])
+
+    Args:
+        optimizer: the optimiser, or several that step together over one model.
+        keep: K.
+        every: k.
+    """
+
+    def __init__(self, optimizer: Optimizer | Sequence[Optimizer], *, keep: int = 50, every: int = 10) -> None:
+        for name, value in (("keep", keep), ("every", every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.optimizers = listed_optimizers(optimizer)
+        self.keep = keep
+        self.every = every
+        self._steps = [0] * len(self.optimizers)
+        self._rings: dict[Tensor, Tensor] = {}
+        self._handles = [
+            handle for i, each in enumerate(self.optimizers) for handle in _attached(each, partial(self._record, i))
+        ]
+
+    @property
+    def recorded(self) -> int:
+        """How many gradients are kept now, K at most."""
+        return min(self._taken, self.keep)
+
+    @property
+    def _taken(self) -> int:
+        if len(set(self._steps)) > 1:
+            raise StateError(f"the optimisers have taken {self._steps} steps since: they must step together")
+        return -(-self._steps[0] // self.every)
+
+    def remove(self) -> None:
+        """Let go of the optimiser; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none.
+
+        Raises:
+            StateError: none was recorded, or one is not finite.
+        """
+        count = self.recorded
+        if count == 0:
+            raise StateError("the recorder has seen no step yet: attach it before training, and train")
+        found = {}
+        for entry in match_optimizers(model, list(self.optimizers), "ogd").entries:
+            ring = self._rings.get(entry.parameter)
+            if ring is None:
+                continue
+            found[entry.name] = ring[:count]
+            if not bool(torch.isfinite(found[entry.name]).all()):
+                raise StateError(
+                    f"a recorded gradient of {entry.name!r} is not finite: train on until it has left the last "
+                    f"{self.keep} of every {self.every} steps"
+                )
+        return found
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` goes on from; tensors and plain data."""
+        return {
+            "keep": self.keep,
+            "every": self.every,
+            "steps": list(self._steps),
+            "rings": [self._rings.get(parameter) for parameter in self._parameters()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
+        try:
+            asked = {key: state[key] for key in ("keep", "every", "steps", "rings")}
+        except KeyError as missing:
+            raise MatchError(f"not the state of a Recorder: it has no {missing}") from None
+        for name in ("keep", "every"):
+            if asked[name] != getattr(self, name):
+                raise MatchError(
+                    f"the state was recorded with {name}={asked[name]}, this recorder has {getattr(self, name)}"
+                )
+        parameters = self._parameters()
+        if len(asked["rings"]) != len(parameters) or len(asked["steps"]) != len(self._steps):
+            raise MatchError(
+                f"the state is of {len(asked['rings'])} parameters of {len(asked['steps'])} optimisers, the recorder's have "
+                f"{len(parameters)} of {len(self._steps)}"
+            )
+        rings = {}
+        for index, (parameter, ring) in enumerate(zip(parameters, asked["rings"], strict=True)):
+            if ring is None:
+                continue
+            if ring.shape != (self.keep, *parameter.shape):
+                raise MatchError(
+                    f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients {tuple(ring.shape[1:])}"
+                )
+            rings[parameter] = ring.to(_place(parameter), copy=True)
+        self._rings, self._steps = rings, list(asked["steps"])
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _record(self, index: int) -> None:
+        taken, rest = divmod(self._steps[index], self.every)
+        if rest == 0:
+            # Under a GradScaler a fused optimiser divides by the scale, and skips overflows, inside its own step.
+            optimizer = self.optimizers[index]
+            scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+            if overflow is not None and bool(overflow):
+                return
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._keep(parameter, parameter.grad, taken % self.keep, scale)
+        self._steps[index] += 1
+
+    def _keep(self, parameter: Tensor, gradient: Tensor | None, row: int, scale: Tensor | None) -> None:
+        ring = self._rings.get(parameter)
+        if gradient is None:
+            if ring is not None:
+                ring[row].zero_()
+            return
+        if is_sharded(parameter):
+            raise SettingError(
+                f"a parameter of shape {tuple(parameter.shape)} is spread over processes, and recorded gradients must be whole: "
+                "record with replicas, or use structure='diagonal'"
+            )
+        if ring is None:
+            like = _place(parameter)
+            ring = self._rings[parameter] = like.new_zeros(self.keep, *parameter.shape)
+        ring[row].copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+        if scale is not None:
+            ring[row].div_(scale.to(ring.device))
+
+
+def read_recorder(model: nn.Module, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
+    """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
+    gradients = recorder.gradients(model)
+    bare = read_optimizer(model, list(recorder.optimizers), reader="ogd")
+    never = {name: "no gradient was recorded" for name in bare.second_moment if name not in gradients}
+    return (
+        replace(
+            bare,
+            second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},
+            steps=dict.fromkeys(gradients, float(recorder.recorded)),
+            weight_decay={name: bare.weight_decay[name] for name in gradients},
+            reader=dict.fromkeys(gradients, "recorder"),
+            omitted={**bare.omitted, **never},
+        ),
+        gradients,
+    )
+
+
+def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
+    """Record before a step; after it where the step calls a closure, which is what computes the gradients."""
+
+    def closure_of(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> object:
+        # A hook is given the arguments of the bound step, with the optimiser itself before them.
+        return named.get("closure", arguments[1] if len(arguments) > 1 else None)
+
+    def before(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if closure_of(arguments, named) is None:
+            record()
+
+    def after(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if closure_of(arguments, named) is not None:
+            record()
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def _place(parameter: Tensor) -> Tensor:
+    """An empty tensor of the device and the type that gradients are kept in."""
+    return torch.empty(0, device=parameter.device, dtype=working_dtype(parameter.dtype))

@@ -1,0 +1,179 @@
+"""What a page asks for: points and sliders, checked once, at the door."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bayesadam.errors import BayesAdamError
+
+X_INTERVAL = (-3.0, 3.0)
+Y_INTERVAL = (-2.0, 2.0)
+N_GRID = 201
+MOST_POINTS = 200
+MOST_BYTES = 32 * 1024
+UNITS = ("tanh", "relu")
+_PAGE = re.compile(r"[a-z0-9]{1,32}")
+
+
+class AskError(BayesAdamError):
+    """A request that cannot be answered; the message says what would be accepted."""
+
+
+@dataclass(frozen=True)
+class Slider:
+    """One slider: its range, both ends included, and what it starts at.
+
+    Attributes:
+        name: its key in a request.
+        label: what the page calls it.
+        low: the least value.
+        high: the greatest value.
+        default: where it starts.
+        logarithmic: equal ways along the slider are equal factors.
+        whole: only whole numbers.
+        about: one line for the page: what it does, and to which methods.
+    """
+
+    name: str
+    label: str
+    low: float
+    high: float
+    default: float
+    logarithmic: bool
+    whole: bool
+    about: str
+
+    def check(self, value: object) -> float:
+        """The value as a number, or an error that names the range."""
+        number = _number(value, self.name)
+        if not self.low <= number <= self.high or (self.whole and number != int(number)):
+            kind = "a whole number" if self.whole else "a number"
+            raise AskError(f"{self.name} must be {kind} from {self.low:g} to {self.high:g}, got {value!r:.40}")
+        return number
+
+
+SLIDERS = (
+    Slider("n_data", "N", 1, 10_000, 40, True, True, "data the posterior counts: Badam at once; BBB, Vadam retrain"),
+    Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, "prior precision: Badam at once; BBB, Vadam retrain"),
+    Slider("noise", "σ", 0.02, 0.5, 0.1, True, False, "noise of an observation, known to all methods"),
+    Slider("dropout", "dropout", 0.01, 0.6, 0.1, False, False, "share of units switched off: MC dropout retrains"),
+    Slider("width", "width", 5, 100, 50, False, True, "units in each of two layers: every network starts afresh"),
+)
+_KEYS = {"page", "points", "units", "afresh", *(slider.name for slider in SLIDERS)}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of one page.
+
+    Attributes:
+        page: the page's own name; a newer request of the same page supersedes the older.
+        points: (x, y) pairs on the plane.
+        n_data: N of the posterior, the user's to say, as in the paper's pseudo-observations.
+        prior_precision: δ.
+        noise: σ of an observation.
+        dropout: MC dropout's rate.
+        width: units in each of two hidden layers.
+        units: their activation.
+        afresh: forget what the page's networks learnt before.
+    """
+
+    page: str
+    points: tuple[tuple[float, float], ...]
+    n_data: float
+    prior_precision: float
+    noise: float
+    dropout: float
+    width: int
+    units: str = UNITS[0]
+    afresh: bool = False
+
+
+def parse(body: bytes) -> Ask:
+    """A request out of the bytes of a POST.
+
+    >>> parse(b'{"page": "a", "points": [[0, 1]], "width": 20}').width
+    20
+
+    Raises:
+        AskError: it is not JSON, or not what a page may ask; sliders that are not named stand at their defaults.
+    """
+    try:
+        found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise AskError("the body must be JSON in UTF-8") from None
+    except RecursionError:
+        raise AskError("the body is nested too deeply; send one flat object") from None
+    except ValueError as error:
+        raise AskError(f"the body must be JSON: {error!s:.120}") from None
+    if not isinstance(found, dict):
+        raise AskError(f"the body must be a JSON object, got {type(found).__name__}")
+    unknown = sorted(found.keys() - _KEYS)
+    if unknown:
+        raise AskError(f"unknown key {unknown[0]!r:.40}; known are {', '.join(sorted(_KEYS))}")
+    return _ask(found)
+
+
+def describe() -> dict[str, Any]:
+    """What a page must know to build itself: the plane, the sliders and their limits."""
+    return {
+        "x": X_INTERVAL,
+        "y": Y_INTERVAL,
+        "grid": N_GRID,
+        "most_points": MOST_POINTS,
+        "units": UNITS,
+        "sliders": [asdict(slider) for slider in SLIDERS],
+    }
+
+
+def _ask(found: Mapping[str, Any]) -> Ask:
+    page = found.get("page")
+    if not isinstance(page, str) or not _PAGE.fullmatch(page):
+        raise AskError(f"page must be 1 to 32 small letters and digits, got {page!r:.40}")
+    units = found.get("units", UNITS[0])
+    if units not in UNITS:
+        raise AskError(f"units must be one of {', '.join(UNITS)}, got {units!r:.40}")
+    afresh = found.get("afresh", False)
+    if not isinstance(afresh, bool):
+        raise AskError(f"afresh must be true or false, got {afresh!r:.40}")
+    values = {slider.name: slider.check(found.get(slider.name, slider.default)) for slider in SLIDERS}
+    width = int(values.pop("width"))
+    return Ask(page=page, points=_points(found.get("points")), width=width, units=units, afresh=afresh, **values)
+
+
+def _points(found: object) -> tuple[tuple[float, float], ...]:
+    if not isinstance(found, list):
+        raise AskError(f"points must be a list of [x, y] pairs, got {type(found).__name__}")
+    if len(found) > MOST_POINTS:
+        raise AskError(f"at most {MOST_POINTS} points, got {len(found)}: remove some, or clear the plane")
+    points = []
+    for place, pair in enumerate(found):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise AskError(f"points[{place}] must be an [x, y] pair, got {pair!r:.40}")
+        x, y = (_number(value, f"points[{place}]") for value in pair)
+        for value, axis, (low, high) in ((x, "x", X_INTERVAL), (y, "y", Y_INTERVAL)):
+            if not low <= value <= high:
+                raise AskError(f"points[{place}]: {axis} must lie from {low:g} to {high:g}, got {value:g}")
+        points.append((x, y))
+    return tuple(points)
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise AskError(f"{name} must be a number, got {value!r:.40}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise AskError(f"{name} must be finite, got {value!r:.40}")
+    return number
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,366 @@
+"""A mixture of posteriors: a deep ensemble whose networks each know how sure they are."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesadam._version import __version__
+from bayesadam.curvature.match import unwrap
+from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
+from bayesadam.posterior import storage
+from bayesadam.posterior.noise import fresh_seed, stream_seed
+from bayesadam.posterior.posterior import Posterior
+
+_KIND = "mixture"
+# The role, in a file, of what a network has besides the weights of its posterior.
+_BESIDES = "besides"
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class Mixture:
+    """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
+
+    Frozen, like its members: changing it returns a new one. Members may have a model each or share one, since each keeps
+    its own weights; a shared model's buffers and frozen weights are then those of all, so that networks with batch norm
+    need a model each.
+
+    >>> def member(seed):
+    ...     model, generator = torch.nn.Linear(2, 1), torch.Generator().manual_seed(seed)
+    ...     mean = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    ...     return Posterior.from_moments(model, mean, {name: torch.ones_like(mu) for name, mu in mean.items()}, 10)
+    >>> mixture = Mixture([member(0), member(1)])
+    >>> mixture.sample(3)["weight"].shape, mixture.weights
+    (torch.Size([3, 1, 2]), (0.5, 0.5))
+    >>> mixture.predict(torch.zeros(4, 2)).mean.shape
+    torch.Size([4, 1])
+
+    Attributes:
+        members: the posteriors, over parameters of the same names and shapes.
+        weights: π, positive, of sum 1.
+    """
+
+    members: tuple[Posterior, ...]
+    weights: tuple[float, ...]
+
+    def __init__(self, members: Iterable[Posterior], weights: Iterable[float] | Tensor | None = None) -> None:
+        given = tuple(members)
+        _check_members(given)
+        object.__setattr__(self, "members", given)
+        object.__setattr__(self, "weights", _normalised(weights, len(given)))
+        _warn_of_shared_statistics(given)
+
+    # --- what it says -------------------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """E[θ] = Σ π_m μ_m by parameter name: a moment, and no weights to run a network with.
+
+        Networks from different starts lie in different basins, and the middle between them in none.
+        """
+        return self._averaged([member.mean for member in self.members])
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
+        means = [member.mean for member in self.members]
+        centre = self._averaged(means)
+        return self._averaged(
+            [
+                {name: sigma.add_((mean[name] - centre[name]).square_()) for name, sigma in member.variance.items()}
+                for member, mean in zip(self.members, means, strict=True)
+            ]
+        )
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """The square root of `variance`."""
+        return {name: variance.sqrt_() for name, variance in self.variance.items()}
+
+    def snr(self) -> dict[str, Tensor]:
+        """Signal to noise |E[θ]|/σ of the whole mixture; 0 where the variance is infinite."""
+        stddev = self.stddev
+        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights of one network."""
+        return self.members[0].n_weights
+
+    # --- drawing and scoring ------------------------------------------------------------------------------------
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draws from q, each from a member picked with probability π_m, in the types of the models' parameters.
+
+        Args:
+            n: the number of draws, a leading dimension; None for one draw without it, the first of any number.
+            generator: makes picks and draws reproducible; they depend on it alone.
+        """
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+        self.require_proper()
+        seed = fresh_seed(generator)
+        picks = self._picks(n or 1, seed)
+        if n is None:
+            return self.members[picks[0]].sample(generator=_stream(seed, picks[0]))
+        draws: dict[str, Tensor] = {}
+        for number in sorted(set(picks)):
+            places = [place for place, pick in enumerate(picks) if pick == number]
+            drawn = self.members[number].sample(len(places), generator=_stream(seed, number))
+            for name, values in drawn.items():
+                if name not in draws:
+                    draws[name] = values.new_empty((n, *values.shape[1:]))
+                draws[name][places] = values.to(draws[name])
+        return draws
+
+    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+        """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions are kept."""
+        scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
+        return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
+
+    def entropy_bounds(self) -> tuple[Tensor, Tensor]:
+        """Σ π_m H[q_m] ≤ H[q] ≤ Σ π_m H[q_m] − Σ π_m log π_m, in nats; H[q] itself has no closed form.
+
+        The upper bound is reached where members do not overlap, as networks from different starts hardly ever do.
+        """
+        entropies = torch.stack([member.entropy() for member in self.members])
+        weights = entropies.new_tensor(self.weights)
+        low = (weights * entropies).sum()
+        return low, low + torch.special.entr(weights).sum()
+
+    @contextmanager
+    def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
+        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before, as in `Posterior`."""
+        self.require_proper()
+        seed = fresh_seed(generator)
+        (number,) = self._picks(1, seed)
+        with self.members[number].sampled(generator=_stream(seed, number)) as model:
+            yield model
+
+    def predict(self, inputs: Any, **options: Any) -> Any:
+        """The mixture of the members' predictive distributions: see `bayesadam.predict.predict`, whose options it takes."""
+        # As in `Posterior`, one floor up at call time alone.
+        from bayesadam.predict.mixture import predict_mixture
+
+        return predict_mixture(self, inputs, **options)
+
+    # --- changing, moving, saving -------------------------------------------------------------------------------
+
+    def replace(self, **changes: Any) -> Mixture:
+        """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
+        return Mixture([member.replace(**changes) for member in self.members], self.weights)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Mixture:
+        """The same mixture on another device or in another floating type; the models stay where they are."""
+        return Mixture([member.to(device, dtype) for member in self.members], self.weights)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the mixture to one safetensors file, in place of an older one only once it is complete.
+
+        Buffers and frozen weights in which the members' networks differ are written too.
+        """
+        tensors: dict[str, Tensor] = {}
+        headers = []
+        for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
+            own, header = member.packed()
+            own |= {f"{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
+            tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
+            headers.append(header)
+        header = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
+        storage.write(path, _apart(tensors), header)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
+        """Read a saved mixture for `model`, which is not changed.
+
+        Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
+        """
+        tensors, header = storage.read(path)
+        kind, weights, headers = (header.get(key) for key in ("structure", "weights", "members"))
+        if kind != _KIND:
+            raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
+        if (
+            not isinstance(headers, list)
+            or not isinstance(weights, list)
+            or len(headers) != len(weights)
+            or not headers
+        ):
+            raise FileError(f"{path} is damaged: its header has not a weight for every member")
+        members = []
+        for number, own in enumerate(headers):
+            mark = f"{number}."
+            parts = {key.removeprefix(mark): tensor for key, tensor in tensors.items() if key.startswith(mark)}
+            if not isinstance(own, dict):
+                raise FileError(f"{path} is damaged: member {number} has no header")
+            mark = f"{_BESIDES}."
+            besides = {key.removeprefix(mark): parts.pop(key) for key in list(parts) if key.startswith(mark)}
+            members.append(Posterior.unpacked(path, parts, own, _with(path, model, besides)))
+        for member in members:
+            member.require_whole("a mixture")
+        try:
+            return cls(members, weights)
+        except (MatchError, SettingError) as error:
+            raise FileError(f"{path} is damaged: {error}") from error
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def require_proper(self) -> None:
+        """Raise unless every weight of every member has a finite variance."""
+        for member in self.members:
+            member.require_proper()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Posterior]:
+        return iter(self.members)
+
+    def __repr__(self) -> str:
+        first = self.members[0]
+        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
+        return (
+            f"Mixture({len(self)} x {type(first.model).__name__}, {kinds}, {self.n_weights:,} weights in "
+            f"{len(first.mode)} parameters, weights=({shares}))"
+        )
+
+    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Σ π_m x_m by name."""
+        shares = list(zip(self.weights, named, strict=True))
+        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
+
+    def _picks(self, n: int, seed: int) -> list[int]:
+        """n members' numbers, drawn with probabilities π from a stream of their own."""
+        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+        places = np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")
+        return [int(place) for place in places]
+
+
+def _stream(seed: int, number: int) -> torch.Generator:
+    """A member's own random numbers."""
+    return torch.Generator().manual_seed(stream_seed(seed, "member", number))
+
+
+def _check_members(members: tuple[Posterior, ...]) -> None:
+    """Refuse what is no set of whole posteriors over one architecture, naming the first difference."""
+    if not members:
+        raise SettingError("a mixture needs at least one member")
+    for number, member in enumerate(members):
+        if not isinstance(member, Posterior):
+            raise SettingError(
+                f"the members of a mixture are Posteriors, but member {number} is {type(member).__name__}"
+            )
+        member.require_whole("a mixture")
+    first, *others = members
+    for number, member in enumerate(others, start=1):
+        for name in (*first.mode, *member.mode):
+            for owner, other, lacking in ((0, number, member), (number, 0, first)):
+                if name not in lacking.mode:
+                    raise MatchError(
+                        f"member {other} has no parameter {name!r}, which member {owner} has: the members of a mixture are "
+                        "posteriors over the same parameters"
+                    )
+            mine, theirs = first.mode[name], member.mode[name]
+            for what, here, there in (
+                ("has shape", tuple(mine.shape), tuple(theirs.shape)),
+                ("is on", str(mine.device), str(theirs.device)),
+            ):
+                if here != there:
+                    raise MatchError(f"{name!r} {what} {here} in member 0 and {there} in member {number}")
+
+
+def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
+    """Weights of sum 1, equal ones for None; those whose sum is 1 already are kept to the bit."""
+    if weights is None:
+        return (1 / count,) * count
+    plain = weights.tolist() if isinstance(weights, Tensor) else weights
+    given = list(plain) if isinstance(plain, Iterable) else []
+    if len(given) != count:
+        raise SettingError(f"weights must hold one number for each of the {count} members, got {weights!r}")
+    for number, weight in enumerate(given):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise SettingError(f"weights must be positive and finite, but that of member {number} is {weight!r}")
+    # Relative to the largest, so that the sum cannot overflow.
+    largest = max(given)
+    total = math.fsum(weight / largest for weight in given)
+    if math.isclose(total * largest, 1, rel_tol=1e-15):
+        return tuple(map(float, given))
+    shares = tuple(weight / largest / total for weight in given)
+    if min(shares) == 0:
+        raise SettingError(f"weights span too many orders of magnitude, the smallest would count as 0: {given}")
+    return shares
+
+
+def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
+    """Networks that differ in their weights differ in their batch norms' running statistics."""
+    owners: dict[int, Posterior] = {}
+    for member in members:
+        first = owners.setdefault(id(member.model), member)
+        tracked = [
+            name
+            for name, module in member.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+        ]
+        if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
+            warnings.warn(
+                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
+                "are right for one network alone: give each member a model of its own",
+                BayesAdamWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _different(members: tuple[Posterior, ...]) -> list[dict[str, Tensor]]:
+    """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
+    found = [_besides(member.model, member.mode) for member in members]
+    names = dict.fromkeys(name for besides in found for name in besides)
+    odd = [name for name in names if not _all_equal([besides.get(name) for besides in found])]
+    return [{name: besides[name] for name in odd if name in besides} for besides in found]
+
+
+def _all_equal(tensors: Sequence[Tensor | None]) -> bool:
+    first = tensors[0]
+    return first is not None and all(
+        tensor is not None and tensor.dtype == first.dtype and torch.equal(tensor.to(first.device), first)
+        for tensor in tensors[1:]
+    )
+
+
+def _besides(model: nn.Module, mode: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in everything.items() if name not in mode}
+
+
+def _with(path: str | os.PathLike[str], model: nn.Module, besides: Mapping[str, Tensor]) -> nn.Module:
+    """The model, or a copy of it that holds other buffers and frozen weights."""
+    if not besides:
+        return model
+    storage.check_owner(path, {name: tensor.shape for name, tensor in besides.items()}, _besides(unwrap(model), {}))
+    own = copy.deepcopy(unwrap(model))
+    held = _besides(own, {})
+    with torch.no_grad():
+        for name, tensor in besides.items():
+            held[name].copy_(tensor)
+    return own
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which no two share memory, as a file needs them: posteriors that `replace` made do."""
+    seen: set[int] = set()
+    found = {}
+    for key, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[key] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found

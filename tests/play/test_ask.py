@@ -1,0 +1,83 @@
+"""The door: what a page may ask, and everything else."""
+
+import json
+
+import pytest
+
+from bayesadam.play.ask import MOST_POINTS, SLIDERS, UNITS, AskError, describe, parse
+from bayesadam.play.examples import examples
+
+
+def body(**changes):
+    return json.dumps({"page": "a1", "points": [[0, 0.5]], **changes}).encode()
+
+
+def test_a_request_with_nothing_but_points_stands_at_the_defaults():
+    ask = parse(body())
+    assert ask.points == ((0.0, 0.5),)
+    assert {s.name: getattr(ask, s.name) for s in SLIDERS} == {s.name: s.default for s in SLIDERS}
+    assert (ask.units, ask.afresh) == (UNITS[0], False)
+
+
+@pytest.mark.parametrize("slider", SLIDERS, ids=lambda s: s.name)
+def test_both_ends_of_a_slider_are_accepted_and_nothing_beyond(slider):
+    for value in (slider.low, slider.high):
+        assert getattr(parse(body(**{slider.name: value})), slider.name) == value
+    for value in (slider.low / 2 - 0.1, slider.high * 2, "5", None, True, [1], {}, 10**400):
+        with pytest.raises(AskError, match=slider.name):
+            parse(body(**{slider.name: value}))
+    if slider.whole:
+        with pytest.raises(AskError, match="whole"):
+            parse(body(**{slider.name: slider.low + 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b"[" * 30_000, "JSON|nested"),
+        (b'{"page": "a", "points": [[NaN, 0]]}', "NaN"),
+        (b'{"page": "a", "points": [[0, -Infinity]]}', "Infinity"),
+        (b'{"page": "a", "points": [[1e999, 0]]}', "finite"),
+        (b'{"page": "a", "points": [[' + b"9" * 6000 + b", 0]]}", "JSON|finite"),
+        (b'{"page": "a"}', "points must be a list"),
+        (b'{"page": "a", "points": {"0": 1}}', "points must be a list"),
+        (b'{"page": "a", "points": [1]}', "pair"),
+        (b'{"page": "a", "points": [[1, 2, 3]]}', "pair"),
+        (b'{"page": "a", "points": [["1", 2]]}', "number"),
+        (b'{"page": "a", "points": [[true, 0]]}', "number"),
+        (b'{"page": "a", "points": [[3.01, 0]]}', "x must lie"),
+        (b'{"page": "a", "points": [[0, 2.01]]}', "y must lie"),
+        (b'{"points": []}', "page"),
+        (b'{"page": "../etc", "points": []}', "page"),
+        (b'{"page": "", "points": []}', "page"),
+        (b'{"page": 3, "points": []}', "page"),
+        (b'{"page": "a", "points": [], "units": "selu"}', "units"),
+        (b'{"page": "a", "points": [], "units": ["tanh"]}', "units"),
+        (b'{"page": "a", "points": [], "afresh": 1}', "afresh"),
+        (b'{"page": "a", "points": [], "lr": 1}', "unknown key 'lr'"),
+    ],
+)
+def test_what_is_refused_says_why_in_one_short_line(raw, said):
+    with pytest.raises(AskError, match=said) as caught:
+        parse(raw)
+    assert len(str(caught.value)) < 250
+
+
+def test_points_are_counted():
+    assert len(parse(body(points=[[0, 0]] * MOST_POINTS)).points) == MOST_POINTS
+    with pytest.raises(AskError, match=f"at most {MOST_POINTS}"):
+        parse(body(points=[[0, 0]] * (MOST_POINTS + 1)))
+
+
+def test_the_examples_are_requests_that_pass():
+    for points in examples().values():
+        assert len(parse(body(points=points)).points) == len(points)
+
+
+def test_what_the_page_is_told_is_json():
+    assert json.loads(json.dumps(describe()))["most_points"] == MOST_POINTS

@@ -1,0 +1,211 @@
+"""The page in a real browser: a click changes the bands, the sliders move them, the console stays silent."""
+
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from bayesadam.play.learners import BadamLearner
+from bayesadam.play.server import Server
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not both installed")
+METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam")
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def server():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    kinds = BadamLearner.__mro__[1].__subclasses__()
+    budgets = [kind.budget for kind in kinds]
+    for kind in kinds:
+        kind.budget = 100
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield server
+        server.sessions.cancel()
+        server.shutdown()
+        thread.join(timeout=10)
+    for kind, budget in zip(kinds, budgets, strict=True):
+        kind.budget = budget
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1360,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_page_load_timeout(SECONDS)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(server, browser):
+    """A page of its own with five points, everything heard."""
+    browser.get("about:blank")
+    browser.get(f"{server.url}#p=-1.5,-0.6;-0.7,0.5;0.1,0.2;0.8,-0.5;1.6,0.8&w=10")
+    settle(browser)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def until(condition):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {SECONDS} s")
+
+
+def settle(browser):
+    until(lambda: browser.execute_script("return document.documentElement.dataset.last") == "done")
+
+
+def bands(browser, method):
+    return browser.execute_script(
+        "return ['mean', 'band1', 'band2', 'noise'].map(k =>"
+        " document.querySelector(`[data-method=${arguments[0]}] .${k}`).getAttribute('d'))",
+        method,
+    )
+
+
+def click(browser, method, x, y, *, drag=None):
+    """At a place of the plane, by the real mouse."""
+    svg = browser.find_element("css selector", f"[data-method={method}] .plane")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
+    size = svg.rect
+    actions = webdriver.ActionChains(browser)
+    actions.move_to_element_with_offset(svg, round(x / 6 * size["width"]), round(-y / 4 * size["height"]))
+    if drag:
+        actions.click_and_hold()
+        actions.move_by_offset(round(drag[0] / 6 * size["width"]), round(-drag[1] / 4 * size["height"])).release()
+    else:
+        actions.click()
+    browser.execute_script("document.documentElement.dataset.last = ''")
+    actions.perform()
+
+
+def points(browser):
+    return browser.execute_script("return document.querySelectorAll('[data-method=gp] .dot').length")
+
+
+def last_point(browser):
+    """As the address has it."""
+    found = browser.execute_script("return new URLSearchParams(location.hash.slice(1)).get('p')")
+    return [float(value) for value in found.split(";")[-1].split(",")]
+
+
+def test_every_plane_has_its_bands(page):
+    for method in METHODS:
+        assert all(path.startswith("M") and "NaN" not in path for path in bands(page, method))
+    assert points(page) == 5
+
+
+def test_a_click_in_any_plane_changes_the_bands_of_all(page):
+    before = {method: bands(page, method) for method in METHODS}
+    click(page, "vadam", 2.4, -1.2)
+    settle(page)
+    assert points(page) == 6
+    for method in METHODS:
+        assert all(old != new for old, new in zip(before[method], bands(page, method), strict=True))
+    assert [pytest.approx(v, abs=0.05) for v in last_point(page)] == [2.4, -1.2]
+
+
+def test_a_click_on_a_point_removes_it_and_a_drag_moves_it(page):
+    click(page, "badam", 0.1, 0.2)
+    settle(page)
+    assert points(page) == 4
+    click(page, "badam", 1.6, 0.8, drag=(0.5, -1))
+    settle(page)
+    assert points(page) == 4
+    assert [pytest.approx(v, abs=0.05) for v in last_point(page)] == [2.1, -0.2]
+
+
+def test_the_prior_slider_moves_badams_band_and_trains_nothing(page):
+    before, steps = bands(page, "badam"), page.execute_script(STEPS)
+    page.execute_script("document.documentElement.dataset.last = ''")
+    slide(page, "prior_precision", 900)
+    settle(page)
+    after = bands(page, "badam")
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    assert page.execute_script(STEPS) == steps
+
+
+STEPS = "return document.querySelector('[data-method=badam]').dataset.steps"
+
+
+def slide(browser, name, tick):
+    browser.execute_script(
+        "const s = document.getElementById(arguments[0]); s.value = arguments[1];"
+        " s.dispatchEvent(new Event('input', {bubbles: true}))",
+        name,
+        tick,
+    )
+
+
+def test_the_keyboard_adds_and_removes(page):
+    svg = page.find_element("css selector", "[data-method=gp] .plane")
+    keys = webdriver.Keys
+    page.execute_script("arguments[0].focus(); document.documentElement.dataset.last = ''", svg)
+    svg.send_keys(keys.ARROW_UP * 5, keys.ENTER)
+    settle(page)
+    assert points(page) == 6
+    svg.send_keys(keys.ENTER)
+    until(lambda: points(page) == 5)
+    settle(page)
+
+
+def test_clear_and_examples(page):
+    page.find_element("id", "clear").click()
+    until(lambda: bands(page, "badam")[0] is None)
+    page.execute_script("document.documentElement.dataset.last = ''")
+    page.find_element("css selector", "[data-example=paper]").click()
+    settle(page)
+    assert points(page) == 40
+    assert bands(page, "gp")[0].startswith("M")
+
+
+def test_many_clicks_at_once_end_in_the_bands_of_the_last(page):
+    for number in range(8):
+        click(page, "badam", -2.6 + 0.4 * number, 1.5)
+    settle(page)
+    assert points(page) == 13
+    until(lambda: page.execute_script("return document.querySelectorAll('.stale').length") == 0)
+
+
+def test_a_phone_needs_no_sideways_scrolling(server, browser):
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get(f"{server.url}#p=0,0")
+        settle(browser)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_server_that_stops_is_said_in_words(browser):
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        browser.get(f"{server.url}#p=")
+        settle(browser)
+        server.shutdown()
+        thread.join(timeout=10)
+    browser.find_element("css selector", "[data-example=few]").click()
+    until(lambda: "has stopped" in browser.find_element("id", "trouble").text)
+    browser.get_log("browser")

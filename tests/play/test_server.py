@@ -1,0 +1,497 @@
+"""The server over real sockets on 127.0.0.1: what it serves, what it refuses, floods, dawdlers and hang-ups."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bayesadam.errors import SettingError
+from bayesadam.play import server as module
+from bayesadam.play import session
+from bayesadam.play.ask import MOST_BYTES, N_GRID, parse
+from bayesadam.play.bands import LENGTHSCALES
+from bayesadam.play.learners import BadamLearner
+from bayesadam.play.server import HOST, Server
+from bayesadam.play.session import Sessions
+
+POINTS = [[-1, 0.5], [0, 0], [1, 0.8], [2, 1]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield server
+        server.sessions.cancel()
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def request(server, method="GET", path="/", body=None, **headers):
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+def post(server, body, **headers):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return request(server, "POST", "/bands", raw, **{"Content_Type": "application/json", **headers})
+
+
+def ask(**changes):
+    return {"page": "test", "points": POINTS, "width": 5, **changes}
+
+
+def open_stream(server, body):
+    """A request whose answer is read line by line."""
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
+    connection.request("POST", "/bands", json.dumps(body), {"Content-Type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def lines(raw):
+    return [json.loads(line) for line in raw.splitlines()]
+
+
+def alive(server):
+    answer, _ = request(server)
+    assert answer.status == 200
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for kind in BadamLearner.__mro__[1].__subclasses__():
+        monkeypatch.setattr(kind, "budget", 20)
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    for kind in BadamLearner.__mro__[1].__subclasses__():
+        monkeypatch.setattr(kind, "budget", 10**7)
+
+
+# --- what it serves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/play.js", "/play.css", "/icon.svg", "/config", "/?a=1"])
+def test_the_page_and_its_parts(server, path):
+    answer, body = request(server, path=path)
+    assert answer.status == 200
+    assert int(answer.headers["Content-Length"]) == len(body) > 100
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "Access-Control-Allow-Origin" not in answer.headers
+    head, nothing = request(server, "HEAD", path)
+    assert (head.status, nothing) == (200, b"")
+    assert head.headers["Content-Length"] == answer.headers["Content-Length"]
+
+
+def test_the_page_asks_nothing_of_the_network():
+    for name in ("page.html", "play.js", "play.css"):
+        text = (Path(module.__file__).parent / name).read_text(encoding="utf-8")
+        assert not re.search(r"https?:|//[a-z]", text.replace("http://www.w3.org/2000/svg", "")), name
+
+
+def test_it_listens_on_this_machine_only(server):
+    assert server.socket.getsockname() == (HOST, server.port)
+    assert server.url == f"http://127.0.0.1:{server.port}/"
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(server):
+    with pytest.raises(SettingError, match=f"{server.port}.*--port 0"):
+        Server(server.port)
+
+
+@pytest.mark.usefixtures("short")
+def test_every_method_answers_and_badam_first(server):
+    answer, raw = post(server, ask())
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
+    found = lines(raw)
+    order = list(dict.fromkeys(m["method"] for m in found if m["type"] == "bands"))
+    assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam"]
+    assert found[-1]["type"] == "done"
+    for message in found[:-1]:
+        assert len(message["mean"]) == len(message["std"]) == N_GRID
+        assert min(message["std"]) >= 0
+    last = {m["method"]: m for m in found[:-1]}
+    assert all(m["left"] == 0 for m in last.values())
+    assert {m: last[m]["steps"] for m in last} == {
+        "badam": 20,
+        "gp": len(LENGTHSCALES),
+        "mc-dropout": 20,
+        "bbb": 20,
+        "vadam": 20,
+    }
+
+
+@pytest.mark.usefixtures("short")
+def test_the_sliders_of_the_posterior_retrain_nothing(server):
+    first = {m["method"]: m for m in lines(post(server, ask())[1]) if m["type"] == "bands"}
+    again = lines(post(server, ask(prior_precision=50))[1])
+    badam = [m for m in again if m.get("method") == "badam"]
+    assert len(badam) == 1
+    assert badam[0]["mean"] == first["badam"]["mean"]
+    assert max(badam[0]["std"]) < max(first["badam"]["std"])
+    assert next(m for m in again if m.get("method") == "mc-dropout")["std"] == first["mc-dropout"]["std"]
+    assert next(m for m in again if m.get("method") == "bbb")["steps"] > 0
+
+
+@pytest.mark.usefixtures("short")
+def test_another_page_knows_nothing_of_the_first(server):
+    def strip(found):
+        return [{k: v for k, v in m.items() if k != "seconds"} for m in found]
+
+    one, other = (strip(lines(post(server, ask(page=page))[1])) for page in ("one", "other"))
+    assert {m["method"]: m for m in one[:-1]} == {m["method"]: m for m in other[:-1]}
+
+
+def test_no_points_no_bands(server):
+    assert [m["type"] for m in lines(post(server, ask(points=[]))[1])] == ["done"]
+
+
+def test_badam_answers_soon(server):
+    post(server, ask(points=[]))
+    for number in range(3):
+        began = time.perf_counter()
+        connection, answer = open_stream(server, ask(page="soon", points=[*POINTS, [0.5, 0.1 * number]], width=100))
+        assert json.loads(answer.readline())["method"] == "badam"
+        connection.close()
+    # 300 ms is the aim, and measured elsewhere; a shared machine gets ten times that.
+    assert time.perf_counter() - began < 3
+
+
+# --- what it refuses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "JSON"),
+        (b"", "JSON"),
+        (b"\xff", "UTF-8"),
+        (b"[[[[", "JSON"),
+        (b'{"page": "a", "points": [[NaN, 1]]}', "NaN"),
+        (ask(points=[[0, 0]] * 201), "200"),
+        (ask(points="many"), "list"),
+        (ask(width=10**6), "width"),
+        (ask(n_data=-1), "n_data"),
+    ],
+)
+def test_bad_requests_get_one_line_of_json(server, body, said):
+    answer, raw = post(server, body)
+    assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
+    assert said in json.loads(raw)["error"]
+    assert b"Traceback" not in raw
+    alive(server)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/server.py", 404),
+        ("POST", "/nothing", 404),
+        ("GET", "/bands", 405),
+        ("POST", "/", 405),
+        ("DELETE", "/", 405),
+        ("OPTIONS", "/bands", 405),
+        ("BREW", "/", 501),
+    ],
+)
+def test_unknown_paths_and_methods(server, method, path, status):
+    answer, raw = request(server, method, path)
+    assert answer.status == status
+    assert json.loads(raw)["error"]
+    assert (status == 405) == ("Allow" in answer.headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:80"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Length": "-1"}, 400),
+        ({"Content_Length": "1e3"}, 400),
+        ({"Content_Length": "²"}, 400),
+        ({"Content_Length": str(MOST_BYTES + 1)}, 413),
+        ({"Content_Length": "9" * 400}, 400),
+        ({"Transfer_Encoding": "chunked"}, 411),
+    ],
+)
+def test_headers_that_are_not_the_pages(server, headers, status):
+    raw = b"POST /bands HTTP/1.1\r\n"
+    sent = {
+        "Host": f"{HOST}:{server.port}",
+        "Content-Type": "application/json",
+        "Content-Length": "2",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    raw += "".join(f"{name}: {value}\r\n" for name, value in sent.items()).encode("latin-1", "replace") + b"\r\n{}"
+    answer = exchange(server, raw)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b'{"error": ' in answer
+    alive(server)
+
+
+def exchange(server, raw):
+    with socket.create_connection((HOST, server.port), timeout=20) as connection:
+        connection.sendall(raw)
+        found = b""
+        for _ in range(1000):
+            part = connection.recv(65536)
+            if not part:
+                break
+            found += part
+    return found
+
+
+def test_the_pages_own_origin_is_welcome(server):
+    for name in (HOST, "localhost"):
+        own = f"{name}:{server.port}"
+        assert post(server, ask(points=[]), Host=own, Origin=f"http://{own}")[0].status == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\xff\x16\x03\x01 nonsense\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+    ],
+)
+def test_what_is_no_http_gets_json_too(server, raw):
+    found = exchange(server, raw)
+    assert b'{"error": ' in found
+    assert b"Traceback" not in found
+    alive(server)
+
+
+def test_a_huge_body_is_refused_before_it_is_read(server):
+    answer, raw = post(server, b"x" * (MOST_BYTES + 1))
+    assert answer.status == 413
+    assert str(MOST_BYTES) in json.loads(raw)["error"]
+    alive(server)
+
+
+def test_a_learner_that_fails_is_said_and_starts_afresh(server, short, monkeypatch):
+    def broken(self, grid):
+        raise RuntimeError("the matrix is singular")
+
+    monkeypatch.setattr(BadamLearner, "bands", broken)
+    found = lines(post(server, ask())[1])
+    assert [m["error"] for m in found if m["type"] == "failed"] == ["the matrix is singular"]
+    assert found[-1]["type"] == "done"
+    monkeypatch.undo()
+    assert lines(post(server, ask(points=[]))[1])[-1]["type"] == "done"
+
+
+# --- floods, dawdlers, hang-ups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("short")
+def test_a_flood_is_answered_cleanly_and_the_server_lives(server):
+    statuses, broken = [], []
+
+    def one(number):
+        try:
+            answer, raw = post(server, ask(page=f"p{number % 5}") if number % 3 else b"{")
+            if answer.status == 200:
+                assert lines(raw)[-1]["type"] in ("done", "superseded")
+            else:
+                assert json.loads(raw)["error"]
+                assert answer.status == 400 or answer.headers["Retry-After"] == "1"
+            statuses.append(answer.status)
+        except OSError as error:
+            broken.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(80)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(statuses) + len(broken) == 80
+    assert set(statuses) <= {200, 400, 503}
+    assert 200 in statuses
+    # Turned away at the door with bytes unread, a sender may see a reset instead of the line.
+    assert len(broken) <= 40
+    alive(server)
+
+
+@pytest.mark.usefixtures("endless")
+def test_more_trainings_than_there_are_places_are_told_when_to_come_back(server, monkeypatch):
+    monkeypatch.setattr(session, "TURN_SECONDS", (0.01, 0.01))
+    held = [open_stream(server, ask(page=f"p{number}")) for number in range(module.MOST_STREAMS)]
+    answer, raw = post(server, ask(page="late"))
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert "try again" in json.loads(raw)["error"]
+    for connection, stream in held:
+        stream.close()
+        connection.close()
+    assert _within(20, lambda: post(server, ask(points=[]))[0].status == 200)
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_newer_request_of_a_page_supersedes_the_older(server):
+    connection, older = open_stream(server, ask())
+    assert json.loads(older.readline())["method"] == "badam"
+    second, newer = open_stream(server, ask(points=POINTS[:3]))
+    assert json.loads(newer.readline())["method"] == "badam"
+    rest = lines(older.read())
+    assert rest[-1]["type"] == "superseded"
+    newer.close()
+    second.close()
+    connection.close()
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_page_that_hangs_up_ends_its_training(server):
+    steps = []
+    step = BadamLearner.step
+
+    def counted(self):
+        steps.append(time.monotonic())
+        step(self)
+
+    BadamLearner.step = counted
+    try:
+        connection, stream = open_stream(server, ask())
+        stream.readline()
+        stream.close()
+        connection.close()
+        assert _within(10, lambda: time.monotonic() - steps[-1] > 1.5)
+    finally:
+        BadamLearner.step = step
+    assert server.streams.acquire(blocking=False)
+    server.streams.release()
+
+
+def test_a_request_that_drips_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(module, "READ_SECONDS", 0.5)
+    with socket.create_connection((HOST, server.port), timeout=10) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        began, cut = time.monotonic(), False
+        for _ in range(40):
+            time.sleep(0.1)
+            try:
+                connection.sendall(b"X")
+                connection.settimeout(0.01)
+                connection.recv(1000)
+                cut = True
+            except TimeoutError:
+                continue
+            except OSError:
+                cut = True
+            if cut:
+                break
+    assert cut
+    assert time.monotonic() - began < 4
+    alive(server)
+
+
+def test_a_body_that_never_comes_is_a_timeout(server, monkeypatch):
+    monkeypatch.setattr(module._Handler, "timeout", 0.3)
+    head = f"POST /bands HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    assert exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408 ")
+    alive(server)
+
+
+def test_idle_connections_cannot_use_up_the_places(server, monkeypatch):
+    monkeypatch.setattr(module, "READ_SECONDS", 0.3)
+    held = [socket.create_connection((HOST, server.port), timeout=10) for _ in range(module.MOST_CONNECTIONS + 10)]
+    assert _within(10, lambda: request(server)[0].status == 200)
+    for connection in held:
+        connection.close()
+
+
+def _within(seconds, condition):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return True
+        except OSError:
+            pass
+        time.sleep(0.05)
+    return False
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+
+
+def test_old_pages_are_forgotten_and_their_requests_ended():
+    sessions = Sessions()
+    first = sessions.of("p0")
+    assert sessions.of("p0") is first
+    for number in range(1, session.MOST_SESSIONS + 1):
+        sessions.of(f"p{number}")
+    assert first._current.is_set()
+    assert sessions.of("p0") is not first
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_request_that_was_superseded_while_it_waited_trains_nothing():
+    page = Sessions().of("p")
+    request_ = parse(json.dumps(ask()).encode())
+    running = page.answer(request_, bool)
+    assert next(running)["method"] == "badam"
+    found = []
+    waiting = threading.Thread(target=lambda: found.extend(page.answer(request_, bool)), daemon=True)
+    waiting.start()
+    assert _within(10, page._mine.locked)
+    time.sleep(0.1)
+    page.cancel()
+    running.close()
+    waiting.join(timeout=10)
+    assert [m["type"] for m in found] == ["superseded"]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent otherwise there")
+def test_the_command_prints_where_it_is_and_ends_cleanly():
+    source = str(Path(module.__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bayesadam", "play", "--port", "0", "--no-open"],
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("Playing at http://127.0.0.1:")
+        port = int(said.split(":")[2].partition("/")[0])
+        connection = http.client.HTTPConnection(HOST, port, timeout=30)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out.strip(), err) == (0, "Stopped.", "")
