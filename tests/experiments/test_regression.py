@@ -25,7 +25,7 @@ SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_se
 
 def test_the_command_writes_its_figure_and_metrics(tmp_path):
     paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
-    assert {path.name for path in paths} == {"figure1.png", "metrics.json"}
+    assert {path.name for path in paths} == {"figure1.png", "curves.json", "metrics.json"}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert set(metrics["results"]) == set(SMALL.methods)
     for scores in metrics["results"].values():

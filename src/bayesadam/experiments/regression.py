@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -239,6 +241,25 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
     return figure
 
 
+def kept(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+    """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
+    train, *_ = drawn(seeds_of(seed, settings)[0], settings)
+    grid = toy_grid()
+
+    def plain(values: Tensor) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.flatten().tolist()]
+
+    return {
+        "x": plain(grid.x),
+        "truth": plain(grid.y),
+        "train": {"x": plain(train.x), "y": plain(train.y)},
+        "methods": {
+            row.method: {name: plain(getattr(row, name)) for name in ("mean", "function_std", "total_std")}
+            for row in curves
+        },
+    }
+
+
 def run_regression(
     *, seed: int, out: Path, quiet: bool, settings: RegressionSettings, jobs: int = 2
 ) -> tuple[Path, ...]:
@@ -260,6 +281,11 @@ def run_regression(
         raise BayesAdamError("; ".join(f"{failure.method}: {failure.reason}" for failure in failed))
     ordered = [found[name] for name in sorted(found, key=list(TITLES).index)]
     run.show(table(ordered), *(f"left out: {TITLES[failure.method]}: {failure.reason}" for failure in failed))
+    text = json.dumps(kept(ordered, seed, settings), allow_nan=False)
     return run.finish(
-        {"figure1.png": plots.png(picture(ordered, seed, settings))}, {row.method: dict(row.scores) for row in ordered}
+        {
+            "figure1.png": plots.png(picture(ordered, seed, settings)),
+            "curves.json": lambda path: path.write_text(text, encoding="utf-8"),
+        },
+        {row.method: dict(row.scores) for row in ordered},
     )

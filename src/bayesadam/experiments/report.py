@@ -1,0 +1,234 @@
+"""The report: runs what is missing, takes what is finished, and writes one page that needs nothing else to be read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+
+from bayesadam._files import replacing
+from bayesadam.data import data_set, find, locate
+from bayesadam.errors import BayesAdamError, DataError, SettingError
+from bayesadam.experiments.bandits import PAPER as PAPERS_TABLE
+from bayesadam.experiments.bandits import BanditSettings, run_bandits
+from bayesadam.experiments.pruning import PAPER as PAPERS_METHODS
+from bayesadam.experiments.pruning import PruningSettings, run_pruning
+from bayesadam.experiments.regression import RegressionSettings, run_regression
+from bayesadam.experiments.reporting.page import Report, page
+from bayesadam.experiments.reporting.runs import EXPERIMENTS, Finished, others, read
+from bayesadam.experiments.run import Run
+
+# The quick version's own folder, so that it never stands where the whole experiment would.
+QUICK = "quick"
+QUICK_PRUNING = PruningSettings(data="digits", methods=PAPERS_METHODS, n_seeds=2, epochs=20)
+QUICK_BANDITS = BanditSettings(runs=2, rounds=400)
+QUICK_PROBLEMS = ("mushroom", "financial", "statlog", "wheel")
+# Fetched by name alone, being a third of a gigabyte.
+_ONLY_WHERE_PRESENT = ("census",)
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """What to run where it is missing.
+
+    Attributes:
+        only: the experiments to run; finished ones are shown in any case.
+        quick: the smaller version: few epochs, seeds and rounds, embedded data and what lies on this machine.
+        settings: the bandits' settings, `"tuned"` or `"paper"`; None for tuned, or for those of a run that is there.
+    """
+
+    only: tuple[str, ...] = EXPERIMENTS
+    quick: bool = False
+    settings: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.only if name not in EXPERIMENTS]
+        if unknown or not self.only:
+            raise SettingError(f"--only must be among {', '.join(EXPERIMENTS)}; got {', '.join(unknown) or 'none'}")
+        if self.settings is not None:
+            replace(QUICK_BANDITS, settings=self.settings)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every experiment's run is told."""
+
+    root: Path
+    seed: int
+    device: str
+    jobs: int
+    quiet: bool
+    asked: ReportSettings
+
+    def folder(self, experiment: str) -> str:
+        """Where a missing run goes, below the report's folder."""
+        return f"{QUICK}/{experiment}" if self.asked.quick else experiment
+
+
+def run_report(
+    *, seed: int, out: Path, quiet: bool, settings: ReportSettings, device: str, jobs: int = 2
+) -> tuple[Path, ...]:
+    """The `report` command: `out/regression`, `out/pruning` and `out/bandits` hold the runs, `out/report.html` the page.
+
+    The page is written anew as each experiment is done, so that a long reproduction can be read while it goes on.
+    """
+    run = Run("report", seed, out, asdict(settings), device=device, quiet=quiet)
+    run.prepare()
+    work = _Work(out, seed, device, jobs, quiet, settings)
+    runs = {experiment: _present(work, experiment) for experiment in EXPERIMENTS}
+    missing: dict[str, str] = {}
+    report = Report(runs, missing, settings.quick, f"{date.today().day} {date.today():%B %Y}")
+    for experiment in EXPERIMENTS:
+        if _whole(runs[experiment], experiment):
+            continue
+        if experiment not in settings.only:
+            missing[experiment] = f"Not run: the report was asked for {', '.join(settings.only)} alone."
+            continue
+        try:
+            missing[experiment] = _MISSING[experiment](work)
+        except BayesAdamError as error:
+            missing[experiment] = f"Could not be run: {error}"
+        if not missing[experiment]:
+            del missing[experiment]
+        else:
+            print("bayesadam:", f"{experiment}:", *missing[experiment].split(), file=sys.stderr)
+        runs[experiment] = _present(work, experiment)
+        _write(out / "report.html", page(report))
+    if not report.every_run:
+        raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
+    text = page(report)
+    return run.finish({"report.html": lambda path: _put(path, text)}, report.plain(), name="report.json")
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        _put(temporary, text)
+
+
+def _whole(runs: Sequence[Finished], experiment: str) -> bool:
+    return any(run.name in (experiment, f"{QUICK}/{experiment}") for run in runs)
+
+
+def _present(work: _Work, experiment: str) -> list[Finished]:
+    """The finished run first, the quick one where that is asked for and there is no other, then runs beside it."""
+    names = [experiment, f"{QUICK}/{experiment}"] if work.asked.quick else [experiment]
+    found = (read(work.root, name, experiment) for name in names)
+    first = next((run for run in found if run is not None and run.complete), None)
+    if first is not None and experiment == "bandits":
+        _require_settings(work, first)
+    beside = others(work.root, experiment)
+    return beside if first is None else [first, *beside]
+
+
+def _require_settings(work: _Work, run: Finished) -> None:
+    asked = work.asked.settings
+    if asked is not None and run.settings["settings"] != asked:
+        raise SettingError(
+            f"{work.root / run.name} was run with --settings {run.settings['settings']}, not {asked}: "
+            "leave the option out to take it as it is, or report on another folder"
+        )
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def _regression(work: _Work) -> str:
+    settings = RegressionSettings()
+    run_regression(
+        seed=work.seed,
+        out=work.root / work.folder("regression"),
+        quiet=work.quiet,
+        settings=settings.quick() if work.asked.quick else settings,
+        jobs=work.jobs,
+    )
+    return ""
+
+
+def _prune(work: _Work, settings: PruningSettings, folder: str) -> None:
+    run_pruning(
+        seed=work.seed,
+        out=work.root / folder,
+        quiet=work.quiet,
+        settings=settings,
+        device=work.device,
+        jobs=work.jobs if work.device == "cpu" else 1,
+    )
+
+
+def _pruning(work: _Work) -> str:
+    if work.asked.quick:
+        _prune(work, QUICK_PRUNING, work.folder("pruning"))
+        return ""
+    settings = PruningSettings()
+    reason = _unavailable(settings.data, progress=not work.quiet)
+    if not reason:
+        _prune(work, settings, "pruning")
+        return ""
+    instead = data_set(settings.data).instead
+    _prune(work, replace(settings, data=instead), f"pruning-{instead}")
+    return f"MNIST could not be had, so Figure 2 itself was not run; the embedded set {instead} stands below under its own name. {reason}"
+
+
+def _bandits(work: _Work) -> str:
+    folder = work.folder("bandits")
+    begun = read(work.root, folder, "bandits")
+    if begun is not None:
+        # Killed before its last cell: it goes on with what it was asked then.
+        _require_settings(work, begun)
+        _play(work, _settings_of(begun), folder, seed=begun.metrics.get("seed", work.seed))
+        return ""
+    settings = QUICK_BANDITS if work.asked.quick else BanditSettings()
+    settings = replace(settings, settings=work.asked.settings or settings.settings)
+    wanted = QUICK_PROBLEMS if work.asked.quick else tuple(PAPERS_TABLE["badam"])
+    reasons = {name: _lacking(name, work) for name in wanted}
+    there = tuple(name for name in wanted if not reasons[name])
+    if there:
+        _play(work, replace(settings, problems=there), folder)
+    else:
+        _play(work, replace(settings, problems=("wheel",)), "bandits-wheel")
+    absent = {name: reason for name, reason in reasons.items() if reason}
+    lead = "" if there else "No column of the table could be had; the embedded wheel stands below under its own name. "
+    return lead + " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
+
+
+def _settings_of(run: Finished) -> BanditSettings:
+    asked = {**run.settings, "problems": tuple(run.settings["problems"]), "agents": tuple(run.settings["agents"])}
+    return BanditSettings(**asked)
+
+
+def _play(work: _Work, settings: BanditSettings, folder: str, *, seed: int | None = None) -> None:
+    run_bandits(
+        seed=work.seed if seed is None else seed,
+        out=work.root / folder,
+        quiet=work.quiet,
+        settings=settings,
+        device=work.device,
+    )
+
+
+def _lacking(name: str, work: _Work) -> str:
+    """Why a problem cannot be played; nothing where it can."""
+    record = data_set(name)
+    if record.embedded:
+        return ""
+    if (work.asked.quick or name in _ONLY_WHERE_PRESENT) and len(find(name)) < len(record.files):
+        return f"It is not on this machine: `bayesadam data fetch {name}`."
+    return _unavailable(name, progress=not work.quiet)
+
+
+def _unavailable(name: str, *, progress: bool) -> str:
+    """Why a data set cannot be had; nothing where it can, and then it is on this machine."""
+    try:
+        locate(name, progress=progress)
+    except DataError as error:
+        return f"{error}."
+    return ""
+
+
+_MISSING: dict[str, Callable[[_Work], str]] = {"regression": _regression, "pruning": _pruning, "bandits": _bandits}

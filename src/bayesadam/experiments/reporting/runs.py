@@ -1,0 +1,197 @@
+"""Finished runs of the experiments, as their folders hold them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bayesadam.errors import FileError
+from bayesadam.experiments.regression import METRICS
+from bayesadam.experiments.reporting.numbers import Sample
+
+EXPERIMENTS = ("regression", "pruning", "bandits")
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """One run's `metrics.json`.
+
+    Attributes:
+        experiment: `"regression"`, `"pruning"` or `"bandits"`.
+        name: the run's folder below the report's, such as `"bandits-paper"`.
+        metrics: what the file holds.
+        sha256: of the file.
+        curves: Figure 1's curves, where the run kept them.
+        picture: the run's own figure as PNG, where it has one.
+    """
+
+    experiment: str
+    name: str
+    metrics: Mapping[str, Any]
+    sha256: str
+    curves: Mapping[str, Any] | None = None
+    picture: bytes | None = None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What it was asked."""
+        settings: Mapping[str, Any] = self.metrics["settings"]
+        return settings
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """What it found."""
+        results: Mapping[str, Any] = self.metrics["results"]
+        return results
+
+    @property
+    def file(self) -> str:
+        """The file's path below the report's folder."""
+        return f"{self.name}/metrics.json"
+
+    def at(self, *keys: str) -> str:
+        """Where a result stands in the file, as a JSON pointer."""
+        return "/".join([f"{self.file}#", "results", *(key.replace("~", "~0").replace("/", "~1") for key in keys)])
+
+    def sample(self, *keys: str) -> Sample:
+        """The numbers over seeds or runs that stand there; none where there is no such place."""
+        place: Any = self.results
+        for key in keys:
+            place = place.get(key, {})
+        return Sample.of(place or ())
+
+    def accuracy(self, method: str, ranking: str, fraction: float) -> Sample:
+        """Of pruned networks, seed by seed, at one fraction; none where it was not measured."""
+        found = self.results.get(method, {}).get(ranking)
+        if found is None or fraction not in found["fractions"]:
+            return Sample(())
+        place = found["fractions"].index(fraction)
+        return Sample.of(row[place] for row in found["accuracy"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part that was asked for is there; a bandits run writes its cells as they come."""
+        if self.experiment != "bandits":
+            return True
+        asked = [(p, a) for p in self.settings["problems"] for a in self.settings["agents"]]
+        return all(agent in self.results.get(problem, {}) for problem, agent in asked)
+
+
+def read(root: Path, name: str, experiment: str) -> Finished | None:
+    """The run in `root/name`; None where there is none.
+
+    Raises:
+        FileError: there is a `metrics.json` that is damaged, or another command's.
+    """
+    path = root / name / "metrics.json"
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        metrics = json.loads(raw)
+        command = metrics["command"]
+    except (ValueError, KeyError, TypeError):
+        raise FileError(f"{path} is not a run's metrics: remove it, and the run is done anew") from None
+    if command != experiment:
+        raise FileError(f"{path} is of `bayesadam {command}`, not {experiment}: move it, or report on another folder")
+    try:
+        _CHECKS[experiment](metrics["settings"], metrics["results"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run anew") from None
+    picture = root / name / "figure1.png"
+    return Finished(
+        experiment,
+        name,
+        metrics,
+        hashlib.sha256(raw).hexdigest(),
+        _curves(root / name / "curves.json", metrics["results"]) if experiment == "regression" else None,
+        picture.read_bytes() if experiment == "regression" and picture.is_file() else None,
+    )
+
+
+def others(root: Path, experiment: str) -> list[Finished]:
+    """Further runs of an experiment, in folders such as `bandits-paper`, that are complete."""
+    names = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
+    found = (read(root, name, experiment) for name in names)
+    return [run for run in found if run is not None and run.complete]
+
+
+# --- what a file must hold --------------------------------------------------------------------------------------------
+
+
+def _numbers(values: Any) -> None:
+    if not isinstance(values, list) or not all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+    ):
+        raise ValueError(f"not a list of numbers: {str(values)[:60]}")
+
+
+def _check_regression(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    _counts(settings, "epochs", "n_seeds")
+    for scores in results.values():
+        for name in METRICS:
+            _numbers(scores[name])
+
+
+def _check_pruning(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    _counts(settings, "epochs", "n_seeds")
+    _texts([settings["data"]])
+    for rankings in results.values():
+        for found in rankings.values():
+            _numbers(found["fractions"])
+            for row in found["accuracy"]:
+                _numbers(row)
+                if len(row) != len(found["fractions"]):
+                    raise ValueError(f"{len(row)} accuracies for {len(found['fractions'])} fractions")
+
+
+def _check_bandits(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    _counts(settings, "runs")
+    _texts([settings["settings"], *settings["problems"], *settings["agents"]])
+    if settings["rounds"] is not None:
+        _counts(settings, "rounds")
+    for agents in results.values():
+        for cell in agents.values():
+            for name in ("reward_ratio", "regret_ratio", "points", "regret_mean", "regret_sd"):
+                _numbers(cell[name])
+            if not len(cell["points"]) == len(cell["regret_mean"]) == len(cell["regret_sd"]):
+                raise ValueError("curves of unequal length")
+            _counts(cell, "rounds")
+
+
+def _counts(holder: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(holder[name], int) or isinstance(holder[name], bool):
+            raise ValueError(f"{name} is not a whole number")
+
+
+def _texts(values: Sequence[Any]) -> None:
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError("a name is not text")
+
+
+_CHECKS = {"regression": _check_regression, "pruning": _check_pruning, "bandits": _check_bandits}
+
+
+def _curves(path: Path, results: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Figure 1's curves; None where there are none, or they are not of these results."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for values in (found["x"], found["truth"], *found["train"].values()):
+            _numbers(values)
+        for method in results:
+            for name in ("mean", "function_std", "total_std"):
+                _numbers(found["methods"][method][name])
+                if len(found["methods"][method][name]) != len(found["x"]):
+                    return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    curves: Mapping[str, Any] = found
+    return curves

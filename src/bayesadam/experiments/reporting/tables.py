@@ -1,0 +1,274 @@
+"""Tables as data: each number with its place in a run's file, drawn by `page` and written to `report.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bayesadam.experiments import bandits, pruning, regression
+from bayesadam.experiments.bandits import PAPER
+from bayesadam.experiments.reporting.numbers import MISSING, Sample, fixed, percent, significant, spread
+from bayesadam.experiments.reporting.runs import Finished
+
+# Every so many points of the grid and of a regret curve have a row in the tables behind the charts.
+_GRID_STEP = 20
+_REGRET_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: as shown, as it is, and where it came from.
+
+    Attributes:
+        text: as shown.
+        value: as it is; None where there is none.
+        source: file and JSON pointer.
+        sd: over seeds or runs, where there are several.
+        beneath: what is shown under it in small type, such as the paper's number.
+        best: whether it is the best of its column.
+    """
+
+    text: str
+    value: float | None = None
+    source: str = ""
+    sd: float | None = None
+    beneath: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: heading of the rows' names, headings of the columns, and rows of a name and its cells."""
+
+    key: str
+    title: str
+    corner: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    note: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """For `report.json`."""
+        return {
+            "table": self.key,
+            "title": self.title,
+            "numbers": [
+                {"row": name, "column": column, "shown": cell.text, "value": cell.value, "sd": cell.sd}
+                | ({"beneath": cell.beneath} if cell.beneath else {})
+                | {"from": cell.source}
+                for name, cells in self.rows
+                for column, cell in zip(self.columns, cells, strict=True)
+                if cell.value is not None
+            ],
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _cell(sample: Sample, text: str, source: str, **more: Any) -> Cell:
+    if not sample.values:
+        return Cell(MISSING)
+    return Cell(text, sample.mean, source, _finite(sample.sd), **more)
+
+
+# --- Figure 1 ---------------------------------------------------------------------------------------------------------
+
+_SCORES = (
+    ("nll_in", "NLL in"),
+    ("nll_out", "NLL out"),
+    ("coverage95_in", "95 % coverage"),
+    ("rmse_in", "RMSE in"),
+    ("std_in", "std in"),
+    ("std_out", "std out"),
+)
+
+
+def regression_scores(run: Finished) -> Table:
+    """Means over the seeds, and by how much the deviation grows outside."""
+    rows = []
+    for method in run.results:
+        cells = []
+        for name, _ in _SCORES:
+            sample = run.sample(method, name)
+            text = fixed(sample.mean) if name in ("coverage95_in", "std_in", "std_out") else significant(sample.mean)
+            cells.append(_cell(sample, text, run.at(method, name)))
+        near, far = (run.sample(method, name).mean for name in ("std_in", "std_out"))
+        ratio = far / near if near > 0 else math.nan
+        cells.append(Cell(significant(ratio), _finite(ratio), run.at(method)))
+        rows.append((regression.TITLES.get(method, method), tuple(cells)))
+    return Table(
+        f"{run.name}/scores",
+        f"Scores, mean of {run.settings['n_seeds']} seeds",
+        "method",
+        (*(heading for _, heading in _SCORES), "out / in"),
+        tuple(rows),
+        "NLL is the mean negative log-likelihood of new points, lower is better. “std” is the function's standard deviation, "
+        "without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no method has seen data.",
+    )
+
+
+def regression_curves(run: Finished) -> Table | None:
+    """Mean and standard deviation (noise included) of the first seed, on every `_GRID_STEP`-th point of the grid."""
+    if run.curves is None:
+        return None
+    file = f"{run.name}/curves.json"
+    methods = list(run.results)
+    rows = []
+    for place in range(0, len(run.curves["x"]), _GRID_STEP):
+        cells = []
+        for method in methods:
+            mean, sd = (run.curves["methods"][method][name][place] for name in ("mean", "total_std"))
+            text = f"{fixed(mean, 2)} ± {fixed(sd, 2)}"
+            cells.append(Cell(text, mean, f"{file}#/methods/{method}/mean/{place}", sd))
+        rows.append((fixed(run.curves["x"][place], 2), tuple(cells)))
+    return Table(
+        f"{run.name}/curves",
+        "Mean ± standard deviation, noise included, first seed",
+        "x",
+        tuple(regression.TITLES.get(method, method) for method in methods),
+        tuple(rows),
+    )
+
+
+# --- Figure 2 ---------------------------------------------------------------------------------------------------------
+
+RANKINGS = {"snr": "signal to noise", "magnitude": "magnitude", "path-snr": "path scores"}
+
+
+def pruned_name(method: str, ranking: str) -> str:
+    """Such as `Badam, signal to noise`."""
+    return f"{pruning.TITLES.get(method, method)}, {RANKINGS.get(ranking, ranking)}"
+
+
+def _accuracies(run: Finished, fractions: Sequence[float], key: str, title: str, note: str) -> Table:
+    rows = []
+    for method, rankings in run.results.items():
+        for ranking in rankings:
+            samples = [run.accuracy(method, ranking, fraction) for fraction in fractions]
+            source = run.at(method, ranking, "accuracy")
+            cells = tuple(_cell(sample, percent(sample.mean), source) for sample in samples)
+            rows.append((pruned_name(method, ranking), cells))
+    # Bold is the best that a method's own posterior or ranking achieves at that fraction.
+    columns = list(zip(*(cells for _, cells in rows), strict=True))
+    best = [max((cell.value for cell in column if cell.value is not None), default=None) for column in columns]
+    marked = tuple(
+        (
+            name,
+            tuple(Cell(c.text, c.value, c.source, c.sd, best=c.value == b) for c, b in zip(cells, best, strict=True)),
+        )
+        for name, cells in rows
+    )
+    return Table(key, title, "method, ranking", tuple(f"{100 * f:g} %" for f in fractions), marked, note)
+
+
+def pruning_shown(run: Finished) -> Table:
+    """Accuracy in percent at the fractions of interest."""
+    measured = {
+        fraction for rankings in run.results.values() for found in rankings.values() for fraction in found["fractions"]
+    }
+    fractions = [fraction for fraction in pruning.SHOWN if fraction in measured]
+    title = f"Test accuracy in % after pruning this share of all weights, mean of {run.settings['n_seeds']} seeds"
+    return _accuracies(run, fractions, f"{run.name}/accuracy", title, "The best of each column in bold.")
+
+
+def pruning_all(run: Finished) -> Table:
+    """The same at every fraction."""
+    measured = sorted(
+        {f for rankings in run.results.values() for found in rankings.values() for f in found["fractions"]}
+    )
+    return _accuracies(run, measured, f"{run.name}/accuracy-all", "Test accuracy in %, every fraction", "")
+
+
+# --- Table 1 ----------------------------------------------------------------------------------------------------------
+
+
+def agents_of(run: Finished) -> list[str]:
+    """In the order they were asked for."""
+    return [agent for agent in run.settings["agents"] if any(agent in cells for cells in run.results.values())]
+
+
+def problems_of(run: Finished) -> list[str]:
+    """In the order they were asked for."""
+    return [problem for problem in run.settings["problems"] if problem in run.results]
+
+
+def rewards(run: Finished) -> Table:
+    """Total reward over the optimum's, with the paper's beneath; the best of each column marked."""
+    problems = problems_of(run)
+    means = {p: {a: run.sample(p, a, "reward_ratio").mean for a in run.results[p]} for p in problems}
+    rows = []
+    for agent in agents_of(run):
+        cells = []
+        for problem in problems:
+            sample = run.sample(problem, agent, "reward_ratio")
+            paper = PAPER.get(agent, {}).get(problem)
+            cells.append(
+                _cell(
+                    sample,
+                    spread(sample),
+                    run.at(problem, agent, "reward_ratio"),
+                    beneath="" if paper is None else f"{fixed(paper[0], 2)} ± {fixed(paper[1], 2)}",
+                    best=agent in means[problem] and means[problem][agent] == max(means[problem].values()),
+                )
+            )
+        rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
+    runs = run.settings["runs"]
+    return Table(
+        f"{run.name}/rewards",
+        f"Total reward over the optimum's, mean ± standard deviation of {runs} run{'s' * (runs > 1)}; beneath, the paper's",
+        "agent",
+        tuple(problems),
+        tuple(rows),
+        "The best of ours in each column in bold.",
+    )
+
+
+def regrets(run: Finished) -> Table:
+    """Regret in percent of Uniform's expected regret: the other normalisation in use."""
+    problems = problems_of(run)
+    rows = []
+    for agent in agents_of(run):
+        samples = [run.sample(problem, agent, "regret_ratio") for problem in problems]
+        cells = (
+            _cell(s, f"{percent(s.mean)} ± {percent(s.sd)}", run.at(p, agent, "regret_ratio"))
+            for p, s in zip(problems, samples, strict=True)
+        )
+        rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
+    return Table(
+        f"{run.name}/regrets",
+        "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better",
+        "agent",
+        tuple(problems),
+        tuple(rows),
+    )
+
+
+def regret_curve(run: Finished, problem: str) -> Table:
+    """Cumulative regret of every agent at some rounds."""
+    agents = [agent for agent in agents_of(run) if agent in run.results[problem]]
+    points = run.results[problem][agents[0]]["points"] if agents else []
+    step = max(1, len(points) // _REGRET_ROWS)
+    places = sorted({*range(step - 1, len(points), step), len(points) - 1}) if points else []
+    rows = []
+    for place in places:
+        cells = []
+        for agent in agents:
+            cell = run.results[problem][agent]
+            if place >= len(cell["points"]):
+                cells.append(Cell(MISSING))
+                continue
+            mean, sd = cell["regret_mean"][place], cell["regret_sd"][place]
+            source = f"{run.at(problem, agent, 'regret_mean')}/{place}"
+            cells.append(Cell(f"{significant(mean)} ± {significant(sd)}", mean, source, sd))
+        rows.append((f"{points[place]:,}", tuple(cells)))
+    return Table(
+        f"{run.name}/regret/{problem}",
+        f"{problem}: cumulative regret, mean ± standard deviation",
+        "round",
+        tuple(bandits.TITLES.get(agent, agent) for agent in agents),
+        tuple(rows),
+    )
