@@ -31,11 +31,11 @@ reproduce: $(READY)
 	$(BIN)/bayesadam report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs/theme
+	$(BIN)/ruff format --check src tests benchmarks docs/theme
 	$(BIN)/mypy
 
 # What builds the site is installed by this target alone; the tests run its examples without it.
@@ -49,7 +49,7 @@ docs: $(VENV)/.docs
 # Peers live apart: what they pin must not reach the project's own environment.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sklearn]'
 	@# Without their dependencies: those would bring another torch, and torchvision, which only their examples need.
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 	  ivon-opt laplace-torch==0.3 asdfghjkl==0.1a4 backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 \
@@ -62,6 +62,8 @@ bench: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/step.py
 	$(PEERS)/bin/python benchmarks/sample.py
 	$(PEERS)/bin/python benchmarks/predict.py --out $(OUT)/bench
+	$(PEERS)/bin/python benchmarks/soap.py --out $(OUT)/bench
+	$(PEERS)/bin/python benchmarks/structures.py --out $(OUT)/bench
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

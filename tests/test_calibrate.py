@@ -618,3 +618,25 @@ def test_the_data_may_be_cut_to_fit_the_memory(classification, coarse):
     found = calibrate(moved, batch, likelihood="classification", memory_budget=20_000)
     assert max(rows[-5:]) < 60
     assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-3)
+
+
+def test_an_example_far_outside_does_not_take_the_noise_away():
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(400):
+        x = torch.randn(32, 1).double()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), 2 * x + 0.1 * torch.randn(32, 1).double()).backward()
+        optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 20, power=1, batch_size=32)
+    x = torch.randn(200, 1).double()
+    y = model(x).detach() + 0.1 * torch.randn(200, 1).double()
+    calm = ba.calibrate(posterior, (x, y), likelihood="regression").noise_variance
+    # One input whose variance is more than all residuals together, though the network is right there by chance.
+    far = torch.cat([x, torch.full((1, 1), 1e3).double()])
+    told = ba.calibrate(
+        posterior, (far, torch.cat([y, model(far[-1:]).detach()])), likelihood="regression"
+    ).noise_variance
+    assert float(calm) == pytest.approx(0.01, rel=0.3)
+    torch.testing.assert_close(told, calm, rtol=0.1, atol=0)

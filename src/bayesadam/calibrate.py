@@ -52,9 +52,9 @@ def calibrate(
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
-    the very predictive that will be used. `"evidence"` takes σ² from the held-out residuals, E[r²] = σ² + Var[f], s so that the total
-    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point
-    δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
+    the very predictive that will be used. `"evidence"` takes σ² of greatest likelihood from the held-out residuals
+    r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c equals that of the generalised Gauss-Newton matrix,
+    N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
     uncertainty there to nothing, so regression defaults to evidence; for classification evidence fails where validation
     works, so that is the default there.
 
@@ -277,21 +277,22 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
         curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
-    def averages(
+    def residuals(
         at: Posterior, spreads: Sequence[Spread], directions: Sequence[Directions | None] = ()
     ) -> tuple[Tensor, Tensor]:
         parts = list(data.moments(at, spreads, directions=directions))
-        square = torch.cat([(y - mean).square() for mean, _, _, y in parts]).mean(dim=0)
-        return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], 1).mean(dim=1)
+        square = torch.cat([(y - mean).square() for mean, _, _, y in parts])
+        return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], dim=1)
 
-    square, (reach,) = averages(posterior, [ones])
-    noise = square
+    square, (reach,) = residuals(posterior, [ones])
+    noise = square.mean(dim=0)
     for _ in range(_NOISE_ROUNDS):
-        found = _at_evidence(posterior, float((reach / noise).sum())).replace(noise_variance=noise)
+        found = _at_evidence(posterior, float((reach.mean(dim=0) / noise).sum())).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        square, (reach, uncertain) = averages(found, [ones, found.spread.__getitem__], [None, found.directions])
-        # A held-out residual is noise and error of f: E[r²] = σ² + Var[f], and Var[f] goes with σ².
-        fresh = square / (1 + uncertain / noise)
+        square, (reach, uncertain) = residuals(found, [ones, found.spread.__getitem__], [None, found.directions])
+        # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
+        # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
+        fresh = (square / (1 + uncertain / noise)).mean(dim=0)
         if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
             break
         noise = fresh

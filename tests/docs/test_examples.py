@@ -184,7 +184,7 @@ def test_every_command_is_one(where, words):
         words = words[1:]
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-        assert all(re.search(rf"^{re.escape(word)}:", makefile, re.MULTILINE) for word in words[1:])
+        assert all(re.search(rf"^{re.escape(word)}:", makefile, re.MULTILINE) for word in words[1:] if "=" not in word)
     elif words[0] == "bayesadam":
         _parse(words[1:])
     elif words[0].endswith("python"):

@@ -482,6 +482,8 @@ def test_the_command_prints_where_it_is_and_ends_cleanly():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         said = process.stdout.readline()

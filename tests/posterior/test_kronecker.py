@@ -63,7 +63,7 @@ def dense(posterior: ba.Posterior) -> dict[str, Tensor]:
         if basis is None:
             found[name] = torch.diag(values)
             continue
-        rows, columns = v.shape[0], v.numel() // v.shape[0]
+        rows, columns = (v.shape[0], v.numel() // v.shape[0]) if v.dim() > 1 else (1, len(v))
         left = torch.eye(rows).double() if basis.left is None else basis.left
         right = torch.eye(columns).double() if basis.right is None else basis.right
         both = torch.kron(left, right)
@@ -219,3 +219,38 @@ def test_what_cannot_be_is_refused():
         ba.pruning_masks(posterior, 0.5)
     masks = ba.pruning_masks(posterior, 0.5, ranking=posterior.snr())
     assert set(masks) == set(posterior.mode)
+
+
+@pytest.mark.parametrize("covariance", [False, True])
+@pytest.mark.parametrize("keep", [30, 3])
+def test_recorded_gradients_give_vectors_bases_where_they_suffice(keep, covariance):
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    recorder = ba.Recorder(optimizer, keep=keep, every=1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        (model(torch.randn(8, 2, 5).double()) - 1).square().mean().backward()
+        optimizer.step()
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, N, structure="kronecker", recorder=recorder, prior_precision=DELTA, power=1, batch_size=8
+    )
+    vectors = {name for name in posterior.structure.bases if posterior.mode[name].dim() == 1}
+    # Three gradients suffice for two or three entries; all vectors here have as many, but for none of four.
+    assert vectors == {name for name, theta in posterior.mode.items() if theta.dim() == 1 and len(theta) <= keep}
+    bias = recorder.gradients(model)["norm.bias"]
+    precision = torch.eye(3).double() * DELTA + posterior.settings.weight * bias.T @ bias / len(bias)
+    x = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(4)).double()
+    names = list(posterior.mode)
+    rows = torch.autograd.functional.jacobian(
+        lambda *t: torch.func.functional_call(model, dict(zip(names, t, strict=True)), (x,)),
+        tuple(posterior.mode.values()),
+    )
+    blocks = dense(posterior)
+    # A vector's block is the inverse of its own second moment and the prior, whole.
+    torch.testing.assert_close(blocks["norm.bias"], torch.linalg.inv(precision), rtol=1e-8, atol=1e-12)
+    expected = sum(row.flatten(2) @ blocks[name] @ row.flatten(2).mT for name, row in zip(names, rows, strict=True))
+    found = posterior.predict(x, covariance=covariance)
+    torch.testing.assert_close(found.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=0)
+    if covariance:
+        torch.testing.assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)

@@ -161,21 +161,25 @@ def kronecker_of(match: Match) -> Kronecker:
 def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Kronecker:
     """The structure of recorded gradients, (K, *shape) by parameter name: bases of Σ G Gᵀ and Σ Gᵀ G, v̂ the mean square in them.
 
-    Parameters of less than two dimensions, and sides longer than `max_side`, are left as they are.
+    A vector gets the basis of Σ g gᵀ where there are as many gradients as it has entries; with fewer that matrix is flat in
+    directions in which nothing was seen. Sides longer than `max_side` are left as they are.
     """
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for name, stack in gradients.items():
+        found: list[Tensor | None] = [None, None]
         if stack.dim() > 2:
             matrices = stack.flatten(2)
             sides = (matrices.transpose(0, 1).flatten(1), matrices.flatten(0, 1).T)
             found = [_eigenbasis(rows) if 1 < len(rows) <= max_side else None for rows in sides]
-            if any(basis is not None for basis in found):
-                bases[name] = Rotation(*found)
-                stack = torch.stack([bases[name].into(gradient, gradient.dim()) for gradient in stack])
+        elif stack.dim() == 2 and 1 < stack.shape[1] <= min(len(stack), max_side):
+            found[1] = _eigenbasis(stack.T)
+        if any(basis is not None for basis in found):
+            bases[name] = Rotation(*found)
+            stack = torch.stack([bases[name].into(gradient, gradient.dim()) for gradient in stack])
         moments[name] = stack.square().mean(dim=0)
     if not bases:
-        raise SettingError("no parameter has two sides to find eigenbases for: use structure='diagonal' or 'low-rank'")
+        raise SettingError("no parameter has eigenbases to be found: use structure='diagonal' or 'low-rank'")
     return Kronecker(moments, bases)
 
 

@@ -201,10 +201,12 @@ class SumUse(Use):
     Attributes:
         scale: x̂, of z's shape; None for a bias.
         channel: whether the features are z's second dimension, as in a convolution, or its last ones.
+        rotation: the coordinates that the weight is seen in, where they are not its own.
     """
 
     scale: Tensor | None = None
     channel: bool = False
+    rotation: Rotation | None = None
 
     def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
         """(c, b, *shape): the gradients themselves, which are small."""
@@ -213,8 +215,10 @@ class SumUse(Use):
         grads = layout(d, size, 1)
         if self.channel:
             # (c, b, k, channels, places…): a folded batch has k > 1.
-            return grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
-        return grads.reshape(len(d), size, -1, *shape).sum(dim=2)
+            grads = grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
+        else:
+            grads = grads.reshape(len(d), size, -1, *shape).sum(dim=2)
+        return grads if self.rotation is None else self.rotation.to(None, grads.dtype).into(grads, len(shape))
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,19 +161,21 @@ def _rotated(uses: Sequence[Use], plan: Plan, bases: Mapping[str, Rotation]) -> 
     """Uses in the coordinates of the bases; parameters used in ways that cannot be seen so go the generic way."""
     explained = {use.name for use, layout in zip(uses, plan.layouts, strict=True) if layout is not None}
     odd = {use.name for use in uses if use.name in bases and not _can_be_rotated(use)}
-    turned = [
-        RotatedUse.of_use(use, bases[use.name])
-        if isinstance(use, ProductUse) and use.name in bases and use.name not in odd
-        else use
-        for use in uses
-    ]
+    turned = [_turned(use, bases[use.name]) if use.name in bases and use.name not in odd else use for use in uses]
     layouts = tuple(None if use.name in odd else layout for use, layout in zip(uses, plan.layouts, strict=True))
     added = tuple(sorted((odd & explained) - set(plan.generic)))
     return turned, replace(plan, layouts=layouts, generic=plan.generic + added)
 
 
+def _turned(use: Use, rotation: Rotation) -> Use:
+    if isinstance(use, SumUse):
+        return replace(use, rotation=rotation)
+    assert isinstance(use, ProductUse)
+    return RotatedUse.of_use(use, rotation)
+
+
 def _can_be_rotated(use: Use) -> bool:
-    plain = isinstance(use, MatrixUse) or (isinstance(use, ConvolutionUse) and use.module.groups == 1)
+    plain = isinstance(use, MatrixUse | SumUse) or (isinstance(use, ConvolutionUse) and use.module.groups == 1)
     return plain and use.rows is None
 
 
@@ -193,8 +195,13 @@ def _head(uses: Sequence[Use], layouts: Sequence[Layout | None], output: Tensor)
             names = {other.name for other in uses if other.output is use.output}
             known = all(lay is not None for other, lay in zip(uses, layouts, strict=True) if other.output is use.output)
             elsewhere = any(other.name in names and other.output is not use.output for other in uses)
-            return use if known and not elsewhere else None
+            plain = all(other is use or _is_plain_sum(other) for other in uses if other.output is use.output)
+            return use if known and plain and not elsewhere else None
     return None
+
+
+def _is_plain_sum(use: Use) -> bool:
+    return isinstance(use, SumUse) and use.rotation is None
 
 
 def _is_direct(use: MatrixUse, output: Tensor) -> bool:
@@ -233,7 +240,7 @@ def _shares(
         if layout is not None:
             groups.setdefault(use.key, []).append(index)
     alone = {indices[0] for indices in groups.values() if len(indices) == 1}
-    biases = {id(uses[i].output): i for i in alone if isinstance(uses[i], SumUse)}
+    biases = {id(uses[i].output): i for i in alone if _is_plain_sum(uses[i])}
     shares: list[_Share] = []
     joined: set[int] = set()
     for index in alone:
