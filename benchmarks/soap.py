@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", default=[128])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     if options.steps < 20 or options.steps % 20:
         parser.error(f"--steps must be a multiple of 20, got {options.steps}")
@@ -99,9 +99,8 @@ def main() -> None:
     results["seconds to build"] = build_seconds(options.device)
     for structure, taken in results["seconds to build"].items():
         print(f"{structure} from {KEEP} recorded gradients: {taken:.2f} s")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "soap.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "soap.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
