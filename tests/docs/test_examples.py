@@ -71,9 +71,10 @@ x_new, context, reward = x, torch.zeros(20), 1.0
 Trainer = partial(LightningTrainer, accelerator="cpu", logger=False, enable_progress_bar=False,
                   enable_model_summary=False, enable_checkpointing=False, default_root_dir=".")
 
-def trained(model):
+def trained(model, optimizer=None):
     model = model.train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if optimizer is None or optimizer.param_groups[0]["params"][0] is not next(model.parameters()):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(20):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -98,7 +99,7 @@ class Block:
 
     def compiled(self) -> CodeType:
         """Its code, with the page's own line numbers in a traceback; dots on a line of their own stand for training."""
-        text = re.sub(r"^\.\.\.$", "optimizer = trained(model)", self.text, flags=re.MULTILINE)
+        text = re.sub(r"^\.\.\.$", "optimizer = trained(model, globals().get('optimizer'))", self.text, flags=re.MULTILINE)
         return compile("\n" * (self.line - 1) + text, str(self.page), "exec")
 
 
