@@ -99,7 +99,9 @@ class Block:
 
     def compiled(self) -> CodeType:
         """Its code, with the page's own line numbers in a traceback; dots on a line of their own stand for training."""
-        text = re.sub(r"^\.\.\.$", "optimizer = trained(model, globals().get('optimizer'))", self.text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^\.\.\.$", "optimizer = trained(model, globals().get('optimizer'))", self.text, flags=re.MULTILINE
+        )
         return compile("\n" * (self.line - 1) + text, str(self.page), "exec")
 
 

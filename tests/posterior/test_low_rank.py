@@ -33,10 +33,14 @@ class Net(nn.Module):
 
 
 def prior(kind: str) -> float | dict[str, float | Tensor]:
-    """One number, or a mapping with numbers and a tensor."""
+    """One number, or a mapping with numbers, the same or several, and a tensor."""
     if kind == "one":
         return 0.7
     torch.manual_seed(3)
+    if kind == "equal":
+        return {
+            name: torch.rand_like(p) + 0.2 if name == "odd" else 0.7 for name, p in Net().double().named_parameters()
+        }
     return {name: (torch.rand_like(p) + 0.2) if name == "odd" else 0.4 + len(name) / 10
             for name, p in Net().double().named_parameters()}  # fmt: skip
 
@@ -95,7 +99,7 @@ def dense(posterior: ba.Posterior, recorder: ba.Recorder) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("structure", KINDS)
-@pytest.mark.parametrize("delta", ["one", "several"])
+@pytest.mark.parametrize("delta", ["one", "equal", "several"])
 @pytest.mark.parametrize("power", [0.5, 1.0])
 @pytest.mark.parametrize("form", ["map", "likelihood"])
 def test_it_is_the_dense_gaussian(structure, delta, power, form):

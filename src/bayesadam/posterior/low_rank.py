@@ -82,15 +82,11 @@ class LowRank:
                 "directions there is nothing else. posterior.replace(prior_precision=...), or calibrate"
             )
         inside = settings.weight * self.values.pow(settings.power)
-        deltas = list(settings.prior_precision.values())
-        first = deltas[0]
-        if (
-            self.kind == "low-rank"
-            and isinstance(first, float)
-            and all(delta is first or delta == first for delta in deltas)
-        ):
+        numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}
+        whole = any(isinstance(delta, Tensor) for delta in settings.prior_precision.values())
+        if self.kind == "low-rank" and len(numbers) == 1 and not whole:
             # D is a number: U is Q.
-            return Directions(self.rows, (1 + inside / first).reciprocal())
+            return Directions(self.rows, (1 + inside / numbers.pop()).reciprocal())
         spread = self.spread(settings)
         rows, singular = _orthonormal(
             {name: rows * _column(inside.sqrt(), rows) * spread[name].sqrt() for name, rows in self.rows.items()}

@@ -560,10 +560,13 @@ class Posterior:
         flat = self.structure.flat_weights(self.settings)
         if flat:
             name, count = next(iter(flat.items()))
+            why = "Their gradient was never other than zero: dead units or constant inputs"
+            if self.structure.kind == "low-rank":
+                why = "Outside its directions a low-rank posterior has the prior alone"
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.mode[name].numel()}). Their gradient was never other than zero: dead units "
-                "or constant inputs. Give them a prior, posterior.replace(prior_precision=...), or calibrate"
+                f"{name!r}: {count} of {self.mode[name].numel()}). {why}. Give them a prior, "
+                "posterior.replace(prior_precision=...), or calibrate"
             )
 
     def warn_of_doubt(self) -> None:
