@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,6 +61,22 @@ GroupsInOrder = Annotated[
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _changes(texts: list[str]) -> dict[str, Any]:
+    """`name=value` by name: values are read as Python's numbers, tuples, True, False and None, all else as text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise SettingError(f"--set wants name=value, such as epsilon=0.02, got {text!r}")
+        if name in found:
+            raise SettingError(f"--set {name} is given twice")
+        try:
+            found[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def _device(asked: str) -> str:
@@ -156,6 +173,12 @@ def bandits(
     runs: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, typer.Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable."
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster.")] = "local",
     device: Device = "",
     seed: Seed = 0,
@@ -166,7 +189,7 @@ def bandits(
     require("matplotlib")
     from bayesadam.experiments.bandits import BanditSettings, run_bandits
 
-    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings)
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []))
     asked = replace(asked, problems=_names(problems) or asked.problems, agents=_names(agents) or asked.agents)
     run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from bayesadam.bandits import simulate
+from bayesadam.bandits import agent_settings, simulate
 from bayesadam.cli import app
 from bayesadam.errors import BayesAdamError
 from bayesadam.experiments import bandits
@@ -83,7 +83,20 @@ def test_ray_gives_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     "bad",
-    [["--problems", "luck"], ["--agents", "luck"], ["--settings", "mine"], ["--engine", "spark"], ["--device", "tpu"]],
+    [
+        ["--problems", "luck"],
+        ["--agents", "luck"],
+        ["--settings", "mine"],
+        ["--engine", "spark"],
+        ["--device", "tpu"],
+        ["--set", "epsilon"],
+        ["--set", "epsilon="],
+        ["--set", "luck=1"],
+        ["--set", "epsilon=2"],
+        ["--set", "lr=fast"],
+        ["--set", "hidden=50"],
+        ["--set", "epsilon=0.1", "--set", "epsilon=0.2"],
+    ],
     ids=str,
 )
 def test_bad_options_are_named(bad, tmp_path):
@@ -98,3 +111,28 @@ def test_the_command_runs(tmp_path):
     result = CliRunner().invoke(app, [*base, "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "metrics.json") in result.output
+
+
+def test_single_settings_are_changed(tmp_path):
+    base = [
+        "bandits",
+        "--problems",
+        "wheel:0.5",
+        "--agents",
+        "badam",
+        "--runs",
+        "2",
+        "--rounds",
+        "40",
+        "--device",
+        "cpu",
+    ]
+    asked = ["--set", "hidden=8,4", "--set", "form=map", "--set", "n_per_round=None", "--set", "epsilon=0.25"]
+    result = CliRunner().invoke(app, [*base, *asked, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "metrics.json").read_text())
+    own = agent_settings("badam", hidden=(8, 4), form="map", n_per_round=None, epsilon=0.25)
+    expected = simulate("wheel:0.5", "badam", runs=2, rounds=40, device="cpu", settings=own)
+    assert found["results"]["wheel:0.5"]["badam"]["reward_ratio"] == pytest.approx(expected.reward_ratio.tolist())
+    assert found["settings"]["changes"] == {"hidden": [8, 4], "form": "map", "n_per_round": None, "epsilon": 0.25}
+    assert "`tuned` with hidden=(8, 4), form=map" in (tmp_path / "table1.md").read_text()

@@ -153,3 +153,63 @@ def test_sampled_restores_and_posteriors_move(tmp_path):
     torch.testing.assert_close(on_cpu.variance["weight"], posterior.variance["weight"].cpu())
     assert on_cpu.mean["weight"].device.type == "cpu"
     assert ba.Posterior.load(tmp_path / "p.safetensors", posterior.model).mean["weight"].is_cuda
+
+
+def recorded(structure: str, device: str) -> ba.Posterior:
+    torch.manual_seed(0)
+    model = mlp(3, 6, 2).double().to(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=12, every=2)
+    train(model, optimizer)
+    return ba.Posterior.from_optimizer(
+        model, optimizer, 50, recorder=recorder, structure=structure, prior_precision=0.7, batch_size=8
+    )
+
+
+def on_both(structure: str) -> tuple[ba.Posterior | ba.Mixture, ba.Posterior | ba.Mixture]:
+    """The same posterior of networks trained on the CPU and on CUDA, in float64."""
+    if structure == "mixture":
+        kinds = ("diagonal", "low-rank", "kronecker")
+        return tuple(ba.Mixture([recorded(kind, device) for kind in kinds]) for device in ("cpu", "cuda"))
+    return recorded(structure, "cpu"), recorded(structure, "cuda")
+
+
+STRUCTURES = ["kronecker", "low-rank", "low-rank+diagonal", "mixture"]
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structures_are_what_they_are_on_the_cpu(structure, tmp_path):
+    on_cpu, on_cuda = on_both(structure)
+    for name, variance in on_cpu.variance.items():
+        assert on_cuda.variance[name].is_cuda
+        torch.testing.assert_close(on_cuda.variance[name].cpu(), variance, rtol=1e-8, atol=0)
+    theta = {name: mean + 0.1 for name, mean in on_cpu.mean.items()}
+    torch.testing.assert_close(
+        on_cuda.log_prob({name: value.cuda() for name, value in theta.items()}).cpu(), on_cpu.log_prob(theta)
+    )
+    x = torch.randn(7, 3, dtype=torch.float64, generator=seeded())
+    y = x.sum(dim=1, keepdim=True).expand(-1, 2)
+    settled = [
+        ba.calibrate(p, (x.to(d), y.to(d)), likelihood="regression") for p, d in ((on_cpu, "cpu"), (on_cuda, "cuda"))
+    ]
+    expected, got = (p.predict(x.to(d)) for p, d in zip(settled, ("cpu", "cuda"), strict=True))
+    torch.testing.assert_close(got.mean.cpu(), expected.mean)
+    torch.testing.assert_close(got.variance.cpu(), expected.variance, rtol=1e-5, atol=0)
+    on_cuda.save(tmp_path / "p.safetensors")
+    again = type(on_cuda).load(tmp_path / "p.safetensors", mlp(3, 6, 2).double())
+    for name, variance in on_cpu.variance.items():
+        torch.testing.assert_close(again.variance[name], variance, rtol=1e-8, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structured_draws_have_the_marginal_variances(structure):
+    posterior = on_both(structure)[1]
+    draws = posterior.sample(20_000, generator=seeded())
+    for name, variance in posterior.variance.items():
+        assert draws[name].is_cuda
+        # A mixture's tails are heavier than a Gaussian's: its fourth moment is measured.
+        centred = draws[name] - posterior.mean[name]
+        error = (centred.pow(4).mean(dim=0) - variance.square()).sqrt() / math.sqrt(len(centred))
+        assert ((centred.square().mean(dim=0) - variance).abs() < 6 * error).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -98,18 +99,25 @@ class AgentSettings:
         ]
         positive = ("lr", "power", "prior_variance", "initial_std", "shape", "scale", "precision")
         for name in (*positive, *optional):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
                 raise SettingError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
         for name in ("l2", "lr_decay"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) >= 0):
                 raise SettingError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
-        if not 0 <= self.epsilon <= 1:
+        if not (_is_number(self.epsilon) and 0 <= self.epsilon <= 1):
             raise SettingError(f"epsilon must lie between 0 and 1, got {self.epsilon!r}")
         for name in ("dropout", "average"):
-            if not 0 <= getattr(self, name) < 1:
+            if not _is_share(getattr(self, name)):
                 raise SettingError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(map(_is_share, self.betas)):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
+        if not isinstance(self.hidden, tuple) or not all(type(width) is int and width > 0 for width in self.hidden):
+            raise SettingError(
+                f"hidden must be a tuple of whole numbers above 0, such as (100, 100), got {self.hidden!r}"
+            )
+        for name in ("l2_by_noise", "standardise"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.form not in ("likelihood", "map"):
             raise SettingError(f"form must be 'likelihood' or 'map', got {self.form!r}")
         if self.activation not in _ACTIVATIONS:
@@ -123,6 +131,14 @@ class AgentSettings:
     def n_data(self, rounds: int) -> float:
         """N after so many rounds."""
         return max(rounds, 1) * (self.batch_size if self.n_per_round is None else self.n_per_round)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
 
 
 _KINDS: Mapping[str, Kind] = {

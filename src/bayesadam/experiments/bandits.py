@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from bayesadam._extras import require
-from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, SETTINGS
+from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, agent_settings
 from bayesadam.bandits.simulate import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
@@ -72,6 +72,7 @@ class BanditSettings:
         runs: of each cell.
         rounds: of each run; None for as many as the problem says.
         settings: `"tuned"` or `"paper"`.
+        changes: to single ones of them, by name, for every agent.
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]
@@ -79,6 +80,7 @@ class BanditSettings:
     runs: int = 10
     rounds: int | None = None
     settings: str = "tuned"
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.problems if name.partition(":")[0] not in PROBLEMS]
@@ -87,12 +89,17 @@ class BanditSettings:
         unknown = [name for name in self.agents if name not in AGENTS]
         if unknown or not self.agents:
             raise SettingError(f"agents must be among {', '.join(AGENTS)}; got {', '.join(unknown) or 'none'}")
-        if self.settings not in SETTINGS:
-            raise SettingError(f"settings must be one of {', '.join(SETTINGS)}, got {self.settings!r}")
+        for name in self.agents:
+            agent_settings(name, self.settings, **self.changes)
 
     def cells(self) -> list[str]:
         """`problem/agent`, column by column."""
         return [f"{problem}/{agent}" for problem in self.problems for agent in self.agents]
+
+    def described(self) -> str:
+        """The settings' name, and what was changed in them."""
+        changed = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        return f"`{self.settings}`" + (f" with {changed}" if changed else "")
 
 
 Cell = dict[str, Any]
@@ -109,7 +116,7 @@ def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder
         rounds=settings.rounds,
         seed=seed,
         device=device,
-        settings=settings.settings,
+        settings=agent_settings(agent, settings.settings, **settings.changes),
         checkpoint=checkpoint,
     )
 
@@ -207,7 +214,7 @@ def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
         )
     return "\n".join(
         [
-            f"Total reward over the optimum's, mean ± standard deviation of {settings.runs} runs, settings `{settings.settings}`.",
+            f"Total reward over the optimum's, mean ± standard deviation of {settings.runs} runs, settings {settings.described()}.",
             "",
             *head,
             *lines,

@@ -127,7 +127,13 @@ def departures(run: Finished) -> str:
     """All the ways in which the run differs from the paper's, in words; nothing where it does not."""
     own = run.experiment == "bandits" and run.settings["settings"] != "paper"
     settings = f"with our own settings, “{run.settings['settings']}”" if own else ""
-    return ", ".join(filter(None, (other_data(run), shortfall(run), settings)))
+    return ", ".join(filter(None, (other_data(run), shortfall(run), settings, changed(run))))
+
+
+def changed(run: Finished) -> str:
+    """The bandits' single settings that were changed, in words; nothing where none was."""
+    changes = run.settings.get("changes") or {}
+    return "with " + ", ".join(f"{name} = {value}" for name, value in changes.items()) if changes else ""
 
 
 def shortfall(run: Finished) -> str:
