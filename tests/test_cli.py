@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import bayesadam as ba
 from bayesadam import __version__
 from bayesadam.__main__ import main
+from bayesadam._files import replacing
 from bayesadam.errors import FileError, SettingError
 from bayesadam.experiments import demo
 from bayesadam.experiments.run import Run
@@ -104,6 +108,58 @@ def test_an_error_of_ours_is_one_line_and_code_2(monkeypatch, capsys):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("pass n_data=", "pass --n-data"),
+        (
+            "Pass the file that has it as optimizer_path=, or save",
+            "Pass the file that has it as --optimizer-file, or save",
+        ),
+        ("say which with weights_key='ema.model'", "say which with --weights-key 'ema.model'"),
+        ("under optimizer_key='o'; there", "under --optimizer-key 'o'; there"),
+        ("with optimizer=, or describe", "with --optimizer, or describe"),
+        ("or groups_in_order=True if", "or --groups-in-order if"),
+        ("as prior_precision=", "as --prior-precision"),
+        ("Pass param_names=[...], the names", "Pass param_names=[...] in Python, the names"),
+        ("torch.load(path, weights_only=False), my_n_data=3", "torch.load(path, weights_only=False), my_n_data=3"),
+    ],
+)
+def test_an_error_speaks_of_options(monkeypatch, capsys, said, told):
+    monkeypatch.setattr(demo, "run_demo", raising(SettingError(said)))
+    assert run("demo") == 2
+    assert capsys.readouterr().err == f"bayesadam: {told}\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "prune", "sample"])
+def test_every_option_that_an_error_names_is_there(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(command, "--help") == 0
+    text = capsys.readouterr().out
+    for option in ("--optimizer-file", "--optimizer-key", "--weights-key", "--groups-in-order", "--optimizer "):
+        assert option in text
+
+
+@pytest.mark.parametrize("given", ["", " ", ","])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("regression",), "--methods"),
+        (("pruning",), "--methods"),
+        (("bandits",), "--agents"),
+        (("bandits",), "--problems"),
+        (("report", "folder"), "--only"),
+    ],
+)
+def test_a_list_that_names_nothing_is_refused(command, option, given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(*command, option, given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bayesadam: {option} names nothing")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bug_is_not_hidden(monkeypatch):
     monkeypatch.setattr(demo, "run_demo", raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -189,6 +245,48 @@ def test_files_are_all_written_or_none(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "metrics.json"]
     assert (tmp_path / "a.txt").read_text() == "old"
     assert (tmp_path / "metrics.json").read_text() == before
+
+
+def test_what_cannot_be_written_is_a_file_error_that_names_it(tmp_path, monkeypatch):
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+
+    def fill(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(FileError, match=rf"cannot save to {target}: No space left"), replacing(target) as temporary:
+        fill(temporary)
+    assert list(tmp_path.iterdir()) == [target]
+
+    def refuses(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuses)
+    with pytest.raises(FileError, match=rf"cannot save to {target}: Permission denied"), replacing(target):
+        pass
+    assert target.read_text() == "old"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that nobody can write to")
+def test_a_folder_that_takes_no_files_is_one_line(tmp_path, capsys):
+    model = torch.nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    adam.step()
+    path = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "n_data": 4}, path)
+    for arguments in (
+        ("prune", path, "--fraction", 0.5, "-o", "/proc/x.pt"),
+        ("sample", path, "-o", "/proc/x.safetensors"),
+    ):
+        assert run(*arguments) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "cannot save to /proc/x" in error
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=4)
+    with pytest.raises(FileError, match="cannot save to /proc/x"):
+        posterior.save("/proc/x.safetensors")
 
 
 def test_metrics_are_json_that_any_reader_takes(tmp_path):

@@ -88,10 +88,32 @@ def test_verify_with_names_wants_every_file(tiny):
     assert run("verify", "tiny", "--quiet").output == ""
 
 
-def test_verify_without_names_checks_what_is_there(tiny):
-    done = run("verify")
+@pytest.mark.parametrize("every", [(), ("all",)])
+def test_verify_of_all_passes_over_what_was_never_fetched(tiny, every):
+    (tiny / "a.csv").unlink()
+    done = run("verify", *every)
     assert done.exit_code == 0
-    assert "missing  tiny/b.csv" in done.stdout
+    assert done.stdout == "missing  tiny/a.csv\nmissing  tiny/b.csv\n"
+    assert run("verify", *every, "--quiet").output == ""
+    assert run("verify", "tiny").exit_code == 1
+
+
+@pytest.mark.parametrize("every", [(), ("all",)])
+def test_verify_of_all_wants_the_rest_of_what_was_begun(tiny, every):
+    done = run("verify", *every)
+    assert done.exit_code == 1
+    assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
+    assert done.stderr == "missing  tiny/b.csv\n"
+
+
+def test_verify_says_what_its_code_means():
+    told = " ".join(run("verify", "--help").stdout.replace("│", " ").split())
+    assert "Ends with code 1 where a checksum is wrong, and where a file is missing of a set" in told
+
+
+def test_verify_without_names_checks_what_is_there(tiny):
+    (tiny / "b.csv").write_bytes(CONTENT)
+    assert run("verify").exit_code == 0
     (tiny / "a.csv").write_bytes(b"other data")
     done = run("verify", "--quiet")
     assert done.exit_code == 1

@@ -153,10 +153,15 @@ def test_values_that_the_reader_refuses_are_found(optimizer_type: type[torch.opt
     ("dtype", "beta", "found"),
     [
         (torch.bfloat16, 0.999, True),
+        (torch.bfloat16, 0.99, True),
+        (torch.bfloat16, 0.98, True),
+        (torch.bfloat16, 0.95, False),
         (torch.bfloat16, 0.9, False),
         (torch.float16, 0.9999, True),
+        (torch.float16, 0.999, True),
         (torch.float16, 0.99, False),
         (torch.float32, 0.999, False),
+        (torch.float32, 0.9999, False),
     ],
     ids=str,
 )
@@ -171,6 +176,15 @@ def test_a_state_too_coarse_for_its_memory(dtype: torch.dtype, beta: float, foun
         assert told.data == {"dtype": {"0.weight": word, "0.bias": word}}
         assert word in told.message
         assert "float32" in told.message
+    # The recursion itself, after larger gradients: flagged where it is off by more than a hundredth or so.
+    coarse = torch.full((300,), 8.0, dtype=dtype)
+    exact = coarse.double()
+    for _ in range(min(round(5 / (1 - beta)), 6000)):
+        squared = torch.randn(300).to(dtype).square()
+        coarse.mul_(beta).add_(squared, alpha=1 - beta)
+        exact.mul_(beta).add_(squared.double(), alpha=1 - beta)
+    off = float((coarse.double() / exact - 1).abs().median())
+    assert (off > 0.015) == found
 
 
 # --- weight decay in the moments ------------------------------------------------------------------------------------------

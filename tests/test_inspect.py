@@ -200,7 +200,7 @@ def test_groups_in_order_is_the_users_word(tmp_path: Path, capsys: Any) -> None:
     train(model, optimizer, steps=3)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out") == 2
-    assert "groups_in_order" in capsys.readouterr().err
+    assert "--groups-in-order" in capsys.readouterr().err
     assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--groups-in-order", "--quiet") == 0
 
 

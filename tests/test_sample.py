@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import bayesadam as ba
+from bayesadam.__main__ import main
 from bayesadam.cli import app
 from bayesadam.errors import FileError, ImproperError, SettingError
 
@@ -82,6 +83,59 @@ def test_what_cannot_be_drawn_is_refused_and_nothing_written(saved, tmp_path):
     with pytest.raises(ImproperError, match="prior_precision"):
         ba.sample_checkpoint(path, out, 400, prior_precision=0.0)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prior_precision": -1e6},
+        {"prior_precision": float("nan")},
+        {"prior_precision": float("inf")},
+        {"prior_precision": "x"},
+        {"prior_precision": torch.tensor(-1.0)},
+        {"n_data": float("nan")},
+        {"n_data": -5},
+        {"n_data": "x"},
+        {"power": 0.0},
+        {"power": float("nan")},
+        {"power": "x"},
+        {"power": 1.0},
+        {"batch_size": 0},
+        {"form": "laplace"},
+    ],
+    ids=str,
+)
+def test_settings_are_refused_as_the_posterior_refuses_them(saved, tmp_path, bad):
+    path, model, optimizer = saved
+    with pytest.raises(SettingError) as expected:
+        ba.Posterior.from_optimizer(model, optimizer, **{"n_data": 400, **bad})
+    with pytest.raises(SettingError) as found:
+        ba.sample_checkpoint(path, tmp_path / "draw.safetensors", **bad)
+    assert str(found.value) == str(expected.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_weight_decay_that_is_no_number_is_refused(saved, tmp_path):
+    path, model, optimizer = saved
+    optimizer.param_groups[0]["weight_decay"] = float("nan")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 400}, path)
+    with pytest.raises(SettingError, match="finite"):
+        ba.sample_checkpoint(path, tmp_path / "draw.safetensors")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_several_weights_those_asked_for_are_drawn(saved, tmp_path):
+    path, model, optimizer = saved
+    state, ema = model.state_dict(), {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    torch.save({"a": state, "b": ema, "x": optimizer.state_dict(), "y": optimizer.state_dict(), "n_data": 400}, path)
+    out = tmp_path / "draw.safetensors"
+    with pytest.raises(FileError, match="weights_key='a'"):
+        ba.sample_checkpoint(path, out)
+    draws = {}
+    for key in ("a", "b"):
+        ba.sample_checkpoint(path, out, weights_key=key, optimizer_key="x")
+        draws[key] = load_file(out)["norm.weight"]
+    assert torch.allclose(draws["a"] + 1, draws["b"], atol=1e-6)
 
 
 MEASURED = """
@@ -154,3 +208,36 @@ def test_the_command_writes_the_draw_and_a_record(saved, tmp_path):
     ba.sample_checkpoint(path, expected, 400, seed=5)
     assert out.read_bytes() == expected.read_bytes()
     assert json.loads((tmp_path / "draw.metrics.json").read_text())["settings"]["n_data"] == 400
+
+
+def test_the_command_refuses_what_it_cannot_draw_in_one_line(saved, tmp_path, capsys):
+    path, model, optimizer = saved
+    out = tmp_path / "draw.safetensors"
+    for option, value, told in (("--prior-precision", "inf", "prior precision"), ("--n-data", "nan", "n_data must")):
+        assert main(["sample", str(path), option, value, "-o", str(out)]) == 2
+        assert told in capsys.readouterr().err
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert main(["sample", str(path), "-o", str(out)]) == 2
+    assert capsys.readouterr().err.endswith(": pass --n-data\n")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_command_does_not_write_over_what_it_reads(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, torch.randn(8, 3))
+    weights, state = tmp_path / "w.safetensors", tmp_path / "o.pt"
+    save_file(model.state_dict(), weights)
+    torch.save(optimizer.state_dict(), state)
+    before = weights.read_bytes()
+    (tmp_path / "link.safetensors").symlink_to(weights)
+    given = ["sample", str(weights), "--optimizer-file", str(state), "--n-data", "9", "-o"]
+    for out in (weights, tmp_path / "link.safetensors", tmp_path / "x" / ".." / "w.safetensors"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        assert main([*given, str(out)]) == 2
+        assert "write to another file" in capsys.readouterr().err
+        assert weights.read_bytes() == before
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(main([*given, str(tmp_path / "new.safetensors")]))
+    assert stop.value.code == 0

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 
 from bayesadam._extras import require
 from bayesadam.errors import BayesAdamError
+
+# What errors tell to pass, as the command line has it.
+_OPTIONS = {
+    "n_data=": "--n-data",
+    "prior_precision=": "--prior-precision",
+    "exclude=": "--exclude",
+    "optimizer=": "--optimizer",
+    "optimizer_path=": "--optimizer-file",
+    "optimizer_key=": "--optimizer-key",
+    "weights_key=": "--weights-key",
+    "groups_in_order=True": "--groups-in-order",
+    "param_names=[...]": "param_names=[...] in Python",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,12 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require(package)
         require("bayesadam.cli").app(arguments, prog_name="bayesadam")
     except BayesAdamError as error:
-        print("bayesadam:", *str(error).split(), file=sys.stderr)
+        print("bayesadam:", *_in_options(str(error)).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bayesadam: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _in_options(message: str) -> str:
+    """An error's message with the library's keywords as options.
+
+    >>> _in_options("pass n_data=, or say which with weights_key='ema'")
+    "pass --n-data, or say which with --weights-key 'ema'"
+    """
+    for keyword, option in _OPTIONS.items():
+        spaced = re.sub(rf"(?<!\w){re.escape(keyword)}(?=['\"])", f"{option} ", message)
+        message = re.sub(rf"(?<!\w){re.escape(keyword)}", option, spaced)
+    return message
 
 
 if __name__ == "__main__":

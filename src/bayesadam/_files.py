@@ -19,17 +19,29 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.is_dir():
         raise FileError(f"cannot save to {target}: it is a folder")
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
     try:
-        yield temporary
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot save to {target}: {error.strerror or error}") from error
+
+
+def keep_apart(out: Path, *sources: Path | None) -> None:
+    """Refuse to write over what is read: a file, or one inside a folder."""
+    for source in sources:
+        if source is None or not out.exists() or not source.exists():
+            continue
+        if out.samefile(source) or (source.is_dir() and source.resolve() in out.resolve().parents):
+            raise FileError(f"{out} is what is read, and would be lost: write to another file")
 
 
 def _umask() -> int:

@@ -57,10 +57,24 @@ OptimizerName = Annotated[
 GroupsInOrder = Annotated[
     bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
 ]
+WeightsKey = Annotated[
+    str | None, typer.Option("--weights-key", help="Which weights, where the file holds several: model.ema.")
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option("--optimizer-key", help="Which optimiser's state, where the file holds several: optimizer_states.0."),
+]
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _chosen(option: str, text: str | None) -> tuple[str, ...] | None:
+    """The names given to an option; None where it was left out, which stands for its default."""
+    if text is not None and not _names(text):
+        raise SettingError(f"{option} names nothing: leave it out for the default, or give names separated by commas")
+    return None if text is None else _names(text)
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
@@ -116,7 +130,7 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
 
 @app.command()
 def regression(
-    methods: Annotated[str, typer.Option(help="Which methods, separated by commas; all by default.")] = "",
+    methods: Annotated[str | None, typer.Option(help="Which methods, separated by commas; all by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 200 training points.")] = 20_000,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, typer.Option("--gap", help="Train with a hole in the middle of the range.")] = False,
@@ -131,7 +145,7 @@ def regression(
     from bayesadam.experiments.regression import RegressionSettings, run_regression
 
     settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap)
-    chosen = _names(methods)
+    chosen = _chosen("--methods", methods)
     settings = replace(settings, methods=chosen) if chosen else settings
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
 
@@ -139,7 +153,7 @@ def regression(
 @app.command()
 def pruning(
     data: Annotated[str, typer.Option(help="mnist, fashion-mnist or digits.")] = "mnist",
-    methods: Annotated[str, typer.Option(help="Which methods, separated by commas; all by default.")] = "",
+    methods: Annotated[str | None, typer.Option(help="Which methods, separated by commas; all by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 100,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Networks for each method.")] = 3,
     activation: Annotated[str, typer.Option(help="relu or sigmoid.")] = "relu",
@@ -161,15 +175,19 @@ def pruning(
         experiment.run_sparse(seed=seed, out=out, quiet=quiet, settings=recipe, device=where, jobs=at_once)
         return
     settings = experiment.PruningSettings(data=data, n_seeds=seeds, epochs=epochs, activation=activation)
-    chosen = _names(methods)
+    chosen = _chosen("--methods", methods)
     settings = replace(settings, methods=chosen) if chosen else settings
     experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=at_once)
 
 
 @app.command()
 def bandits(
-    problems: Annotated[str, typer.Option(help="Which problems, separated by commas; the paper's by default.")] = "",
-    agents: Annotated[str, typer.Option(help="Which agents, separated by commas; the paper's by default.")] = "",
+    problems: Annotated[
+        str | None, typer.Option(help="Which problems, separated by commas; the paper's by default.")
+    ] = None,
+    agents: Annotated[
+        str | None, typer.Option(help="Which agents, separated by commas; the paper's by default.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, typer.Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
@@ -190,7 +208,11 @@ def bandits(
     from bayesadam.experiments.bandits import BanditSettings, run_bandits
 
     asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []))
-    asked = replace(asked, problems=_names(problems) or asked.problems, agents=_names(agents) or asked.agents)
+    asked = replace(
+        asked,
+        problems=_chosen("--problems", problems) or asked.problems,
+        agents=_chosen("--agents", agents) or asked.agents,
+    )
     run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
 
 
@@ -202,8 +224,8 @@ def report(
         typer.Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine."),
     ] = False,
     only: Annotated[
-        str, typer.Option(help="What to run where missing: regression, pruning, bandits; all by default.")
-    ] = "",
+        str | None, typer.Option(help="What to run where missing: regression, pruning, bandits; all by default.")
+    ] = None,
     settings: Annotated[str, typer.Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
     device: Device = "",
     jobs: Jobs = 2,
@@ -215,7 +237,7 @@ def report(
     from bayesadam.experiments.report import ReportSettings, run_report
 
     asked = ReportSettings(quick=quick, settings=settings or None)
-    chosen = _names(only)
+    chosen = _chosen("--only", only)
     asked = replace(asked, only=chosen) if chosen else asked
     run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
 
@@ -227,10 +249,12 @@ def prune(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
     ranking: Annotated[str, typer.Option(help="snr, magnitude or saliency.")] = "snr",
     scope: Annotated[str, typer.Option(help="global, or layer for the same share of each parameter.")] = "global",
-    exclude: Annotated[str, typer.Option(help="Patterns of parameters to leave whole, separated by commas.")] = "",
+    exclude: Annotated[str, typer.Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
     optimizer_file: OptimizerFile = None,
     optimizer: OptimizerName = "",
     groups_in_order: GroupsInOrder = False,
+    weights_key: WeightsKey = None,
+    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -238,7 +262,16 @@ def prune(
     from bayesadam.experiments.pruned_file import PruneSettings, run_prune
 
     settings = PruneSettings(
-        checkpoint, fraction, ranking, scope, _names(exclude), optimizer_file, optimizer or None, groups_in_order
+        checkpoint,
+        fraction,
+        ranking,
+        scope,
+        _names(exclude),
+        optimizer_file,
+        optimizer or None,
+        groups_in_order,
+        weights_key,
+        optimizer_key,
     )
     run_prune(seed=seed, out=out, quiet=quiet, settings=settings)
 
@@ -256,13 +289,24 @@ def sample(
     optimizer_file: OptimizerFile = None,
     optimizer: OptimizerName = "",
     groups_in_order: GroupsInOrder = False,
+    weights_key: WeightsKey = None,
+    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
     from bayesadam.experiments.drawn_file import SampleSettings, run_sample
 
-    settings = SampleSettings(checkpoint, n_data, prior_precision, optimizer_file, optimizer or None, groups_in_order)
+    settings = SampleSettings(
+        checkpoint,
+        n_data,
+        prior_precision,
+        optimizer_file,
+        optimizer or None,
+        groups_in_order,
+        weights_key,
+        optimizer_key,
+    )
     run_sample(seed=seed, out=out, quiet=quiet, settings=settings)
 
 
@@ -279,6 +323,8 @@ def inspect(
         float | None, typer.Option("--snr", min=0, help="Count weights below this; 1 where N is known.")
     ] = None,
     groups_in_order: GroupsInOrder = False,
+    weights_key: WeightsKey = None,
+    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     out: Out = Path("out/inspect"),
     quiet: Quiet = False,
@@ -287,7 +333,9 @@ def inspect(
     require("matplotlib")
     from bayesadam.experiments.inspection import InspectSettings, run_inspect
 
-    settings = InspectSettings(checkpoint, optimizer_file, optimizer or None, n_data, snr, groups_in_order)
+    settings = InspectSettings(
+        checkpoint, optimizer_file, optimizer or None, n_data, snr, groups_in_order, weights_key, optimizer_key
+    )
     run_inspect(seed=seed, out=out, quiet=quiet, settings=settings)
 
 

@@ -240,7 +240,8 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         stored, beta = entry.state.get(entry.reader.key), entry.reader.beta(entry.group)
         if not isinstance(stored, torch.Tensor) or beta is None or not stored.is_floating_point():
             continue
-        if stored.element_size() < 4 and 1 - beta < torch.finfo(stored.dtype).eps:
+        # Of the changes (1 − β₂)(g² − v), those below half the spacing ε v are lost: at 1 − β₂ = 4 ε, an eighth of v.
+        if stored.element_size() < 4 and 1 - beta < 4 * torch.finfo(stored.dtype).eps:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
         yield Finding(

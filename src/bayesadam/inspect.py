@@ -106,7 +106,7 @@ class Inspection:
             return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {self.n_data:g}."
         return (
             "|μ|/σ = |θ| v̂^¼, which is N = 1: nobody said how many examples there were. Every |μ|/σ grows as √N, so only "
-            "the order of the weights means something; pass n_data for more."
+            "the order of the weights means something; give n_data (--n-data) for more."
         )
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -163,6 +163,8 @@ def inspect_checkpoint(
     snr: float | None = None,
     seed: int = 0,
     track: Callable[[Sequence[Entry], str], Iterable[Entry]] | None = None,
+    weights_key: str | None = None,
+    optimizer_key: str | None = None,
 ) -> Inspection:
     """Signal to noise and dead weights of every parameter in a checkpoint; one tensor is in memory at a time.
 
@@ -178,10 +180,16 @@ def inspect_checkpoint(
         snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
         seed: of the sample that the quantiles of very large tensors come from.
         track: goes through the parameters and may show how far it has come.
+        weights_key: which weights, where the file holds several.
+        optimizer_key: which optimiser's state, where the file holds several.
     """
     if snr is not None and not (math.isfinite(snr) and snr >= 0):
         raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
-    checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(path, optimizer_path=optimizer_path)
+    checkpoint = (
+        path
+        if isinstance(path, Checkpoint)
+        else read_checkpoint(path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key)
+    )
     known = n_data if n_data is not None else checkpoint.recorded.n_data
     settings = Settings(1.0 if known is None else known, {})
     threshold = snr if snr is not None or known is None else 1.0

@@ -18,7 +18,7 @@ from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, read_entry
 from bayesadam.errors import FileError, ImproperError, SettingError
 from bayesadam.posterior.noise import draw, fresh_seed, stream_seed
-from bayesadam.posterior.settings import Form, Settings
+from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
 
 # Second moments looked at together when they are checked.
 _PIECE = 2**19
@@ -38,11 +38,14 @@ def sample_checkpoint(
     optimizer: str | StateReader | None = None,
     param_names: Sequence[str] | None = None,
     groups_in_order: bool = False,
+    weights_key: str | None = None,
+    optimizer_key: str | None = None,
 ) -> None:
     """Draw weights from the posterior of a checkpoint and write them, tensor by tensor, to a safetensors file.
 
     The numbers are those of `Posterior.from_checkpoint(...).sample(generator=torch.Generator().manual_seed(seed))`.
-    What has no state, buffers and frozen weights, is written as it is; a tied tensor has one draw under all its names.
+    What has no state, buffers and frozen weights, is written as it is; a tied tensor has one draw under all its names. A file
+    does not say which row of an embedding stands for padding: here it is drawn as any other.
 
     Args:
         path: what the trainer saved, see `read_checkpoint`.
@@ -57,38 +60,48 @@ def sample_checkpoint(
         optimizer: the optimiser that wrote it; None tells it by its keys.
         param_names: the parameter names in the optimiser's order.
         groups_in_order: your word that each of several groups was filled in the model's order.
+        weights_key: which weights, where the file holds several.
+        optimizer_key: which optimiser's state, where the file holds several.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
         raise FileError(f"{out}: weights are written as safetensors, give the path that ending")
-    checkpoint = read_checkpoint(path, optimizer_path=optimizer_path)
+    checkpoint = read_checkpoint(
+        path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
+    )
     known = checkpoint.recorded.n_data if n_data is None else n_data
     if known is None:
         raise SettingError(f"{path} does not say how many training examples there were: pass n_data=")
     settings = Settings(known, {}, power, batch_size, form)
     match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
     check_entries(match, _PIECE)
+    prior = _prior(match.entries, settings.n_data, prior_precision)
     drawn = fresh_seed(torch.Generator().manual_seed(seed))
     owners = {memory_of(checkpoint.weights[entry.name]): entry for entry in match.entries}
 
     def load(name: str) -> Tensor:
         weight = checkpoint.weights[name]
         entry = owners.get(memory_of(weight))
-        return weight if entry is None else _drawn(entry, settings, prior_precision, drawn)
+        return weight if entry is None else _drawn(entry, settings, prior[entry.name], drawn)
 
     with replacing(out) as temporary:
         save_safetensors(checkpoint.weights, load, temporary)
 
 
+def _prior(entries: Sequence[Entry], n_data: float, given: float | None) -> dict[str, Precision]:
+    """δ by parameter name, checked as `Posterior` does."""
+    implied = {entry.name: n_data * float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in entries}
+    return spread_prior(implied if given is None else given, {entry.name: entry.parameter.shape for entry in entries})
+
+
 @torch.no_grad()
-def _drawn(entry: Entry, settings: Settings, prior_precision: float | None, seed: int) -> Tensor:
+def _drawn(entry: Entry, settings: Settings, delta: Precision, seed: int) -> Tensor:
     _, v = read_entry(entry)
-    decay = float(entry.group.get("weight_decay", 0.0) or 0.0)
-    delta = settings.n_data * decay if prior_precision is None else prior_precision
-    if delta == 0 and bool((v == 0).any()):
+    flat = torch.as_tensor(delta) == 0
+    if bool(flat.any()) and bool(((v == 0) & flat).any()):
         raise ImproperError(
             f"{entry.name!r} has weights with neither curvature nor prior, of which no draw can be made: pass a positive "
-            "prior_precision"
+            "number as prior_precision="
         )
     return draw(
         entry.parameter.detach().to(v.dtype),

@@ -8,9 +8,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, live, make_agent
+from bayesadam.errors import FileError, MatchError
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
 
@@ -240,9 +242,30 @@ def test_many_threads_act_while_one_learns():
     assert not failures
 
 
+@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99])
+def test_a_decision_that_was_never_made_has_no_reward(bad):
+    agent = make_agent("linear", 3, 3)
+    decision = agent.decide(np.zeros(3))
+    for wrong in (bad, decision):
+        with pytest.raises(MatchError, match="was never made: 1 wait for a reward, by the id of the decision"):
+            agent.reward(wrong, 1.0)
+    agent.reward(np.int64(decision.id), 1.0)
+    with pytest.raises(MatchError, match="was rewarded before: 0 wait"):
+        agent.reward(decision.id, 1.0)
+
+
 def test_another_file_is_not_an_agent(tmp_path):
     (tmp_path / "x").write_bytes(b"no")
-    with pytest.raises(ba.BayesAdamError):
-        Agent.load(tmp_path / "x")
+    save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    for name in ("x", "weights.safetensors"):
+        with pytest.raises(
+            FileError, match=r"holds no agent of bayesadam.*: give the file that Agent\.save wrote"
+        ) as told:
+            Agent.load(tmp_path / name)
+        assert "delete" not in str(told.value)
+    header = {"bayesadam.bandits": '{"format": 99}'}
+    save_file({"w": torch.zeros(2)}, tmp_path / "new", metadata=header)
+    with pytest.raises(FileError, match=r"has format 99.*upgrade it"):
+        Agent.load(tmp_path / "new")
     with pytest.raises(ba.BayesAdamError, match="no file"):
         Agent.load(tmp_path / "y")

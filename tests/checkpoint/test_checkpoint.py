@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import tempfile
 from collections import OrderedDict
@@ -200,8 +199,12 @@ class Evil:
         return (print, ("code was run",))
 
 
-@pytest.mark.parametrize("extra", [argparse.Namespace(lr=0.1), Evil()])
-def test_what_needs_more_than_tensors_is_refused(extra: Any, pair: Any, tmp_path: Path, capsys: Any) -> None:
+class Unknown:
+    pass
+
+
+@pytest.mark.parametrize("extra", [Unknown(), Evil()])
+def test_what_needs_more_than_plain_data_is_refused(extra: Any, pair: Any, tmp_path: Path, capsys: Any) -> None:
     model, optimizer = pair
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": extra}
     with pytest.raises(FileError, match=r"needs the class \S+.*[Ss]ave it again.*add_safe_globals"):
@@ -211,9 +214,9 @@ def test_what_needs_more_than_tensors_is_refused(extra: Any, pair: Any, tmp_path
 
 def test_what_the_user_allows_is_read(pair: Any, tmp_path: Path) -> None:
     model, optimizer = pair
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": argparse.Namespace(lr=0.1)}
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": Unknown()}
     path = saved(tmp_path / "c.pt", tree)
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals([Unknown]):
         check(read_checkpoint(path), model, optimizer)
 
 
@@ -403,3 +406,18 @@ def test_the_network_computes_the_same_after_pruning_nothing(tmp_path: Path) -> 
     masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
     write_pruned(read_checkpoint(path), masks, tmp_path / "out.pt")
     check(read_checkpoint(tmp_path / "out.pt"), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"prior_precision": -1.0}, {"prior_precision": {"0.weight": 1.0}}, {"prior_precision": "x"}, {"power": -1.0}],
+    ids=str,
+)
+def test_what_is_refused_leaves_the_model_alone(bad: dict[str, Any], pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh = mlp(3, 5, 2)
+    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    with pytest.raises(SettingError):
+        ba.Posterior.from_checkpoint(path, fresh, n_data=100, **bad)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())

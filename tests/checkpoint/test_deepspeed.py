@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import types
 from collections import OrderedDict
@@ -21,6 +19,7 @@ from bayesadam.checkpoint import format_of, read_checkpoint, registry
 from bayesadam.checkpoint.deepspeed import DEEPSPEED
 from bayesadam.checkpoint.lazy import Lazy
 from bayesadam.errors import BayesAdamError, FileError, SettingError
+from processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -269,14 +268,14 @@ def test_a_tag_that_leads_elsewhere(tag: str, classes: Any, tmp_path: Path) -> N
 # --- by DeepSpeed ---------------------------------------------------------------------------------------------------
 
 
-def rank(number: int, world: int, port: int, folder: Path) -> None:
+def rank(number: int, world: int, folder: Path) -> None:
     """Train with every setting in turn, save, and gather the state through DeepSpeed's own links."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(number), DS_ACCELERATOR="cpu")
     import deepspeed
     import torch.distributed as dist
 
+    dist.init_process_group("gloo", rank=number, world_size=world, init_method=f"file://{folder}/rendezvous")
     deepspeed.init_distributed("gloo")
     for name, (stage, dtype, options) in SETTINGS.items():
         model = network(**options)
@@ -330,24 +329,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, bool]]] = {
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(number), "2", port, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        told = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)[-4000:]
+    run_ranks(__file__, 2, folder, seconds=120)
     return folder
 
 
@@ -373,4 +355,4 @@ def test_what_deepspeed_wrote(name: str, two_ranks: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    rank(*map(int, sys.argv[1:3]), Path(sys.argv[3]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +25,7 @@ from bayesadam.checkpoint import format_of, read_checkpoint
 from bayesadam.checkpoint.distributed import DISTRIBUTED, covers
 from bayesadam.checkpoint.lazy import Lazy
 from bayesadam.errors import BayesAdamError, FileError, MatchError
+from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -71,14 +70,13 @@ class App:
         raise NotImplementedError
 
 
-def rank(number: int, world: int, port: int, folder: Path) -> None:
+def rank(number: int, world: int, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=number, world_size=world)
+    dist.init_process_group("gloo", rank=number, world_size=world, init_method=f"file://{folder}/rendezvous")
     mesh = init_device_mesh("cpu", (world,))
     model = network()
     fully_shard(model[3], mesh=mesh)
@@ -106,31 +104,11 @@ def rank(number: int, world: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that two processes wrote, and `live.pt`, the training gathered from both."""
-    folder, port = tmp_path_factory.mktemp("ranks"), str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(number), "2", port, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        told = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)[-4000:]
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(__file__, 2, folder, seconds=60)
     return folder
 
 
@@ -509,4 +487,4 @@ def test_boxes_that_fill_a_tensor_or_do_not() -> None:
 
 
 if __name__ == "__main__":
-    rank(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    rank(*map(int, sys.argv[1:3]), Path(sys.argv[3]))

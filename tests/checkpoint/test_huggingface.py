@@ -649,6 +649,45 @@ def test_damaged_folders(gpt2_copy: Path) -> None:
         read_checkpoint(gpt2_copy, weights_key="model")
 
 
+@pytest.mark.parametrize("case", ["gpt2", "lora", "accelerate"])
+def test_a_damaged_state_is_not_opened_where_another_is_named(case: str, wrote: Any, tmp_path: Path) -> None:
+    trained = by_accelerate(tmp_path / "written") if case == "accelerate" else wrote(case)
+    folder = Path(shutil.copytree(trained.folder, tmp_path / "damaged"))
+    own = next(folder / name for name in ("optimizer.pt", "optimizer.bin") if (folder / name).is_file())
+    other = Path(shutil.copy(own, tmp_path / "kept.pt"))
+    pickled = pickle.dumps(Evil(tmp_path / "code was run"))
+    for content in (other.read_bytes()[: other.stat().st_size // 2], b"", pickled):
+        own.write_bytes(content)
+        with pytest.raises(FileError, match=rf"{own.name} (is truncated, damaged|needs).*optimizer_path="):
+            read_checkpoint(folder)
+        read = read_checkpoint(folder, optimizer_path=other)
+        assert equal_states(read.optimizer, trained.optimizer.state_dict())
+        assert read.optimizer_path == other
+    check_posterior(trained, folder, optimizer_path=other)
+    # The one that is named is the one that counts.
+    shutil.copy(other, own)
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(other.read_bytes()[: other.stat().st_size // 2])
+    with pytest.raises(FileError, match=r"bad\.pt is truncated, damaged"):
+        read_checkpoint(folder, optimizer_path=bad)
+
+
+def test_two_states_in_a_folder_need_no_key_where_a_third_is_named(gpt2_copy: Path, wrote: Any, tmp_path: Path) -> None:
+    other = shutil.copy(gpt2_copy / "optimizer.pt", tmp_path / "kept.pt")
+    shutil.copy(gpt2_copy / "optimizer.pt", gpt2_copy / "optimizer.bin")
+    with pytest.raises(FileError, match="say which with optimizer_key="):
+        read_checkpoint(gpt2_copy)
+    check_posterior(wrote("gpt2"), gpt2_copy, optimizer_path=other)
+
+
+def test_the_named_state_is_the_one_that_an_adapter_is_matched_with(wrote: Any, tmp_path: Path) -> None:
+    """The folder's own state is of another shape: nothing of it may reach the order of the parameters."""
+    folder = Path(shutil.copytree(wrote("lora").folder, tmp_path / "checkpoint-3"))
+    other = shutil.copy(folder / "optimizer.pt", tmp_path / "kept.pt")
+    shutil.copy(wrote("gpt2").folder / "optimizer.pt", folder / "optimizer.pt")
+    check_posterior(wrote("lora"), folder, optimizer_path=other)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

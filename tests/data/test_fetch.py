@@ -333,7 +333,7 @@ def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
     pytest.importorskip("resource")
     done = python(script)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"cannot write {tiny}: {os.strerror(errno.EFBIG)}\n"
+    assert done.stdout == f"cannot save to {tiny}: {os.strerror(errno.EFBIG)}\n"
     assert server.asked == ["/first"]
     assert nothing_left(tiny.parent)
 
@@ -344,14 +344,14 @@ def test_no_space_left_is_named(tiny, server, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(fetching, "_get", full)
-    with pytest.raises(DataError, match=f"cannot write {tiny}: No space left on device"):
+    with pytest.raises(DataError, match=f"cannot save to {tiny}: No space left on device"):
         locate("tiny")
     assert nothing_left(tiny.parent)
 
 
 def test_a_cache_that_cannot_be_made_is_named(tiny, tmp_path):
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(DataError, match=r"cannot write .*tiny\.csv"):
+    with pytest.raises(DataError, match=r"cannot save to .*tiny\.csv"):
         locate("tiny")
 
 

@@ -10,10 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesadam import Posterior
+from bayesadam import Mixture, Posterior
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.prune import RANKINGS, powered, pruning_masks, select, weight_scores
-from cases import mlp
+from bayesadam.prune import (
+    RANKINGS,
+    neuron_masks,
+    path_scores,
+    powered,
+    pruning_masks,
+    pruning_report,
+    select,
+    weight_scores,
+)
+from cases import mlp, trained
 from prune.cases_pruning import posterior_of, removed, sorted_masks
 
 REFERENCES = {
@@ -359,3 +368,18 @@ def test_masks_are_on_the_parameters_device() -> None:
     masks = pruning_masks(cuda, 0.6)
     assert all(mask.is_cuda for mask in masks.values())
     assert all(torch.equal(mask.cpu(), expected[name]) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mixture: pruning_masks(mixture, 0.5),
+        lambda mixture: neuron_masks(mixture, 0.5, example_input=torch.zeros(1, 3)),
+        lambda mixture: path_scores(mixture, example_input=torch.zeros(1, 3)),
+        lambda mixture: pruning_report(mixture, {}),
+    ],
+)
+def test_a_mixture_is_no_network_to_prune(ask) -> None:
+    members = [Posterior.from_optimizer(*trained(seed=seed), 10, prior_precision=1.0) for seed in (0, 1)]
+    with pytest.raises(SettingError, match="Mixture has 2: go through them"):
+        ask(Mixture(members))

@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import bayesadam as ba
+from bayesadam.__main__ import main
 from bayesadam.cli import app
 
 
@@ -83,3 +84,82 @@ def test_the_command_prunes_reports_and_ends_with_its_paths(saved, tmp_path):
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
     result = CliRunner().invoke(app, ["prune", str(tmp_path / "no.pt"), "--fraction", "0.5", "-o", "x.pt"])
     assert isinstance(result.exception, ba.BayesAdamError)
+
+
+def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_path):
+    model, _, path = saved
+    report = ba.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
+    assert [row.name for row in report.rows] == [name for name, _ in model.named_parameters()]
+    assert report.weights == 147
+    assert report.sparsity == pytest.approx(0.5, abs=1 / 147)
+    found = torch.load(tmp_path / "pruned.pt", weights_only=True)["model"]
+    zeros = sum(int((found[name] == 0).sum()) for name, _ in model.named_parameters())
+    assert report.weights - report.kept == zeros
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 5)
+        self.attend = nn.MultiheadAttention(5, 1)
+        self.biased = nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.rnn(inputs)[0]
+        return self.biased(self.attend(hidden, hidden, hidden)[0])
+
+
+def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
+    torch.manual_seed(0)
+    model = Recurrent()
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 2, 4)).square().mean().backward()
+    adam.step()
+    path = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, path)
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    masks = ba.pruning_masks(posterior, 0.5, exclude="biases")
+    assert "biased.weight" in masks
+    for exclude in ("biases", ["biases"], ["biases", "*bias"]):
+        report = ba.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
+        kept = {row.name: row.kept for row in report.rows}
+        assert kept == {
+            name: int(masks[name].sum()) if name in masks else p.numel() for name, p in model.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("kind", ["norms", "embeddings"])
+def test_kinds_that_need_the_model_are_refused_with_what_to_write(saved, tmp_path, capsys, kind):
+    _, _, path = saved
+    out = tmp_path / "pruned.pt"
+    assert main(["prune", str(path), "--fraction", "0.5", "--exclude", kind, "-o", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert f"--exclude '{kind}' goes by the classes of the model's modules" in told
+    assert "write patterns of names instead" in told
+    assert "1.weight" in told
+    assert not out.exists()
+
+
+def test_the_command_does_not_write_over_what_it_reads(saved, tmp_path, capsys):
+    _, _, path = saved
+    before = path.read_bytes()
+    (tmp_path / "link.pt").symlink_to(path)
+    for out in (path, tmp_path / "link.pt", tmp_path / "." / "last.pt"):
+        assert main(["prune", str(path), "--fraction", "0.5", "-o", str(out)]) == 2
+        assert "write to another file" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.pt", "link.pt"]
+
+
+def test_a_folder_is_not_written_into_where_it_is_read(saved, tmp_path, capsys):
+    model, adam, _ = saved
+    folder = tmp_path / "state"
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(adam.state_dict(), folder / "optimizer.bin")
+    before = (folder / "pytorch_model.bin").read_bytes()
+    given = ["prune", str(folder), "--fraction", "0.5", "-o"]
+    assert main([*given, str(folder / "pytorch_model.bin")]) == 2
+    assert "write to another file" in capsys.readouterr().err
+    assert (folder / "pytorch_model.bin").read_bytes() == before
+    assert CliRunner().invoke(app, [*given, str(tmp_path / "pruned.safetensors")]).exit_code == 0

@@ -162,9 +162,12 @@ class Agent:
         value = self._checked_rewards(reward, 1, True)
         with self._learning:
             with self._acting:
-                if decision not in self._pending:
-                    told = "was rewarded before" if 0 <= decision < self._next_id else "was never made"
-                    raise MatchError(f"decision {decision!r} {told}: {len(self._pending)} wait for a reward")
+                known = isinstance(decision, int | np.integer)
+                if not known or decision not in self._pending:
+                    told = "was rewarded before" if known and 0 <= decision < self._next_id else "was never made"
+                    raise MatchError(
+                        f"decision {decision!r} {told}: {len(self._pending)} wait for a reward, by the id of the decision"
+                    )
                 row, arm = self._pending.pop(decision)
             self._learn(row.unsqueeze(0), torch.tensor([arm]), value)
 
@@ -294,7 +297,7 @@ class Agent:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it goes on as if it had never stopped."""
-        tensors, header = storage.read(Path(path))
+        tensors, header = storage.read(Path(path), what="agent", way_out="give the file that Agent.save wrote")
         try:
             known = {field.name for field in fields(AgentSettings)}
             given: dict[str, Any] = {

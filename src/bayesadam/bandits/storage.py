@@ -25,8 +25,16 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={_HEADER: text})
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the header of a file that `write` made."""
+def read(
+    path: Path, *, what: str = "simulation", way_out: str = "delete it to start anew, or take another path"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the header of a file that `write` made.
+
+    Args:
+        path: the file.
+        what: should be in it, for messages.
+        way_out: what to do where it is not.
+    """
     if not path.is_file():
         raise FileError(f"no file at {path}")
     try:
@@ -34,14 +42,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             text = (file.metadata() or {}).get(_HEADER)
             header = {} if text is None else json.loads(text)
             version = header.get("format") if isinstance(header, dict) else None
-            if not isinstance(version, int) or version > FORMAT_VERSION:
+            if not isinstance(version, int):
+                raise FileError(f"{path} holds no {what} of bayesadam: {way_out}")
+            if version > FORMAT_VERSION:
                 raise FileError(
-                    f"{path} is not a saved bandit of format {FORMAT_VERSION} or below (it says {version!r}): upgrade "
-                    "bayesadam, or delete the file to start anew"
+                    f"{path} has format {version}, this version of bayesadam reads up to {FORMAT_VERSION}: upgrade it"
                 )
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} is truncated or not a saved bandit ({error}): delete it to start anew") from error
+        raise FileError(f"{path} is truncated or holds no {what} of bayesadam ({error}): {way_out}") from error
 
 
 def sweep(path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bayesadam.checkpoint.contents import Contents, Rules
 from bayesadam.checkpoint.huggingface import choose, files_of, own_names, read_optimizer, read_tensors, read_weights
@@ -27,6 +30,12 @@ def _is_accelerate(path: Path, head: bytes) -> bool:
 
 def _read_accelerate(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     """One model and one optimiser of those that were prepared; the others are `model_1`, `optimizer_1`, …"""
+    weights = _accelerate_with(path, weights_key, None)
+    optimizers = [name for name in files_of(path) if _OPTIMIZER.fullmatch(name)]
+    return replace(weights, optimizer=read_optimizer(path, optimizers, optimizer_key))
+
+
+def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
     there = sorted(files_of(path))
     models = [name for name in there if _MODEL.fullmatch(name)]
     if len(models) > 1 or weights_key is not None:
@@ -34,10 +43,9 @@ def _read_accelerate(path: Path, weights_key: str | None, optimizer_key: str | N
         weights, ordered = read_tensors(path / (chosen or ""))
     else:
         weights, ordered = read_weights(path)
-    optimizers = [name for name in there if _OPTIMIZER.fullmatch(name)]
     return Contents(
         weights=weights,
-        optimizer=read_optimizer(path, optimizers, optimizer_key),
+        optimizer=optimizer,
         summary=f"{len(weights)} tensors, {there[:12]}",
         ordered=ordered,
         # The user's script made the optimiser: its order is nobody's rule.
@@ -45,4 +53,4 @@ def _read_accelerate(path: Path, weights_key: str | None, optimizer_key: str | N
     )
 
 
-ACCELERATE = Format("Accelerate", _is_accelerate, _read_accelerate)
+ACCELERATE = Format("Accelerate", _is_accelerate, _read_accelerate, read_with=_accelerate_with)

@@ -72,15 +72,23 @@ def read_checkpoint(
 
     Args:
         path: the file or folder with the weights, and with the optimiser's state unless that has a file of its own.
-        optimizer_path: the file with the optimiser's state, where it is another.
+        optimizer_path: the file with the optimiser's state, where it is another; one that lies beside the weights is then
+            not opened.
         weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`.
         optimizer_key: which optimiser's state, where there are several; `"optimizer_states.0"`.
     """
     path = Path(path)
     known = format_of(path)
     second = None if optimizer_path is None else Path(optimizer_path)
-    contents = known.read(path, weights_key, optimizer_key if second is None else None)
-    state = contents if second is None else format_of(second).read(second, None, optimizer_key)
+    if second is None:
+        contents = state = known.read(path, weights_key, optimizer_key)
+    else:
+        state = format_of(second).read(second, None, optimizer_key)
+        contents = (
+            known.read_with(path, weights_key, state.optimizer)
+            if known.read_with is not None
+            else known.read(path, weights_key, None)
+        )
     if contents.weights is None:
         raise FileError(
             f"{path} holds no weights that can be told as such: found {contents.summary}. Save model.state_dict() "

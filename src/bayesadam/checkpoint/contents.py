@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -226,8 +227,9 @@ def _recorded(levels: Sequence[Mapping[Any, Any]]) -> Recorded:
             value = level.get(key)
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.item()
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                return value
+            # numpy's whole numbers, too.
+            if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+                return int(value)
         return None
 
     classes = [level[key] for key in _CLASS_KEYS for level in levels if isinstance(level.get(key), str)]

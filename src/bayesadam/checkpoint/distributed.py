@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from bayesadam.checkpoint.beside import reading_beside
 from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format
@@ -296,15 +297,16 @@ def _load(piece: Piece, key: str) -> Any:
     try:
         with piece.file.open("rb", buffering=0) as file:
             part = io.BufferedReader(_Slice(file, piece.start, piece.length))
-            return torch.load(part, weights_only=True, map_location="cpu")
+            with reading_beside():
+                return torch.load(part, weights_only=True, map_location="cpu")
     except _DAMAGED as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted is None:
             raise _damaged(piece.file, error) from error
         raise FileError(
             f"{piece.file}: {key!r} needs the class {wanted[1]} to be unpickled, which could run any code and is not done "
-            "here. Save the checkpoint again without it; or, if you trust the file, allow the class yourself with "
-            "torch.serialization.add_safe_globals before reading"
+            "here. Save the checkpoint again without it; or, in Python and if you trust the file, allow the class with "
+            "torch.serialization.add_safe_globals before bayesadam reads it"
         ) from None
 
 

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -112,7 +113,12 @@ def read_optimizer(folder: Path, names: Collection[str], wanted: str | None) -> 
     chosen = choose(folder, names, wanted, "optimizer_key", "the state of an optimiser")
     if chosen is None:
         return None
-    found = contents_of(load_tree(folder / chosen), folder / chosen)
+    try:
+        found = contents_of(load_tree(folder / chosen), folder / chosen)
+    except FileError as error:
+        raise FileError(
+            f"{error}. Another file with the optimiser's state can be passed as optimizer_path= (--optimizer-file)"
+        ) from error
     if found.optimizer is None:
         raise FileError(
             f"{folder / chosen} holds no optimiser's state: found {found.summary}. Pass the file that has it as "
@@ -336,11 +342,16 @@ def _is_trainer(path: Path, head: bytes) -> bool:
 
 
 def _read_trainer(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    weights = _trainer_with(path, weights_key, None)
+    return replace(weights, optimizer=read_optimizer(path, _OPTIMIZERS, optimizer_key))
+
+
+def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
     _refuse_key(path, weights_key)
     weights, ordered = read_weights(path)
     return Contents(
         weights=weights,
-        optimizer=read_optimizer(path, _OPTIMIZERS, optimizer_key),
+        optimizer=optimizer,
         summary=_summary(path, weights),
         ordered=ordered,
         recorded=_recorded(path),
@@ -376,6 +387,10 @@ def _adapters_in(path: Path) -> list[Path]:
 
 
 def _read_adapter(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    return _adapter_with(path, weights_key, read_optimizer(path, _OPTIMIZERS, optimizer_key))
+
+
+def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
     _refuse_key(path, weights_key)
     folders = _adapters_in(path)
     if len(folders) > 1:
@@ -388,7 +403,6 @@ def _read_adapter(path: Path, weights_key: str | None, optimizer_key: str | None
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = read_weights(folders[0], _ADAPTER_WEIGHTS)
-    optimizer = read_optimizer(path, _OPTIMIZERS, optimizer_key)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     return Contents(
         weights=weights,
@@ -505,5 +519,10 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 
 PARENT = Format("folder of checkpoints", lambda path, head: path.is_dir() and bool(_checkpoints_in(path)), _read_parent)
-TRAINER = Format("Hugging Face Trainer", _is_trainer, _read_trainer)
-ADAPTER = Format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _read_adapter)
+TRAINER = Format("Hugging Face Trainer", _is_trainer, _read_trainer, read_with=_trainer_with)
+ADAPTER = Format(
+    "PEFT adapter",
+    lambda path, head: path.is_dir() and bool(_adapters_in(path)),
+    _read_adapter,
+    read_with=_adapter_with,
+)

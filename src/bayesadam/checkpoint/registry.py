@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -25,12 +26,15 @@ class Format:
         read: (path, weights_key, optimizer_key) → what it holds; raises FileError where it is damaged.
         rewrite: (source, the keys that lead to its weights, weights by the file's names, target) writes it again with
             those weights; None where that cannot be done.
+        read_with: (path, weights_key, an optimiser's state) → what it holds, with that state for its own, whose file is
+            not opened; None where weights and state are in one file.
     """
 
     name: str
     recognises: Callable[[Path, bytes], bool]
     read: Callable[[Path, str | None, str | None], Contents]
     rewrite: Callable[[Path, tuple[str, ...], Mapping[str, Tensor], Path], None] | None = None
+    read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents] | None = None
 
 
 _registry: dict[str, Format] = {}

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from bayesadam.checkpoint.beside import reading_beside
 from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.names import memory_of
 from bayesadam.checkpoint.registry import Format
@@ -24,14 +25,16 @@ _RESAVE = "torch.save({'model': model.state_dict(), 'optimizer': optimizer.state
 def load_tree(path: Path) -> Any:
     """What `torch.save` wrote, mapped rather than read; nothing but tensors and plain data is unpickled."""
     try:
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        with reading_beside():
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         what = f"the class {wanted[1]}" if wanted else "more than tensors and plain data"
         raise FileError(
             f"{path} needs {what} to be unpickled, which could run any code and is not done here. Save it again from "
-            f"where it was made, {_RESAVE}; or, if you trust the file, allow the class yourself with "
-            "torch.serialization.add_safe_globals before reading"
+            f"where it was made, {_RESAVE}; or, if you trust the file, do so in Python with what "
+            "torch.load(path, weights_only=False) returns, or allow the class there with "
+            "torch.serialization.add_safe_globals before bayesadam reads it"
         ) from None
     except SafetensorError:
         # Recent torch goes by the name.

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam.data.registry import Copy, DataFile, DataSet, data_set
-from bayesadam.errors import DataError, MissingExtraError, SettingError
+from bayesadam.errors import DataError, FileError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
@@ -212,6 +212,10 @@ class _RefusedError(Exception):
     """A source answered, and asking it again would not help."""
 
 
+class _UnansweredError(Exception):
+    """A source did not deliver, and may yet."""
+
+
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
     """Download one file into `folder`; it has its name only once it is whole."""
     if not file.urls:
@@ -222,8 +226,6 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
         raise DataError(f"{_absent(record, file, folder)}; to download it, {error}") from error
     if folder is None:
         raise DataError(f"{_absent(record, file, folder)}; to download it, name a folder in {CACHE_VARIABLE}")
-    # It comes with pooch, which downloads through it.
-    requests = require("requests")
     target = folder / record.folder / file.name
     reasons = dict.fromkeys(file.urls, "")
     waiting = list(file.urls)
@@ -242,15 +244,20 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
                 except _RefusedError as error:
                     waiting.remove(url)
                     reasons[url] = str(error)
-                except requests.RequestException as error:
-                    reasons[url] = _first_cause(error)
+                except _UnansweredError as error:
+                    reasons[url] = str(error)
     except OSError as error:
-        raise DataError(f"cannot write {target}: {error.strerror or error}") from error
+        raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
+    except DataError:
+        raise
+    except FileError as error:
+        raise DataError(str(error)) from error
     answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
     raise DataError(f"{_absent(record, file, folder)}; no source delivered it ({answers})")
 
 
 def _get(url: str, target: Path, bar: Any) -> None:
+    # It comes with pooch, which downloads through it.
     requests = require("requests")
     # A server that packs what it sends would have it unpacked on arrival, .gz files included.
     download = require("pooch").HTTPDownloader(
@@ -262,7 +269,9 @@ def _get(url: str, target: Path, bar: Any) -> None:
         status = error.response.status_code
         if 400 <= status < 500 and status not in _PASSING:
             raise _RefusedError(f"HTTP {status} {error.response.reason}") from error
-        raise
+        raise _UnansweredError(_first_cause(error)) from error
+    except requests.RequestException as error:
+        raise _UnansweredError(_first_cause(error)) from error
 
 
 def _unpack(url: str, path: Path, file: DataFile) -> None:

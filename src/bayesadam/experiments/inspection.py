@@ -32,6 +32,8 @@ class InspectSettings:
     n_data: float | None = None
     snr: float | None = None
     groups_in_order: bool = False
+    weights_key: str | None = None
+    optimizer_key: str | None = None
 
 
 def table(inspection: Inspection) -> Table:

@@ -12,7 +12,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,18 +120,6 @@ class Seen:
 
     first: Tensor
     zero: Tensor
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module is in its own again."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam.errors import SettingError
 from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_one_network
 from bayesadam.prune.names import matching, owners
 from bayesadam.prune.rankings import Ranking, weight_scores
 from bayesadam.prune.select import best_of_groups, lowest
@@ -46,6 +47,7 @@ def pruning_masks(
             linear layer, the channels of a convolution at each place of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
+    require_one_network(posterior, "pruning")
     check_scope(scope)
     excluded = matching(posterior.model, exclude)
     eligible = [name for name in posterior.mode if name not in excluded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesadam.errors import MatchError
+from bayesadam.errors import MatchError, SettingError
 
 _NORM = re.compile(r"Norm(\d*d)?$")
 _EMBEDDING = re.compile(r"Embedding(s|Bag)?$")
@@ -72,6 +72,28 @@ def matching(model: nn.Module, patterns: str | Sequence[str]) -> set[str]:
     return found
 
 
+def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set[str]:
+    """As `matching`, where the names are all there is: they tell biases, but not the class of a module."""
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        if pattern in _KINDS and pattern != "biases":
+            raise SettingError(
+                f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
+                "patterns of names instead, such as '*.norm*.weight'. Its parameters are "
+                + ", ".join(sorted(names)[:8])
+                + (", …" if len(names) > 8 else "")
+            )
+        chosen = {name for name in names if pattern == "biases" and _bias_key(name.rpartition(".")[2])}
+        chosen |= {name for name in names if fnmatchcase(name, pattern)}
+        if not chosen and pattern != "biases":
+            raise MatchError(
+                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), names)}. Of the kinds, "
+                "'biases' can be told"
+            )
+        found |= chosen
+    return found
+
+
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
     parameters, known = dict(model.named_parameters()), first_names(model)
@@ -100,7 +122,12 @@ def _is_norm(owner: Owner) -> bool:
 
 
 def _is_bias(owner: Owner) -> bool:
-    return "bias" in owner.key.split("_")
+    return _bias_key(owner.key)
+
+
+def _bias_key(key: str) -> bool:
+    """Whether a module's parameter is a bias, by its key: `bias`, `in_proj_bias`, `bias_hh_l0`."""
+    return "bias" in key.split("_")
 
 
 def _is_embedding(owner: Owner) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from bayesadam.posterior import Posterior
-from bayesadam.prune.graph import Units, evaluating, understand
+from bayesadam.posterior.alone import in_eval_mode
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.prune.graph import Units, understand
 from bayesadam.prune.masks import Scope, check_scope, checked_fraction
 from bayesadam.prune.names import matching
 from bayesadam.prune.rankings import Ranking, weight_scores, wide
@@ -77,9 +79,10 @@ def neuron_masks(
 
 
 def _removable(posterior: Posterior, exclude: str | Sequence[str], example: Any) -> list[Units]:
+    require_one_network(posterior, "pruning")
     excluded = matching(posterior.model, exclude)
     posterior.parameters()
-    with evaluating(posterior.model):
+    with in_eval_mode(posterior.model):
         network = understand(posterior.model, example)
     return [
         units

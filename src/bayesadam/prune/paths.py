@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from bayesadam.posterior import Posterior
-from bayesadam.prune.graph import Reader, Units, evaluating, understand
+from bayesadam.posterior.alone import in_eval_mode
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.prune.graph import Reader, Units, understand
 from bayesadam.prune.rankings import Ranking, weight_scores
 
 
@@ -36,8 +38,9 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
         ranking: the scores of single weights, as in `pruning_masks`.
         example_input: a batch that the model takes, to follow the units through it.
     """
+    require_one_network(posterior, "pruning")
     own = weight_scores(posterior, ranking)
-    with evaluating(posterior.model), torch.no_grad():
+    with in_eval_mode(posterior.model), torch.no_grad():
         found = [units for units in understand(posterior.model, example_input).units if f"{units.name}.weight" in own]
     arriving = _arriving(found, own)
     leaving = _leaving(found, own)

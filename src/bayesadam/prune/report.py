@@ -13,6 +13,7 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.formulas import precision
+from bayesadam.posterior.mixture import require_one_network
 from bayesadam.prune.names import checked_masks
 from bayesadam.prune.rankings import wide
 
@@ -111,6 +112,7 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
 
     Make it before `prune`, or after: only the masks and the posterior's own copy of the weights count.
     """
+    require_one_network(model_or_posterior, "a report on pruning")
     posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
     model = unwrap(model_or_posterior.model if isinstance(model_or_posterior, Posterior) else model_or_posterior)
     found = checked_masks(model, masks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 
@@ -16,9 +15,9 @@ from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import SettingError
 from bayesadam.prune.masks import Scope, check_scope, checked_fraction
-from bayesadam.prune.names import near
+from bayesadam.prune.names import matching_names
 from bayesadam.prune.rankings import RANKINGS, Weights
 from bayesadam.prune.report import PrunedParameter, PruningReport, saving
 from bayesadam.prune.select import Cut, cut_after
@@ -36,11 +35,13 @@ def prune_checkpoint(
     *,
     ranking: str = "snr",
     scope: Scope = "global",
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     optimizer_path: str | os.PathLike[str] | None = None,
     optimizer: str | StateReader | None = None,
     param_names: Sequence[str] | None = None,
     groups_in_order: bool = False,
+    weights_key: str | None = None,
+    optimizer_key: str | None = None,
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays as it was.
 
@@ -50,26 +51,30 @@ def prune_checkpoint(
         fraction: the share of the weights with a state to remove, 0 to 1.
         ranking: a name from `RANKINGS`.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
-        exclude: patterns of names of parameters to leave whole, such as `"*.bias"`.
+        exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need the
+            model, see `pruning_masks`.
         optimizer_path: the optimiser's state, where it has a file of its own.
         optimizer: the optimiser that wrote it; None tells it by its keys.
         param_names: the parameter names in the optimiser's order.
         groups_in_order: your word that each of several groups was filled in the model's order.
+        weights_key: which weights, where the file holds several.
+        optimizer_key: which optimiser's state, where the file holds several.
+
+    Returns:
+        What was removed of the parameters with a state; buffers and frozen weights have no row.
     """
     check_scope(scope)
     share = checked_fraction(fraction)
     if ranking not in RANKINGS:
         raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
-    checkpoint = read_checkpoint(path, optimizer_path=optimizer_path)
+    checkpoint = read_checkpoint(
+        path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
+    )
     match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
     entries = {entry.name: entry for entry in match.entries}
     check_entries(match, _PIECE)
-    for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in entries):
-            raise MatchError(f"exclude={pattern!r} matches no parameter; near it: {near(pattern, entries)}")
-    eligible = {
-        name: entry for name, entry in entries.items() if not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
+    whole = matching_names(entries.keys(), exclude)
+    eligible = {name: entry for name, entry in entries.items() if name not in whole}
     cuts = _cuts(eligible, RANKINGS[ranking], share, scope)
     outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
     masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
@@ -83,6 +88,7 @@ def prune_checkpoint(
                 *saving(tensor, kept),
             )
             for name, tensor in checkpoint.weights.items()
+            if name in entries
         )
     )
 

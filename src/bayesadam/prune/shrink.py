@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import MatchError
+from bayesadam.posterior.alone import in_eval_mode
 from bayesadam.prune.apply import copied, prune
-from bayesadam.prune.graph import Layer, Layout, Reader, Seen, Units, arguments, evaluating, understand
+from bayesadam.prune.graph import Layer, Layout, Reader, Seen, Units, arguments, understand
 
 # Of the largest output; sums are taken in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -40,7 +41,7 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
     small = copied(unwrap(model))
     if masks is not None:
         prune(small, masks)
-    with torch.no_grad(), evaluating(small):
+    with torch.no_grad(), in_eval_mode(small):
         expected = _outputs(small, example_input)
         network = understand(small, example_input)
         while _take_out_all(network.units, network.seen(example_input)):
