@@ -8,7 +8,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -388,6 +388,45 @@ def test_the_marginal_likelihood_is_laplaces(likelihood: str):
     torch.testing.assert_close(doubled, expected, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("form", ["map", "likelihood"])
+@pytest.mark.parametrize("delta", [0.1, 50.0])
+def test_the_marginal_likelihood_of_a_linear_model_is_exact_in_both_forms(form: str, delta: float):
+    """Orthogonal inputs, so that a diagonal is the whole posterior; y ~ N(0, σ² + X Xᵀ/δ)."""
+    generator = torch.Generator().manual_seed(0)
+    n, noise = 40, 0.25
+    basis, _ = torch.linalg.qr(torch.randn(n, 3, generator=generator, dtype=torch.float64))
+    x = basis * torch.tensor([1.0, 3.0, 9.0], dtype=torch.float64)
+    y = x @ torch.ones(3, 1, dtype=torch.float64) + noise**0.5 * torch.randn(n, 1, generator=generator).double()
+    curvature = (x.T @ x).diagonal() / noise
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_((x.T @ y).T / noise / (curvature + (delta if form == "map" else 0)))
+    adam = torch.optim.Adam(model.parameters(), betas=(0.0, 0.0))
+    moments = {"exp_avg": torch.zeros(1, 3).double(), "exp_avg_sq": curvature[None] / n}
+    adam.state[model.weight] = {"step": torch.tensor(1.0), **moments}
+    posterior = ba.Posterior.from_optimizer(
+        model, adam, n, prior_precision=delta, form=form, power=1.0, batch_size=1
+    ).replace(noise_variance=noise)
+    prior = noise * torch.eye(n, dtype=torch.float64) + x @ x.T / delta
+    expected = torch.distributions.MultivariateNormal(torch.zeros(n, dtype=torch.float64), prior).log_prob(y[:, 0])
+    torch.testing.assert_close(
+        log_marginal_likelihood(posterior, (x, y), likelihood="regression"), expected, rtol=1e-9, atol=0
+    )
+
+
+def test_arrays_are_told_to_become_tensors():
+    x, y = torch.zeros(5, 2), torch.zeros(5, 1)
+    for batches in ((x.numpy(), y.numpy()), [(x.numpy(), y.numpy())]):
+        with pytest.raises(MatchError, match=r"torch\.from_numpy"):
+            calibrate(posterior_over(mlp(2, 3, 1)), batches, likelihood="regression")
+
+
+def test_the_marginal_likelihood_is_of_one_network():
+    members = [posterior_over(mlp(2, 3, 1)).replace(noise_variance=1.0) for _ in range(2)]
+    with pytest.raises(SettingError, match="a Mixture has 2"):
+        log_marginal_likelihood(ba.Mixture(members), (torch.zeros(5, 2), torch.zeros(5, 1)), likelihood="regression")
+
+
 def test_the_marginal_likelihood_needs_noise_a_prior_and_data():
     torch.manual_seed(0)
     posterior, x = posterior_over(mlp(2, 3, 1)), torch.randn(5, 2)
@@ -519,6 +558,16 @@ def test_weights_that_never_had_a_gradient_are_given_a_finite_variance(classific
 # --- kinds of data --------------------------------------------------------------------------------------------------
 
 
+class NamedLast(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class NamedFirst(NamedTuple):
+    label: Tensor
+    x: Tensor
+
+
 def loaders(x: Tensor, y: Tensor) -> Iterator[tuple[str, Any]]:
     parts = [(x[:50], y[:50]), (x[50:], y[50:])]
     yield "pair", (x, y)
@@ -529,7 +578,9 @@ def loaders(x: Tensor, y: Tensor) -> Iterator[tuple[str, Any]]:
     yield "loader", DataLoader(TensorDataset(x, y), batch_size=32)
     yield "one-input-in-a-tuple", [((a,), b) for a, b in parts]
     yield "one-mapping", {"input": x, "labels": y}
-    for label in ("labels", "label", "targets", "target", "y"):
+    yield "named-tuple", [NamedLast(a, b) for a, b in parts]
+    yield "named-tuple-with-the-targets-first", [NamedFirst(b, a) for a, b in parts]
+    for label in ("labels", "label", "label_ids", "targets", "target", "y"):
         yield label, [{"input": a, label: b} for a, b in parts]
     yield "mapping-that-is-no-dict", [UserDict(input=a, labels=b) for a, b in parts]
     yield "mapping-and-target", [({"input": a}, b) for a, b in parts]
@@ -570,20 +621,59 @@ def test_data_that_is_none_is_named(classification):
         calibrate(posterior, [x], likelihood="classification")
     with pytest.raises(MatchError, match=r"no targets in a batch with keys \['input'\]"):
         calibrate(posterior, [{"input": x}], likelihood="classification")
+    for batch in ((x, y.tolist()), {"input": x, "labels": y.numpy()}, (x, {"labels": y})):
+        with pytest.raises(MatchError, match=r"targets of a batch must be a tensor, got (list|ndarray|dict)"):
+            calibrate(posterior, [batch], likelihood="classification")
     with pytest.raises(MatchError, match="empty"):
         calibrate(posterior, (x[:0], y[:0]), likelihood="classification")
+
+
+def test_data_made_in_inference_mode(classification, coarse):
+    posterior, (x, y) = classification
+    expected = calibrate(posterior, (x, y), likelihood="classification")
+    with torch.inference_mode():
+        batches = ((x.clone(), y), {"input": x.clone(), "labels": y})
+    for batch in batches:
+        found = calibrate(posterior, [batch], likelihood="classification")
+        assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["validation", "evidence"])
+@pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
+def test_classes_of_minus_100_are_left_out(classification, coarse, method: str, predictive: str):
+    posterior, (x, y) = classification
+    options: dict[str, Any] = {"likelihood": "classification", "method": method, "predictive": predictive}
+    options["n_samples"] = 5
+    marked = y.clone()
+    marked[::3] = -100
+    kept = marked != -100
+    found = calibrate(posterior, (x, marked), generator=seeded(), **options)
+    expected = calibrate(posterior, (x[kept], y[kept]), generator=seeded(), **options)
+    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-5)
+    assert found.prior_precision["0.weight"] == pytest.approx(expected.prior_precision["0.weight"], rel=1e-5)
+    with pytest.raises(MatchError, match="every class is -100"):
+        calibrate(posterior, (x, torch.full_like(y, -100)), **options)
 
 
 @pytest.mark.parametrize("method", ["validation", "evidence"])
 @every_likelihood
 def test_targets_of_another_shape_are_named(request, coarse, likelihood: str, method: str):
     posterior, (x, y) = problem(request, likelihood)
-    if likelihood != "regression" and method == "evidence":
+    if likelihood == "binary" and method == "evidence":
         pytest.skip("the curvature does not depend on the targets")
     with pytest.raises(MatchError, match="shape"):
         calibrate(posterior, (x, y[:-1]), likelihood=likelihood, method=method)
     with pytest.raises(MatchError, match="shape"):
         calibrate(posterior, (x, torch.zeros(len(x), 5)), likelihood=likelihood, method=method)
+
+
+@pytest.mark.parametrize("method", ["validation", "evidence"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_single_logit_is_no_choice_of_classes(method: str, shape: tuple[int, ...]):
+    model = Then(mlp(2, 3, 1), lambda z: z.reshape(-1, *shape))
+    x, y = torch.randn(8, 2), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(MatchError, match="use likelihood='binary'"):
+        calibrate(posterior_over(model), (x, y), likelihood="classification", method=method)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,26 @@ def test_calibration_does_not_raise_the_validation_nll(adapted):
     assert after < network - 0.01, "the network is over-confident, so there is something to gain"
 
 
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_batches_of_a_language_model_are_scored_as_its_own_loss_does(language_model, task_type: str | None):
+    model = peft.get_peft_model(
+        transformers.GPT2LMHeadModel(language_model.model.get_base_model().config).double(),
+        peft.LoraConfig(task_type=task_type, r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    )
+    if task_type is not None:
+        model = language_model.model
+    inputs, y = language_model.held_out
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    posterior = ba.Posterior.from_optimizer(model.eval(), optimizer, y.numel())
+    options = {"likelihood": "classification", "method": "evidence"}
+    found = ba.calibrate(posterior, [{**inputs, "labels": inputs["input_ids"]}], **options)
+    expected = ba.calibrate(posterior, (inputs, y), forward=language_model.forward, **options)
+    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-6)
+
+
 def test_draws_leave_the_frozen_weights_alone(adapted):
     posterior, (inputs, _) = posterior_of(adapted), adapted.held_out
     before = {name: parameter.clone() for name, parameter in adapted.model.named_parameters()}

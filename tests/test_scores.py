@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import bayesadam as ba
 from bayesadam import scores
 from bayesadam.errors import MatchError
-from bayesadam.predict import ClassificationPredictive, RegressionPredictive
+from bayesadam.predict import BinaryPredictive, ClassificationPredictive, RegressionPredictive
 
 
 @pytest.fixture
@@ -75,6 +75,25 @@ def test_wrong_shapes_are_named(classified):
         scores.ece(probs, y, bins=0)
     certain = ClassificationPredictive(torch.zeros(2, 3), torch.zeros(2, 3))
     assert scores.nll(certain, torch.tensor([0, 2])) == pytest.approx(math.log(3))
+
+
+@pytest.mark.parametrize("score", [scores.accuracy, scores.brier, scores.ece])
+@pytest.mark.parametrize("bad", [-100, -1, 7])
+def test_numbers_that_are_no_class_are_refused(classified, score, bad):
+    probs, y = classified
+    assert probs.shape[-1] <= 7
+    y = y.clone()
+    y[3] = bad
+    with pytest.raises(MatchError, match="class numbers must be 0 to"):
+        score(probs, y)
+
+
+@pytest.mark.parametrize("bad", [-100.0, 0.9, 2.0, math.nan])
+def test_binary_targets_are_zeros_and_ones(bad):
+    found = BinaryPredictive(torch.zeros(3, 2), torch.ones(3, 2))
+    y = torch.tensor([[0.0, 1.0], [1.0, bad], [0.0, 0.0]])
+    with pytest.raises(MatchError, match="binary targets must be 0 or 1"):
+        found.log_prob(y)
 
 
 def test_sequences_and_labels_that_are_padding():

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bayesadam.errors import BayesAdamError, BayesAdamWarning, MatchError, SettingError
+from bayesadam.errors import BayesAdamError, BayesAdamWarning, SettingError
+from bayesadam.held_out import aligned
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.low_rank import LowRank
+from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.noise import fresh_seed
 from bayesadam.posterior.structure import Directions
-from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
+from bayesadam.predict.call import Call, Forward, evaluating, to_device
 from bayesadam.predict.generic import Spread
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
 from bayesadam.predict.predictive import Likelihood, Link, like
+from bayesadam.predict.targets import counted, log_probs
 
 CalibrationMethod = Literal["validation", "evidence"]
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
-_LABELS = ("labels", "label", "targets", "target", "y")
 # Ratios δ/w tried in one pass over the data, and decades of scale around the best.
 _RATIOS = 25
 _MOST_STEPS = 8
@@ -54,13 +56,16 @@ def calibrate(
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. `"evidence"` takes σ² of greatest likelihood from the held-out residuals
     r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c equals that of the generalised Gauss-Newton matrix,
-    N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
-    uncertainty there to nothing, so regression defaults to evidence; for classification evidence fails where validation
-    works, so that is the default there.
+    N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see
+    what δ does outside it and shrinks the uncertainty there to nothing, so regression defaults to evidence; for
+    classification evidence fails where validation works, so that is the default there. Either way δ comes out as one number
+    for all parameters, whatever it was before.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
-        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair.
+        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
+            belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
+            which for a causal language model is one place further on. Classes of −100 are left out.
         likelihood: `"regression"`, `"classification"` or `"binary"`.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: the method that `predict` will be called with.
@@ -72,6 +77,7 @@ def calibrate(
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
+        MatchError: it cannot be told which output a label belongs to: pass `forward`, and targets to match its outputs.
     """
     chosen = method or ("evidence" if likelihood == "regression" else "validation")
     for name, value, allowed in (
@@ -82,12 +88,13 @@ def calibrate(
             raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
     check_options(likelihood, predictive, link, n_samples, memory_budget)
     if isinstance(posterior, Mixture):
-        held_out = list(pairs(batches))
+        held_out = list(aligned(next(iter(posterior)), batches, likelihood=likelihood, forward=forward))
         options: dict[str, Any] = {"likelihood": likelihood, "method": chosen, "predictive": predictive}
         options |= {"n_samples": n_samples, "link": link, "forward": forward}
         options |= {"generator": generator, "memory_budget": memory_budget}
         return Mixture([calibrate(member, held_out, **options) for member in posterior], posterior.weights)
-    data = _Data(posterior, list(pairs(batches)), likelihood, link, forward, memory_budget)
+    held_out = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
+    data = _Data(posterior, held_out, likelihood, link, forward, memory_budget)
     best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
     if predictive != "linearised":
         best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
@@ -102,11 +109,13 @@ def log_marginal_likelihood(
     likelihood: Likelihood,
     forward: Forward | None = None,
 ) -> Tensor:
-    """Laplace's estimate of log p(D): log p(D | θ) − ½ δ|θ|² − ½ log det((w c + δ)/δ).
+    """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
 
-    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it.
+    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it. Where every
+    place of a sequence has a class, N counts places.
     """
-    data = _Data(posterior, list(pairs(batches)), likelihood, "probit", forward, DEFAULT_BUDGET).batches
+    require_one_network(posterior, "a marginal likelihood")
+    data = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
     call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
@@ -118,43 +127,20 @@ def log_marginal_likelihood(
                 raise SettingError(
                     "the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)"
                 )
-            scores = wrap(posterior, likelihood, "probit", mean, torch.zeros_like(mean), None, None).log_prob(
-                y.to(device)
-            )
+            found = wrap(posterior, likelihood, "probit", mean, torch.zeros_like(mean), None, None)
+            scores = log_probs(found, y.to(device))
             total += scores.sum(dtype=torch.float64).cpu()
             count += len(scores)
     fit = posterior.n_data / count * total
     penalty = torch.zeros((), dtype=torch.float64)
-    for name, theta in posterior.mode.items():
-        delta = torch.as_tensor(posterior.prior_precision[name], dtype=theta.dtype, device=theta.device)
+    for name, mu in posterior.mean.items():
+        delta = torch.as_tensor(posterior.prior_precision[name], dtype=mu.dtype, device=mu.device)
         if not bool((delta > 0).all()):
             raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
-        penalty += (delta * theta.square() - delta.log().expand_as(theta)).sum(dtype=torch.float64).cpu()
+        penalty += (delta * mu.square() - delta.log().expand_as(mu)).sum(dtype=torch.float64).cpu()
     # log det Λ = P log 2πe − 2 H[q].
     log_det = posterior.n_weights * math.log(2 * math.pi * math.e) - 2 * posterior.entropy().cpu()
     return fit - 0.5 * (penalty + log_det)
-
-
-def pairs(batches: Any) -> Iterator[tuple[Any, Tensor]]:
-    """(inputs, targets) out of loaders of tuples or mappings, or out of a single batch."""
-    if isinstance(batches, Mapping) or (
-        isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[1], Tensor)
-    ):
-        batches = [batches]
-    if not isinstance(batches, Iterable):
-        raise MatchError(f"batches must be a loader of (inputs, targets), got {type(batches).__name__}")
-    for batch in batches:
-        if isinstance(batch, Mapping):
-            key = next((key for key in _LABELS if key in batch), None)
-            if key is None:
-                raise MatchError(
-                    f"no targets in a batch with keys {sorted(map(str, batch))}: name them one of {_LABELS}"
-                )
-            yield {k: v for k, v in batch.items() if k != key}, batch[key]
-        elif isinstance(batch, tuple | list) and len(batch) >= 2:
-            yield (plain(batch[0]) if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
-        else:
-            raise MatchError(f"a batch must be (inputs, targets) or a mapping with labels, got {type(batch).__name__}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +154,6 @@ class _Data:
     forward: Forward | None
     budget: int
 
-    def __post_init__(self) -> None:
-        self.posterior.require_whole("calibration")
-        if not self.batches:
-            raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
-
     def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
         return self.moments(posterior, [posterior.spread.__getitem__], directions=[posterior.directions])
@@ -185,7 +166,10 @@ class _Data:
         covariance: bool = False,
         directions: Sequence[Directions | None] = (),
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean."""
+        """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean.
+
+        Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,).
+        """
         call = Call(self.posterior.model, self.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
@@ -203,10 +187,14 @@ class _Data:
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
-                y = y.to(device)
+                variance, block, y = found.variance.reshape(-1, *shape), found.covariance, y.to(device)
                 if self.likelihood == "regression":
                     y = like(y, mean)
-                yield mean, found.variance.reshape(-1, *shape), found.covariance, y
+                elif self.likelihood == "classification":
+                    keep = counted(wrap(posterior, self.likelihood, self.link, mean, variance[0], None, None).mean, y)
+                    block = None if block is None else _place_blocks(block, mean)[keep]
+                    mean, variance, y = mean[keep], variance[:, keep], y[keep]
+                yield mean, variance, block, y
 
     def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
         """Mean log-likelihood of the targets, −∞ where it is not finite."""
@@ -304,11 +292,16 @@ def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None)
     if covariance is None:
         p = mean.sigmoid()
         return (variance[0] * p * (1 - p)).reshape(len(mean), -1).sum(dim=1)
-    # (b, places, classes): each place has a block of its own.
-    p = mean.softmax(dim=-1).reshape(len(mean), -1, mean.shape[-1])
-    places, classes = p.shape[1:]
+    p = mean.softmax(dim=-1)
+    return (covariance * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])).flatten(1).sum(dim=1)
+
+
+def _place_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
+    """The covariance of the classes at each place, (b, ..., c, c), out of that of all outputs of an example."""
+    classes = mean.shape[-1]
+    places = mean[0].numel() // classes
     blocks = covariance.view(-1, places, classes, places, classes).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    return (blocks * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])).flatten(1).sum(dim=1)
+    return blocks.reshape(*mean.shape, classes)
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
@@ -362,8 +355,9 @@ def _by_repeated_prediction(
                     generator=torch.Generator().manual_seed(seed),
                     memory_budget=data.budget,
                 )
-            total += float(found.log_prob(y.to(found.mean.device)).sum(dtype=torch.float64))
-            count += len(found.mean)
+            scores = log_probs(found, y.to(found.mean.device))
+            total += float(scores.sum(dtype=torch.float64))
+            count += len(scores)
         return total / count if math.isfinite(total) else -math.inf
 
     best, value = posterior, score(posterior)

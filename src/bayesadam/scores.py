@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, RegressionPredictive
+from bayesadam.predict.predictive import (
+    BinaryPredictive,
+    ClassificationPredictive,
+    RegressionPredictive,
+    require_classes,
+)
 
 
 def nll(predictive: RegressionPredictive | ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
@@ -19,7 +24,7 @@ def nll(predictive: RegressionPredictive | ClassificationPredictive | BinaryPred
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
     """Share of examples whose likeliest class is the right one."""
-    _same_length(probs, y)
+    _check_classes(probs, y)
     return float((probs.argmax(dim=-1) == y).double().mean())
 
 
@@ -29,7 +34,7 @@ def brier(probs: Tensor, y: Tensor) -> float:
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
     """
-    _same_length(probs, y)
+    _check_classes(probs, y)
     target = torch.nn.functional.one_hot(y.long(), probs.shape[-1])
     return float((probs.double() - target).square().sum(dim=-1).mean())
 
@@ -39,7 +44,7 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
 
     Probabilities may have further leading dimensions, such as a sequence's, which the labels then have too.
     """
-    _same_length(probs, y)
+    _check_classes(probs, y)
     probs, y = probs.flatten(0, -2), y.flatten()
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
@@ -90,6 +95,7 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
     return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())
 
 
-def _same_length(probs: Tensor, y: Tensor) -> None:
+def _check_classes(probs: Tensor, y: Tensor) -> None:
     if probs.shape[:-1] != y.shape:
         raise MatchError(f"expected class numbers of shape {tuple(probs.shape[:-1])}, got {tuple(y.shape)}")
+    require_classes(y, probs.shape[-1])

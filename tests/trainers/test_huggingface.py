@@ -213,12 +213,6 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path):
         PosteriorCallback(run, calibrate=True, likelihood="classification").on_train_begin(
             run.args, run.state, run.control, model=run.model, train_dataloader=run.get_train_dataloader()
         )
-    with pytest.raises(SettingError, match="BertLMHeadModel shifts or masks its labels"):
-        trained(
-            tmp_path,
-            {"calibrate": True, "likelihood": "classification"},
-            model=transformers.BertLMHeadModel(classifier().config),
-        )
     with pytest.raises(SettingError, match="save_only_model=False"):
         trained(
             tmp_path,
@@ -229,6 +223,34 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path):
             load_best_model_at_end=True,
             save_only_model=True,
         )
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_language_model_is_scored_as_its_own_loss_scores_it(tmp_path, moved):
+    """Next tokens of GPT-2, with padding; the hidden words of a masked BERT."""
+    torch.manual_seed(0)
+    if moved:
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH)
+        )
+    else:
+        model = transformers.BertForMaskedLM(classifier().config)
+    rows = examples(N, 0)
+    for number, row in enumerate(rows):
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][2 + number % 3 :] = -100
+    run = trainer(tmp_path, train=rows, model=model)
+    run.eval_dataset = rows[:30]
+    held_out = None if moved else [run.data_collator(rows[:20]), run.data_collator(rows[20:30])]
+    callback = PosteriorCallback(run, 100, calibrate=True, likelihood="classification", held_out=held_out)
+    run.add_callback(callback)
+    run.train()
+    logged = {key: value for entry in run.state.log_history for key, value in entry.items()}
+    with torch.no_grad():
+        own = float(model.eval()(**run.data_collator(rows[:30])).loss)
+    assert logged["posterior/network_nll"] == pytest.approx(own, rel=1e-4)
+    assert logged["posterior/nll"] <= own + 1e-3
+    assert callback.posterior.n_data == 100
 
 
 def test_a_failure_at_the_end_leaves_the_run_whole(tmp_path):

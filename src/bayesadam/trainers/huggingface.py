@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = require("transformers").TrainerCallback
 
-_TEXT_MODELS = ("LM", "LMHeadModel", "ForConditionalGeneration")
-
 
 class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     """Reads the posterior off the trainer's optimiser when training ends, logs it and saves it.
@@ -37,11 +35,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     every checkpoint. Where `load_best_model_at_end` has brought back an earlier step's weights, the state that the
     optimiser had then is read from that checkpoint.
 
-    A language model's labels are not the classes of its outputs: it shifts them itself. To calibrate one, pass `forward`,
-    which cuts the outputs, and `held_out`, with targets to match:
-
-        forward=lambda model, batch: model(**batch).logits[:, :-1]
-        held_out=[({"input_ids": ids}, ids[:, 1:]) for ids in …]
+    A language model's labels are taken as its own loss takes them: for the next token where it moves them, and without those
+    of −100. Pass `n_data` there, for its loss averages over tokens.
 
     Args:
         trainer: the trainer, for its loggers and data; a callback is not told of them otherwise.
@@ -66,13 +61,6 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
             raise SettingError(
                 "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
                 "without a posterior: set save_only_model=False"
-            )
-        model = kwargs["model"]
-        name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-        if self.calibrate and self.held_out is None and name.endswith(_TEXT_MODELS):
-            raise SettingError(
-                f"{name} shifts or masks its labels, so the trainer's evaluation data cannot calibrate it as they are: pass "
-                "forward=, which cuts the outputs, and held_out=, a loader of (inputs, targets) to match"
             )
         self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
         self._evaluations = 0

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import SubsetRandomSampler
 
 from bayesadam.calibrate import calibrate as calibrate_on
-from bayesadam.calibrate import pairs
 from bayesadam.errors import BayesAdamWarning, SettingError, StateError
+from bayesadam.held_out import Batch, aligned, batches_of
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.settings import Settings
 from bayesadam.predict.call import Forward
@@ -135,7 +135,7 @@ class PosteriorKeeper:
                 told = f"; as it was before calibration, it is in {path}" if path else ""
                 if posterior.is_sharded:
                     raise SettingError("a sharded model cannot be calibrated here: load its posterior into a whole one")
-                data = list(pairs(validation() if self.held_out is None else self.held_out))
+                data = list(batches_of(validation() if self.held_out is None else self.held_out))
                 changes, numbers = on_first_rank(lambda: self._calibration(posterior, data))
                 posterior = posterior.replace(**changes)
                 _save(posterior, path)
@@ -152,9 +152,10 @@ class PosteriorKeeper:
                 stacklevel=3,
             )
 
-    def _calibration(self, posterior: Posterior, data: list[Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    def _calibration(self, posterior: Posterior, batches: list[Batch]) -> tuple[dict[str, Any], dict[str, float]]:
         """The settings that calibration found, and numbers for the logger."""
         assert self.likelihood is not None  # by __init__
+        data = list(aligned(posterior, batches, likelihood=self.likelihood, forward=self.forward))
         tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
         changes = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import whole
-from bayesadam.calibrate import pairs
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Forward, to_device
 from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, Likelihood, RegressionPredictive
+from bayesadam.predict.targets import counted
 from bayesadam.scores import coverage, ece, nll, rmse
 
 
@@ -35,20 +36,26 @@ def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[st
 
 
 def held_out_numbers(
-    posterior: Posterior, batches: Any, *, likelihood: Likelihood, forward: Forward | None = None
+    posterior: Posterior,
+    batches: Sequence[tuple[Any, Tensor]],
+    *,
+    likelihood: Likelihood,
+    forward: Forward | None = None,
 ) -> dict[str, float]:
     """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
 
-    Classification has NLL and ECE of both; regression the NLL and the coverage of 95 % intervals of the predictive,
+    Classification has NLL and ECE of both, over the places whose class is not −100; regression the NLL and the coverage of 95 % intervals of the predictive,
     which alone has a noise, and the RMSE, which is the same for both.
     """
     means, variances, targets = [], [], []
     device = next(iter(posterior.parameters().values())).device
-    for inputs, y in pairs(batches):
+    for inputs, given in batches:
         found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
-        means.append(found.mean)
-        variances.append(found.variance)
-        targets.append(y.to(found.mean.device))
+        y = given.to(found.mean.device)
+        keep = counted(found.mean, y) if likelihood == "classification" else slice(None)
+        means.append(found.mean[keep])
+        variances.append(found.variance[keep])
+        targets.append(y[keep])
     joined = replace(found, mean=torch.cat(means), variance=torch.cat(variances))
     y = torch.cat(targets)
     if isinstance(joined, RegressionPredictive):
