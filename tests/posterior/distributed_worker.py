@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
@@ -240,6 +241,36 @@ class Checks:
                 found = sharded.draw(mine[0], mine[1], delta=mine[2], n=n, **options)
                 assert found.shape == expected.shape
                 assert torch.equal(found.full_tensor(), expected), (n, placements)
+
+    def check_padding(self) -> None:
+        """A row that stands for padding is held on whichever process it lies, with a prior and without."""
+        ids = torch.arange(40).view(20, 2) * 3 % 5
+        for row, delta, form in ((0, 1.5, "likelihood"), (4, 0.0, "map"), (4, 0.0, "likelihood")):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Embedding(5, 3, padding_idx=row), nn.Flatten(), nn.Linear(6, 1))
+            nn.init.normal_(model[0].weight)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(ids) - 1).square().mean().backward()
+                optimizer.step()
+            options = {"prior_precision": delta, "form": form}
+            plain = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **options)
+            shards = split(copy.deepcopy(model))
+            posterior = ba.Posterior.from_state_dict(shards, optimizer.state_dict(), N_DATA, **options)
+            for ours, truth in (
+                (posterior.mean, plain.mean),
+                (posterior.variance, plain.variance),
+                (posterior.sample(generator=seeded()), plain.sample(generator=seeded())),
+                (posterior.sample(3, generator=seeded()), plain.sample(3, generator=seeded())),
+            ):
+                for name, expected in truth.items():
+                    assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
+            for method, budget in (("linearised", 1 << 30), ("linearised-sampled", 1 << 30), ("sampled", TINY)):
+                asked = {"method": method, "n_samples": 3, "memory_budget": budget}
+                found = posterior.predict(ids, generator=seeded(), **asked)
+                expected = plain.predict(ids, generator=seeded(), **asked | {"memory_budget": 1 << 30})
+                torch.testing.assert_close(found.variance, expected.variance)
 
     def check_gathered(self) -> Any:
         posterior = self.read("linear")

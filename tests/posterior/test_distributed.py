@@ -7,8 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +31,16 @@ from posterior.distributed_worker import (
     statistics,
     train,
 )
+from processes import run_ranks
 
 HERE = Path(__file__).parent
 CHECKS = [name for name in vars(Checks) if name.startswith("check_")]
 SECONDS = 100
 
 
-def start(rank: int, world: int, folder: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(map(str, (HERE.parents[1] / "src", HERE.parent)))
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "distributed_worker.py"), str(rank), str(world), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def run(world: int, folder: Path) -> list[dict[str, Any]]:
-    """What each of `world` processes found; none outlives the limit."""
-    processes = [start(rank, world, folder) for rank in range(world)]
-    try:
-        told = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(told)
+    """What each of `world` processes found."""
+    run_ranks(HERE / "distributed_worker.py", world, folder, seconds=SECONDS)
     return [torch.load(folder / f"results_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
 
 

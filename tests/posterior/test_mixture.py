@@ -324,6 +324,10 @@ def test_members_must_be_over_the_same_parameters():
         Mixture([deep, over_width(first)])
     with pytest.raises(SettingError, match="at least one member"):
         Mixture([])
+    with pytest.raises(SettingError, match="of several posteriors"):
+        Mixture(first)
+    with pytest.raises(SettingError, match="one model for all members, got list"):
+        Mixture.load("anything.safetensors", [first.model])
     with pytest.raises(SettingError, match="member 1 is Mixture"):
         Mixture([first, Mixture([first])])
     with pytest.raises(MatchError, match=r"is on cpu in member 0 and meta in member 1"):
@@ -551,7 +555,7 @@ def test_saving_replaces_a_file_only_when_complete(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(storage, "save_file", half_written)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(FileError, match="disk full"):
         mixed.replace(scale=2.0).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

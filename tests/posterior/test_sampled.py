@@ -111,6 +111,38 @@ def test_buffers_come_back_and_tied_weights_stay_tied():
         assert torch.equal(buffer, buffers[name][1])
 
 
+def test_buffers_that_are_expanded_or_sparse_come_back_and_those_after_them_too():
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            base = torch.arange(3.0)
+            self.register_buffer("expanded", base[:1].expand(4))
+            self.register_buffer("rows", base[:, None].expand(3, 4))
+            self.register_buffer("sparse", torch.eye(4).to_sparse())
+            self.register_buffer("nothing", None)
+            self.register_buffer("number", torch.tensor(2.0))
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.linear(x)) * self.expanded
+
+    torch.manual_seed(0)
+    model = Buffers()
+    moments = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    posterior = ba.Posterior.from_moments(model, dict(model.named_parameters()), moments, 10)
+    before = {name: (b, b.to_dense().clone()) for name, b in model.named_buffers()}
+    with posterior.sampled():
+        model(torch.randn(8, 4))
+        model.number.add_(1)
+        model.expanded[0] = 7.0
+        model.rows = torch.zeros(3, 4)
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name][0]
+        assert torch.equal(buffer.to_dense(), before[name][1])
+    assert model.expanded.stride() == (0,)
+
+
 def test_bf16_models_run_with_a_draw():
     model, optimizer = trained(dtype=torch.bfloat16)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 100, prior_precision=1.0)

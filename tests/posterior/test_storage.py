@@ -151,7 +151,7 @@ def test_saving_replaces_a_file_only_when_complete(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(storage, "save_file", half_written)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(FileError, match="disk full"):
         posterior.replace(scale=2.0).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,89 @@ def test_the_outputs_are_found_in_what_a_model_returns(wrapped: Any, method: str
     net, x = mlp(3, 4, 2), torch.randn(9, 3)
     expected = outcome(posterior_over(Then(net, lambda z: z), n_data=1e5), x, method)
     assert torch.equal(outcome(posterior_over(Then(net, wrapped), n_data=1e5), x, method), expected)
+
+
+# --- what changes between calls -------------------------------------------------------------------------------------
+
+
+class Switched(nn.Module):
+    """A network whose forward looks into a dictionary, of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.switch = {"way": "plain"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x).tanh())
+        ways = {
+            "plain": lambda: h,
+            "one": lambda: h[:, :1],
+            "wide": lambda: torch.cat([h, h.square()], dim=1),
+            "swapped": lambda: self.a(self.b(x).tanh()),
+            "also": lambda: h + self.a.weight.square().sum(),
+            "alone": lambda: h.detach() + self.a.weight.sum(dim=0) * x,
+            "places": lambda: torch.stack([h, h.sin()], dim=1),
+        }
+        return ways[self.switch["way"]]()
+
+
+@pytest.mark.parametrize("way", ["one", "wide", "swapped", "also", "alone", "places"])
+@pytest.mark.parametrize("inside", [True, False], ids=["model", "forward"])
+@every_method
+def test_a_forward_may_change_between_calls(way: str, inside: bool, method: str):
+    torch.manual_seed(0)
+    model = Switched().double()
+    found = posterior_over(model)
+    x = normal(5, 3)().double()
+    key = "plain"
+
+    def forward(model: Switched, batch: Tensor) -> Tensor:
+        model.switch["way"] = key
+        return model(batch)
+
+    options: dict[str, Any] = {} if inside else {"forward": forward}
+    predict(found, x, method=method, n_samples=3, **options)
+    key = model.switch["way"] = way
+    again = predict(found, x, method=method, n_samples=3, generator=torch.Generator().manual_seed(2), **options)
+    fresh = Switched().double()
+    fresh.switch["way"] = way
+    twin = replace(found, model=fresh)
+    expected = predict(twin, x, method=method, n_samples=3, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(again.mean, expected.mean)
+    torch.testing.assert_close(again.variance, expected.variance)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["in-place", "a-part"])
+@every_method
+def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
+    """Dynamo would compile it anew for every hook that is put in; the user's own calls stay compiled."""
+    torch.manual_seed(0)
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    plain, model = (Lambda(lambda self, x: self.b(self.a(x).tanh()), a=nn.Linear(3, 4), b=mlp(4, 2)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    if inner:
+        model.b = torch.compile(model.b, backend=backend)
+    else:
+        model.compile(backend=backend)
+    x = torch.randn(6, 3)
+    model(x)
+    assert len(compiled) == 1
+    found = predict(posterior_over(model), x, method=method, generator=torch.Generator().manual_seed(0))
+    assert len(compiled) == 1
+    expected = predict(posterior_over(plain), x, method=method, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.mean, expected.mean)
+    if not (inner and method == "linearised-sampled"):
+        # Draws depend on the parameters' names, which torch.compile changes.
+        torch.testing.assert_close(found.variance, expected.variance)
+    model(torch.randn(2, 7, 3))
+    assert len(compiled) == 2
+    torch.compiler.reset()
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

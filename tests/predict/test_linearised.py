@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError
-from bayesadam.predict import MemoryBudgetError, contract, linearised, predict
+from bayesadam.predict import MemoryBudgetError, contract, linearised, plan, predict
 from bayesadam.predict.call import Call, evaluating
 from bayesadam.predict.plan import Plan, make_plan
 from bayesadam.predict.predict import parameters_at_mean
@@ -602,6 +602,34 @@ def test_results_carry_no_graph_and_any_gradient_mode_will_do(method: str, mode:
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
+class Head:
+    """A forward that cannot be referred to weakly, and one that is a method."""
+
+    __slots__ = ()
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[:, :1]
+
+
+class Holder:
+    def first(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[:, :1]
+
+
+def test_a_forward_may_be_any_callable_and_a_method_is_planned_once(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    posterior, x, holder = posterior_over(mlp(3, 4, 2)), torch.randn(5, 3), Holder()
+    expected = predict(posterior, x).variance[:, :1]
+    planned = []
+    monkeypatch.setattr(plan, "make_plan", lambda *a: planned.append(a) or make_plan(*a))
+    for forward in (Head(), Head(), lambda model, x: model(x)[:, :1]):
+        torch.testing.assert_close(predict(posterior, x, forward=forward).variance, expected)
+    planned.clear()
+    for _ in range(3):
+        torch.testing.assert_close(predict(posterior, x, forward=holder.first).variance, expected)
+    assert len(planned) == 1
+
+
 # --- bad requests ---------------------------------------------------------------------------------------------------
 
 
@@ -616,6 +644,12 @@ def test_weights_without_curvature_or_prior_are_refused_not_turned_into_nan():
     with pytest.raises(ImproperError, match=r"'0.weight': 4 of 12"):
         predict(improper, x)
     assert torch.isfinite(predict(improper.replace(prior_precision=1.0), x).variance).all()
+
+
+def test_a_model_that_is_random_in_evaluation_is_told_so():
+    model = Lambda(lambda self, x: F.dropout(self.layer(x), 0.5), layer=nn.Linear(3, 200))
+    with pytest.raises(BayesAdamError, match="something in it is random"):
+        predict(posterior_over(model), torch.ones(4, 3))
 
 
 def test_outputs_that_no_weight_reaches_are_named():

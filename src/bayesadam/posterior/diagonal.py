@@ -15,6 +15,7 @@ from bayesadam._shards import placed_like, whole
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.posterior.formulas import curvature, precision, shrunk_mean
 from bayesadam.posterior.noise import stream_seed
+from bayesadam.posterior.padding import keep_row
 from bayesadam.posterior.settings import Settings
 from bayesadam.posterior.sharded import draw
 from bayesadam.posterior.structure import Named
@@ -133,6 +134,10 @@ class Diagonal:
         counts = [whole((v == 0).sum()) for v in self.second_moment.values()]
         return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
 
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 in some rows."""
+        return type(self)(filled(self.second_moment, rows)) if rows else self
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """v̂ under `second_moment`."""
         return {"second_moment": dict(self.second_moment)}
@@ -144,6 +149,14 @@ class Diagonal:
     def gathered(self) -> Self:
         """The same second moments, whole."""
         return type(self)({name: whole(v) for name, v in self.second_moment.items()})
+
+
+def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
+    """Moments by name with 1 in place of 0 in the row that is given for some of them."""
+    new = {name: v.clone() for name, v in moments.items() if name in rows}
+    for name, v in new.items():
+        keep_row(v, v + (v == 0), rows[name])
+    return {**moments, **new}
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

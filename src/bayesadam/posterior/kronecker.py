@@ -15,7 +15,7 @@ from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
 from bayesadam.curvature.rotated import RotatedReader, Rotation
 from bayesadam.errors import SettingError
-from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.diagonal import Diagonal, filled
 from bayesadam.posterior.settings import Settings
 from bayesadam.posterior.structure import Named
 
@@ -114,6 +114,20 @@ class Kronecker:
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """Directions with v̂ = 0 and δ = 0."""
         return self._inner.flat_weights(settings)
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 in some rows; with a left basis in one of the directions that have no curvature.
+
+        A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
+        """
+        if not rows:
+            return self
+        places = dict(rows)
+        for name in rows.keys() & self.bases.keys():
+            v = self.second_moment[name]
+            if self.bases[name].left is not None:
+                places[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
+        return type(self)(filled(self.second_moment, places), self.bases)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """v̂ in its coordinates, and the bases under `left` and `right`."""

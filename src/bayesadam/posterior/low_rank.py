@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import ImproperError
-from bayesadam.posterior.diagonal import Diagonal
+from bayesadam.posterior.diagonal import Diagonal, filled
 from bayesadam.posterior.settings import Precision, Settings
 from bayesadam.posterior.structure import Directions, Named
 
@@ -133,7 +133,8 @@ class LowRank:
         inside = found.coordinates(white).double()
         quadratic = (inside.square() * (found.kept.double().reciprocal() - 1)).sum(dim=-1)
         for name, z in white.items():
-            quadratic = quadratic + z.double().square().flatten(z.dim() - mean[name].dim()).sum(dim=-1)
+            squares = z.double().square().unsqueeze(-1)
+            quadratic = quadratic + squares.flatten(z.dim() - mean[name].dim()).sum(dim=-1)
         return -0.5 * (
             quadratic + sum(mu.numel() for mu in mean.values()) * math.log(2 * math.pi) - self._log_det(settings)
         )
@@ -154,13 +155,16 @@ class LowRank:
         total = self._outside.effective_dimension(settings)
         for name, rows in found.rows.items():
             share = _times(spread[name], settings.prior_precision[name])
-            total += float(((1 - found.kept) * (rows.square() * share).flatten(1).sum(dim=1)).sum(dtype=torch.float64))
+            shares = (rows.square() * share).unsqueeze(-1).flatten(1).sum(dim=1)
+            total += float(((1 - found.kept) * shares).sum(dtype=torch.float64))
         return total
 
     def doubt(self, settings: Settings) -> str | None:
         """Whether γ comes near K, so that the rest passes for unknown what was only not kept."""
+        if self.kind != "low-rank":
+            return None
         gamma, rank = self.effective_dimension(settings), len(self.values)
-        if self.kind != "low-rank" or gamma <= _FULL * rank:
+        if gamma <= _FULL * rank:
             return None
         return (
             f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were kept: uncertainty is "
@@ -171,6 +175,10 @@ class LowRank:
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """Weights without precision of their own outside the directions: r = 0 and δ = 0."""
         return self._outside.flat_weights(settings)
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with r = 1 in place of 0 in some rows."""
+        return type(self)(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
@@ -220,7 +228,7 @@ def no_rest(rows: Named) -> dict[str, Tensor]:
 def _orthonormal(rows: Named) -> tuple[dict[str, Tensor], Tensor]:
     """Qᵀ and σ of the thin singular value decomposition W diag(σ) Qᵀ of (K, P) rows, falling; as many as there are weights."""
     first = next(iter(rows.values()))
-    columns = torch.cat([tensor.to(first.device).flatten(1).T for tensor in rows.values()])
+    columns = torch.cat([tensor.to(first.device).unsqueeze(-1).flatten(1).T for tensor in rows.values()])
     basis, triangle = torch.linalg.qr(columns)
     left, singular, _ = torch.linalg.svd(triangle, full_matrices=False)
     turned = (basis @ left).T

@@ -54,6 +54,8 @@ class Mixture:
     weights: tuple[float, ...]
 
     def __init__(self, members: Iterable[Posterior], weights: Iterable[float] | Tensor | None = None) -> None:
+        if isinstance(members, Posterior):
+            raise SettingError("a mixture is of several posteriors: Mixture([first, second, ...])")
         given = tuple(members)
         _check_members(given)
         object.__setattr__(self, "members", given)
@@ -181,10 +183,12 @@ class Mixture:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
-        """Read a saved mixture for `model`, which is not changed.
+        """Read a saved mixture for `model`, one module for all members, which is not changed.
 
         Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
         """
+        if not isinstance(model, nn.Module):
+            raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
         tensors, header = storage.read(path)
         kind, weights, headers = (header.get(key) for key in ("structure", "weights", "members"))
         if kind != _KIND:
@@ -244,6 +248,14 @@ class Mixture:
         random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
         places = np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")
         return [int(place) for place in places]
+
+
+def require_one_network(posterior: object, what: str) -> None:
+    """Raise where one network's weights are meant and a mixture was given."""
+    if isinstance(posterior, Mixture):
+        raise SettingError(
+            f"{what} is of one network, and a Mixture has {len(posterior)}: go through them, `for member in mixture`"
+        )
 
 
 def _stream(seed: int, number: int) -> torch.Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,11 @@ from bayesadam.curvature.read import working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.posterior import folder, sharded, storage
+from bayesadam.posterior.alone import alone_with
 from bayesadam.posterior.diagonal import Diagonal
 from bayesadam.posterior.kronecker import kronecker_from_gradients, kronecker_of
 from bayesadam.posterior.low_rank import low_rank_of
+from bayesadam.posterior.padding import keep_row, padding_rows
 from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
 from bayesadam.posterior.stored import stored_structure, stored_weights
 from bayesadam.posterior.structure import Directions, Structure
@@ -208,7 +211,7 @@ class Posterior:
         known = checkpoint.recorded.n_data if n_data is None else n_data
         if known is None:
             raise SettingError(f"{path} does not say how many training examples there were: pass n_data=")
-        # A bad N or power is refused before the model is touched.
+        # A bad N, power or prior is refused before the model is touched.
         Settings(known, {}, power, batch_size, form)
         curvature = read_curvature(
             checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
@@ -220,8 +223,9 @@ class Posterior:
                     checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
                 )
             )
+        prior = _prior(curvature, known, prior_precision)
         load_weights(checkpoint, model)
-        return cls._from_curvature(model, curvature, known, prior_precision, power, batch_size, form, kept)
+        return cls._from_curvature(model, curvature, known, prior, power, batch_size, form, kept)
 
     @classmethod
     def from_moments(
@@ -258,12 +262,9 @@ class Posterior:
         moments = curvature.second_moment
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
-        shapes = {name: v.shape for name, v in moments.items()}
         # N is checked before it multiplies the weight decay.
         unit = Settings(n_data, {}, power, batch_size, form)
-        if prior_precision is None:
-            prior_precision = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
-        prior = sharded.prior_like(spread_prior(prior_precision, shapes), mode)
+        prior = sharded.prior_like(_prior(curvature, n_data, prior_precision), mode)
         settings = replace(unit, prior_precision=prior)
         return cls(unwrap(model), mode, structure or Diagonal(moments), settings, curvature.omitted)
 
@@ -271,13 +272,36 @@ class Posterior:
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """μ by parameter name."""
-        return self.structure.mean(self.mode, self.settings)
+        """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
+        found = self._filled.mean(self.mode, self.settings)
+        return found if self.settings.form == "map" else self._with_padding(found)
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
-        return self.structure.variance(self.settings)
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior.
+
+        An embedding's padding row has the variance that its curvature, none, and the prior give, though it is not drawn.
+        """
+        found = self._filled.variance(self.settings)
+        for name in self._unfilled:
+            keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
+        return found
+
+    @cached_property
+    def padding(self) -> Mapping[str, int]:
+        """The rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every draw."""
+        return {name: row for name, row in padding_rows(self.model).items() if name in self.mode}
+
+    @cached_property
+    def _unfilled(self) -> list[str]:
+        """The parameters whose padding row has neither curvature nor prior."""
+        flat = self.structure.flat_weights(self.settings) if self.padding else {}
+        return [name for name in self.padding if name in flat]
+
+    @cached_property
+    def _filled(self) -> Structure:
+        """The structure with some curvature in padding rows that have none, and no prior either: any will do."""
+        return self.structure.filled({name: self.padding[name] for name in self._unfilled})
 
     @cached_property
     def spread(self) -> Mapping[str, Tensor]:
@@ -285,12 +309,12 @@ class Posterior:
 
         Computed once and kept for prediction after prediction: to be read, not written to.
         """
-        return self.structure.spread(self.settings)
+        return self._filled.spread(self.settings)
 
     @cached_property
     def directions(self) -> Directions | None:
         """The directions over all weights in which Σ is narrower than `spread`, of a low-rank posterior; kept like it."""
-        return self.structure.directions(self.settings)
+        return self._filled.directions(self.settings)
 
     @property
     def effective_dimension(self) -> float:
@@ -330,7 +354,7 @@ class Posterior:
     # --- drawing and scoring ------------------------------------------------------------------------------------
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draws from q, in the types of the model's parameters.
+        """Draws from q, in the types of the model's parameters; rows that embeddings keep for padding are not drawn.
 
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
@@ -343,11 +367,15 @@ class Posterior:
         self.require_proper()
         seed = sharded.common_seed(generator, self.mode)
         with torch.no_grad():
-            return self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self._parameter_dtypes())
+            drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self._parameter_dtypes())
+            return self._with_padding(drawn)
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept."""
-        self.require_proper()
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept.
+
+        Padding rows count as any weights, so they need a prior here.
+        """
+        self._require_proper(self.structure)
         missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
         if missing or unknown:
             raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
@@ -365,8 +393,8 @@ class Posterior:
         return self.structure.log_prob(params, self.mode, self.settings)
 
     def entropy(self) -> Tensor:
-        """H[q] in nats."""
-        self.require_proper()
+        """H[q] in nats, padding rows with it."""
+        self._require_proper(self.structure)
         return self.structure.entropy(self.settings)
 
     @contextmanager
@@ -374,11 +402,12 @@ class Posterior:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
 
         The parameters' own memory is set aside, not written to, so what comes back is the very same bits; shards are
-        copied aside instead. On a sharded model every process must enter, and run as many forwards.
+        copied aside instead. On a sharded model every process must enter, and run as many forwards. Other threads that
+        predict with the same model, or go into `sampled`, wait until this one has left.
         """
         draw = self.sample(generator=generator)
         shards = {name: draw.pop(name) for name in list(draw) if is_sharded(draw[name])}
-        with sharded.holding(self.model, shards), self._holding(draw):
+        with alone_with(self.model), sharded.holding(self.model, shards), self._holding(draw):
             yield self.model
 
     @contextmanager
@@ -396,13 +425,15 @@ class Posterior:
             for name, data in originals.items():
                 parameters[name].data = data
             with torch.no_grad():
-                for module, key, buffer, before in holders:
-                    module._buffers[key] = buffer.copy_(before)
+                for module, key, buffer, _ in holders:
+                    module._buffers[key] = buffer
+                for _, _, buffer, before in holders:
+                    _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
 
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
-        parameters = self.parameters()
-        with torch.no_grad():
+        with alone_with(self.model), torch.no_grad():
+            parameters = self.parameters()
             for name, mu in self.mean.items():
                 own_part(parameters[name]).copy_(own_part(mu))
 
@@ -555,9 +586,18 @@ class Posterior:
         parameters = self.parameters()
         return {name: parameters[name].dtype for name in self.mode}
 
+    def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by name, which are written to, with θ in the rows that stand for padding."""
+        for name, row in self.padding.items():
+            keep_row(named[name], self.mode[name], row)
+        return named
+
     def require_proper(self) -> None:
-        """Raise unless every weight has a finite variance."""
-        flat = self.structure.flat_weights(self.settings)
+        """Raise unless every weight that is drawn has a finite variance."""
+        self._require_proper(self._filled)
+
+    def _require_proper(self, structure: Structure) -> None:
+        flat = structure.flat_weights(self.settings)
         if flat:
             name, count = next(iter(flat.items()))
             why = "Their gradient was never other than zero: dead units or constant inputs"
@@ -571,7 +611,7 @@ class Posterior:
 
     def warn_of_doubt(self) -> None:
         """Warn where the structure cannot hold what the settings ask of it."""
-        doubt = self.structure.doubt(self.settings)
+        doubt = self._filled.doubt(self.settings)
         if doubt is not None:
             warnings.warn(doubt, StructureWarning, stacklevel=3)
 
@@ -585,6 +625,13 @@ class Posterior:
             )
 
 
+def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """The first entry alone along the dimensions in which a buffer is one number expanded: there it cannot be written to."""
+    if buffer.layout != torch.strided:
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
+
+
 def _noise(value: Any) -> Tensor | None:
     if value is None:
         return None
@@ -593,6 +640,15 @@ def _noise(value: Any) -> Tensor | None:
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise
+
+
+def _prior(
+    curvature: Curvature, n_data: float, given: Precision | Mapping[str, Precision] | None
+) -> dict[str, Precision]:
+    """δ by parameter name, checked; N × the weight decay where none is given."""
+    implied = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
+    shapes = {name: v.shape for name, v in curvature.second_moment.items()}
+    return spread_prior(implied if given is None else given, shapes)
 
 
 def _check_structure(structure: str) -> None:

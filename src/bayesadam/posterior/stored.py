@@ -77,7 +77,7 @@ def _low_rank(path: Path, kind: str, tensors: Tensors, names: Sequence[str], par
     stored = {name: tensors[f"directions.{name}"] for name in names}
     storage.check_owner(path, {name: rows.shape[1:] for name, rows in stored.items()}, parameters)
     values = tensors["eigenvalues.directions"]
-    flat = [rows.flatten(1) for rows in stored.values() if len(rows) == len(values)]
+    flat = [rows.unsqueeze(-1).flatten(1) for rows in stored.values() if len(rows) == len(values)]
     whole = len(flat) == len(stored) and _is_orthonormal(torch.cat(flat, dim=1).T)
     if not whole or values.dim() != 1 or not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise FileError(f"{path} is damaged: its directions are not orthonormal, or not as many as its eigenvalues")

@@ -35,14 +35,14 @@ class Directions:
         """Qᵀ z, (..., K), of z by parameter name with any leading dimensions."""
         parts = []
         for name, rows in self.rows.items():
-            lead = white[name].shape[: white[name].dim() - rows.dim() + 1]
-            parts.append((white[name].reshape(*lead, -1) @ rows.flatten(1).T).to(self.kept.device))
+            z = white[name].unsqueeze(-1).flatten(white[name].dim() - rows.dim() + 1)
+            parts.append((z @ rows.unsqueeze(-1).flatten(1).T.to(z)).to(self.kept.device))
         return reduce(torch.add, parts)
 
     def scaled(self, white: Named, factors: Tensor) -> dict[str, Tensor]:
         """z with its coordinates along Q multiplied by factors."""
         change = self.coordinates(white) * (factors - 1)
-        return {name: z + torch.tensordot(change.to(z), self.rows[name], dims=1) for name, z in white.items()}
+        return {name: z + torch.tensordot(change.to(z), self.rows[name].to(z), dims=1) for name, z in white.items()}
 
 
 class Structure(Protocol):
@@ -110,6 +110,10 @@ class Structure(Protocol):
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many weights of each parameter have no precision at all; names without any are left out."""
+        ...
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
         ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import MatchError
+from bayesadam.posterior.alone import in_eval_mode
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -48,9 +50,13 @@ class Call:
 
     def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
+        return output_tensor(self.returned(params, inputs))
+
+    def returned(self, params: Mapping[str, Tensor], inputs: Any) -> Any:
+        """All that the model returns, whatever it is."""
         tensors = {f"model.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return output_tensor(functional_call(_Caller(self.model, self.forward), tensors, (inputs,)))
+        return functional_call(_Caller(self.model, self.forward), tensors, (inputs,))
 
     def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The output as (batch, outputs)."""
@@ -78,23 +84,60 @@ def output_tensor(output: Any) -> Tensor:
     return output
 
 
+class _Shared:
+    """A setting of the whole process: made as the first thread enters, undone as the last one leaves."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.setting = setting
+        self.guard = RLock()
+        self.users = 0
+        self.undo = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.guard:
+            if self.users == 0:
+                self.undo.enter_context(self.setting())
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self.guard:
+                self.users -= 1
+                if self.users == 0:
+                    self.undo.close()
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+_in_plain_mathematics = _Shared(_plain_attention)
+_uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
-    Within, gradients can be taken even where the caller is in inference mode.
+    Within, gradients can be taken even where the caller is in inference mode, what was compiled runs as it was written,
+    since it would be compiled anew for every hook, and other threads that ask for the same model wait.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in modes:
-            module.training = training
+    eager = _uncompiled() if _is_compiled(model) else nullcontext()
+    with in_eval_mode(model), _in_plain_mathematics(), eager, torch.inference_mode(False):
+        yield
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it went through torch.compile, in place or not."""
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
 
 
 def plain(inputs: Any) -> Any:

@@ -14,7 +14,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
-from bayesadam.predict.plan import Plan, agree
+from bayesadam.predict.plan import Plan, agree, dense
 
 Spread = Callable[[str], Tensor]
 
@@ -50,12 +50,14 @@ def generic_moments(
         wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
         for name in wide.keys() & bases.keys():
             wide[name] = bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
-        rows = {name: j.flatten(2) for name, j in wide.items()}
+        rows = {name: j.unsqueeze(-1).flatten(2) for name, j in wide.items()}
         variance.append(
-            torch.stack([sum_of([row.square() @ s(name).flatten() for name, row in rows.items()]) for s in spreads])
+            torch.stack(
+                [sum_of([row.square() @ s(name).flatten().to(row) for name, row in rows.items()]) for s in spreads]
+            )
         )
         if covariance:
-            scaled = [row * spreads[0](name).flatten().sqrt() for name, row in rows.items()]
+            scaled = [row * spreads[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
             blocks.append(sum_of([contract.gram(row) for row in scaled]))
     joined = torch.cat(variance, dim=1)
     return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]
@@ -105,7 +107,7 @@ def _confirmed(
         truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
     for (name, jacobian), truth in zip(((n, found[n]) for n in mine), truths, strict=True):
         ours = torch.tensordot(r, jacobian, dims=2)
-        if not agree(ours, torch.zeros_like(leaves[name]) if truth is None else truth):
+        if not agree(ours, torch.zeros_like(leaves[name]) if truth is None else dense(truth)):
             return False
     return True
 
@@ -132,6 +134,6 @@ def batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence
         # Some operation cannot be batched: one output after the other.
         rows = [torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True) for row in basis]
         return [
-            torch.stack([row[i] for row in rows]) if rows[0][i] is not None else None  # type: ignore[misc]
+            torch.stack([dense(row[i]) for row in rows]) if rows[0][i] is not None else None  # type: ignore[misc]
             for i in range(len(tensors))
         ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import contract
-from bayesadam.predict.call import Call, batch_size, examples, repeated
+from bayesadam.predict.call import Call, Forward, batch_size, examples, repeated
 from bayesadam.predict.layers import Layout, Use
 from bayesadam.predict.recording import recording
 
@@ -47,7 +48,12 @@ _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
 def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
-    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same."""
+    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same.
+
+    So must what it computes, which may depend on more than that (a variable that its forward closes over, a list that it
+    looks into): the first example is run at every call, and its operations, in order, and the outputs' shape belong to what
+    is remembered. Another dimension that an operation goes along is not seen there.
+    """
     flat, spec = pytree.tree_flatten(inputs)
     modules = tuple(
         (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
@@ -55,14 +61,51 @@ def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
     )
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
-    # Weakly, for a forward may hold the model, which would then never be freed.
-    key = (call.forward and ref(call.forward), modules, str(spec), kinds, tensors)
+    key = (_weakly(call.forward), modules, str(spec), kinds, tensors, _operations(call, leaves, inputs))
     known = _plans.setdefault(call.model, {})
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
     return known[key]
+
+
+def _weakly(forward: Forward | None) -> Any:
+    """What stands for a forward without keeping it, for it may hold the model, which would then never be freed."""
+    if forward is None:
+        return None
+    try:
+        return WeakMethod(forward) if isinstance(forward, MethodType) else ref(forward)
+    except TypeError:
+        # It cannot be told from others without being kept: it is equal to none, itself included.
+        return object()
+
+
+def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[Any, ...]:
+    """The first example's output shape and the graph behind it: the kinds of its nodes, down to the parameters.
+
+    Where a node comes again its number stands for it.
+    """
+    try:
+        with torch.enable_grad():
+            output = call(leaves, examples(inputs, 0, 1))
+    except (RuntimeError, ValueError, IndexError):
+        # Told of by `make_plan`.
+        return ()
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    seen: dict[Any, int] = {}
+    found: list[Any] = [output.shape[1:]]
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            found.append(seen.get(node))
+            continue
+        seen[node] = len(seen)
+        kind = node.name()
+        found.append(names.get(id(node.variable)) if kind == "torch::autograd::AccumulateGrad" else kind)
+        stack.extend(before for before, _ in node.next_functions)
+    return tuple(found)
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -110,6 +153,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
     layouts: list[Layout | None] = [None] * len(uses)
     generic, silent = [], []
     for name, truth in zip(names, truths, strict=True):
+        truth = None if truth is None else dense(truth)
         if truth is None or not truth.any():
             silent.append(name)
             continue
@@ -147,6 +191,13 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     # Outputs that are not finite are told of elsewhere.
     finite = torch.isfinite(among)
     if alone.shape != among.shape or not agree(alone[finite], among[finite]):
+        with torch.no_grad():
+            again = call(leaves, examples(probe, size - 1, size))
+        if again.shape == alone.shape and not torch.equal(again, alone):
+            raise BayesAdamError(
+                "the model gives something else each time it is run on the same example, in evaluation mode: something in "
+                "it is random, such as functional.dropout without training=self.training. Use nn.Dropout, or pass that"
+            )
         raise BayesAdamError(told)
 
 
@@ -154,6 +205,11 @@ def agree(ours: Tensor, truth: Tensor) -> bool:
     """Equal but for rounding."""
     tolerance: float = min(0.2, 10 * torch.finfo(truth.dtype).eps ** 0.5)
     return _disagreement(ours, truth) <= tolerance
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient with every entry: that of an embedding may come as the rows it looked up."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _disagreement(ours: Tensor, truth: Tensor) -> float:
@@ -196,7 +252,7 @@ def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, T
         grads = torch.autograd.grad(
             (r * flat).sum(), [leaves[name] for name in unknown], retain_graph=True, allow_unused=True
         )
-        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(g.any()))
+        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(dense(g).any()))
     if same:
         return replace(plan, generic=plan.generic + live)
     return replace(plan, layouts=(None,) * len(uses), generic=live)

@@ -6,9 +6,10 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from bayesadam.posterior.alone import alone_with
 from bayesadam.predict.call import Call, Forward, evaluating, plain
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.plan import plan_for
@@ -65,13 +66,19 @@ def predict(
     | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product a draw         |
     | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass a draw                 |
 
+    The draws of `"sampled"` are of each example by itself: a network of linear layers alone, under a diagonal posterior, has
+    its activations drawn, independently from example to example, and not one θ for the batch.
+
+    Other threads that ask for the same model wait for this call to end.
+
     Args:
         posterior: over the model's weights.
         inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes first.
         likelihood: `"regression"`, `"classification"` (logits in the last dimension) or `"binary"` (one logit an output).
         method: see the table.
         n_samples: draws of the sampling methods.
-        covariance: the outputs' whole covariance, (batch, outputs, outputs).
+        covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"` and
+            `mutual_information()` take logits as independent of each other.
         link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
         forward: `forward(model, inputs)` for models whose call is unusual.
         generator: makes the draws reproducible.
@@ -84,7 +91,7 @@ def predict(
     if posterior.is_sharded:
         generator = common_generator(posterior, generator)
         if fits(posterior, method, memory_budget):
-            with gathered(posterior) as plain_one:
+            with alone_with(posterior.model), gathered(posterior) as plain_one:
                 return predict(
                     plain_one,
                     inputs,
@@ -127,8 +134,9 @@ def predict(
 
 def parameters_at_mean(posterior: Posterior) -> dict[str, Tensor]:
     """μ in the types and on the devices of the model's parameters."""
-    own = posterior.parameters()
-    return {name: mu.to(own[name]) for name, mu in posterior.mean.items()}
+    with alone_with(posterior.model):
+        own = posterior.parameters()
+        return {name: mu.to(own[name]) for name, mu in posterior.mean.items()}
 
 
 def wrap(
@@ -163,16 +171,12 @@ def _draws(
     budget: int,
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ)."""
-    padding = _padding_rows(posterior.model)
     if posterior.is_sharded:
-        return draws_by_module(posterior, call, inputs, method, n, generator, padding)
+        return draws_by_module(posterior, call, inputs, method, n, generator)
     params = parameters_at_mean(posterior)
 
     def draw() -> dict[str, Tensor]:
-        theta = {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}
-        for name in padding.keys() & theta.keys():
-            theta[name][padding[name]] = params[name][padding[name]]
-        return theta
+        return {name: value.to(params[name].device) for name, value in posterior.sample(generator=generator).items()}
 
     plan = plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
     bounds = {"activations": plan.activations, "budget": budget}
@@ -185,15 +189,6 @@ def _draws(
         drawn = weight_draws(call, draw, inputs, n, **bounds)
     drawn = drawn.to(torch.promote_types(drawn.dtype, torch.float32))
     return drawn, at_mean(call, params, inputs, **bounds).to(drawn.dtype)
-
-
-def _padding_rows(model: nn.Module) -> dict[str, int]:
-    """Rows of embeddings that stand for padding: torch gives them no gradient, so they are not learned nor drawn."""
-    return {
-        f"{prefix}.weight" if prefix else "weight": module.padding_idx
-        for prefix, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
-    }
 
 
 def _warn_if_collapsed(draws: Tensor, at_mean: Tensor, likelihood: Likelihood) -> None:

@@ -54,10 +54,10 @@ def _parts(rows: Mapping[str, Tensor], spread: Spread, directions: Directions | 
     """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
     white = {name: row * spread(name).sqrt().to(row) for name, row in rows.items()}
     if directions is None:
-        return [row.flatten(2) for row in white.values()]
+        return [row.unsqueeze(-1).flatten(2) for row in white.values()]
     inside = directions.coordinates(white)
     outside = directions.scaled(white, torch.zeros_like(directions.kept))
-    return [*(row.flatten(2) for row in outside.values()), inside * directions.kept.sqrt()]
+    return [*(row.unsqueeze(-1).flatten(2) for row in outside.values()), inside * directions.kept.sqrt().to(inside)]
 
 
 def _sum_of_squares(parts: Sequence[Tensor]) -> Tensor:

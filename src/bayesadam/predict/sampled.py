@@ -17,7 +17,7 @@ from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
-from bayesadam.predict.plan import Plan, recorded
+from bayesadam.predict.plan import Plan, dense, recorded
 
 Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]
@@ -118,7 +118,9 @@ def _by_two_reverse_passes(
                 value, list(leaves.values()), weights, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
             parts = [
-                (g * (theta[name] - means[name])).sum() for name, g in zip(leaves, pulled, strict=True) if g is not None
+                (dense(g) * (theta[name] - means[name])).sum()
+                for name, g in zip(leaves, pulled, strict=True)
+                if g is not None
             ]
             return torch.stack(parts).sum()
 
@@ -140,7 +142,9 @@ def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Mapping[st
         example = examples(inputs, i, i + 1)
         value = call(means, example)
         jacobian = one_jacobian(call, means, {}, example)
-        products = [jacobian[name].flatten(1) @ (theta[name] - mean).flatten() for name, mean in means.items()]
+        products = [
+            jacobian[name].unsqueeze(-1).flatten(1) @ (theta[name] - mean).flatten() for name, mean in means.items()
+        ]
         rows.append(value + torch.stack(products).sum(dim=0).view_as(value))
     return torch.cat(rows)
 

@@ -156,7 +156,6 @@ def draws_by_module(
     method: str,
     n: int,
     generator: torch.Generator | None,
-    padding: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
 
@@ -171,12 +170,7 @@ def draws_by_module(
         return whole(mean.get(name, named[name]).detach().to(named[name].dtype))
 
     def at(theta: Mapping[str, Tensor], name: str) -> Tensor:
-        if name not in theta:
-            return at_mean(name)
-        value = whole(theta[name])
-        if name in padding:
-            value[padding[name]] = at_mean(name)[padding[name]]
-        return value
+        return whole(theta[name]) if name in theta else at_mean(name)
 
     def along(theta: Mapping[str, Tensor], name: str) -> Tensor:
         centre = at_mean(name)

@@ -1,0 +1,288 @@
+"""Scalars, sparse gradients, padding rows and posteriors of another type, in every structure and method, against dense matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import bayesadam as ba
+from bayesadam.errors import ImproperError
+from bayesadam.posterior.low_rank import LowRank
+
+N, BATCH, WORDS = 200, 16, 7
+STRUCTURES = ["diagonal", "kronecker", "low-rank", "low-rank+diagonal"]
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning"),
+    pytest.mark.filterwarnings("ignore::bayesadam.predict.CollapsedPredictionWarning"),
+]
+
+
+class Words(nn.Module):
+    """An embedding with a row for padding, a linear layer, and two numbers that no layer explains."""
+
+    def __init__(self, *, sparse: bool, bag: bool) -> None:
+        super().__init__()
+        self.bag = bag
+        kind = nn.EmbeddingBag if bag else nn.Embedding
+        self.words = kind(WORDS, 3, padding_idx=0, sparse=sparse, **({"mode": "sum"} if bag else {}))
+        self.head = nn.Linear(3, 2)
+        self.factor = nn.Parameter(torch.tensor(1.3))
+        self.offset = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        return self.factor * self.head((words if self.bag else words.sum(dim=1)).tanh()) + self.offset.exp()
+
+
+def batch(generator: torch.Generator, size: int = BATCH) -> Tensor:
+    return torch.randint(WORDS, (size, 4), generator=generator)
+
+
+def trained(
+    structure: str,
+    *,
+    sparse: bool = False,
+    bag: bool = False,
+    dtype: torch.dtype = torch.float64,
+    delta: float = 0.7,
+    form: str = "map",
+) -> ba.Posterior:
+    torch.manual_seed(0)
+    model = Words(sparse=sparse, bag=bag).to(dtype)
+    with torch.no_grad():
+        model.words.weight[0] = torch.tensor([0.3, -0.1, 0.2])
+    others = [p for name, p in model.named_parameters() if name != "words.weight"]
+    kind = torch.optim.SparseAdam if sparse else torch.optim.Adam
+    optimizers = [kind([model.words.weight], lr=1e-2), torch.optim.Adam(others, lr=1e-2)]
+    recorder = ba.Recorder(optimizers, keep=12)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        model.zero_grad()
+        (model(batch(generator)) - 1).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    model.zero_grad()
+    return ba.Posterior.from_optimizer(
+        model,
+        optimizers,
+        N,
+        prior_precision=delta,
+        power=1,
+        batch_size=BATCH,
+        form=form,
+        structure=structure,
+        recorder=None if structure == "diagonal" else recorder,
+    )
+
+
+def learned(posterior: ba.Posterior) -> Tensor:
+    """Which weights are not padding."""
+    masks = {name: torch.ones(theta.shape, dtype=torch.bool) for name, theta in posterior.mode.items()}
+    masks["words.weight"][0] = False
+    return torch.cat([mask.flatten() for mask in masks.values()])
+
+
+def covariance(posterior: ba.Posterior) -> Tensor:
+    """(w V + δ)⁻¹ of the weights that are not padding, dense and in float64."""
+    structure, settings = posterior.structure, posterior.settings
+    if isinstance(structure, LowRank):
+        rows = torch.cat([r.reshape(len(r), math.prod(r.shape[1:])) for r in structure.rows.values()], dim=1).double()
+        v = rows.T @ torch.diag(structure.values.double()) @ rows
+        v += torch.diag(torch.cat([r.reshape(-1) for r in structure.rest.values()]).double())
+    else:
+        blocks = []
+        for name, moment in structure.second_moment.items():
+            sides = structure.bases.get(name)
+            left, right = (sides.left, sides.right) if sides is not None else (None, None)
+            rows = moment.shape[0] if moment.dim() > 1 else 1
+            left = torch.eye(rows) if left is None else left
+            right = torch.eye(moment.numel() // rows) if right is None else right
+            q = torch.kron(left.double(), right.double())
+            blocks.append(q @ torch.diag(moment.reshape(-1).double()) @ q.T)
+        v = torch.block_diag(*blocks)
+    keep = learned(posterior)
+    delta = torch.cat(
+        [torch.full((t.numel(),), float(posterior.prior_precision[n])) for n, t in posterior.mode.items()]
+    )
+    return torch.linalg.inv((settings.weight * v + torch.diag(delta.double()))[keep][:, keep])
+
+
+def at(posterior: ba.Posterior, theta: dict[str, Tensor], ids: Tensor) -> Tensor:
+    return functional_call(posterior.model, theta, (ids,))
+
+
+def jacobian(posterior: ba.Posterior, ids: Tensor) -> Tensor:
+    """∂f/∂θ at μ, (b, c, P), padding rows left out: one dense reverse pass an output."""
+    leaves = {name: mu.detach().double().requires_grad_() for name, mu in posterior.mean.items()}
+    plain = Words(sparse=False, bag=posterior.model.bag).double()
+    output = functional_call(plain, leaves, (ids,))
+    rows = [
+        torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(leaves.values()), retain_graph=True)])
+        for value in output.flatten()
+    ]
+    return torch.stack(rows).view(*output.shape, -1)[..., learned(posterior)]
+
+
+def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
+    """Every method against the matrices."""
+    ids = batch(torch.Generator().manual_seed(5), 5)
+    ids[0] = 0
+    mean = posterior.mean
+    own = {name: mu.to(dict(posterior.model.named_parameters())[name]) for name, mu in mean.items()}
+    j, sigma = jacobian(posterior, ids), covariance(posterior)
+    expected = j @ sigma @ j.mT
+    for whole in (False, True):
+        found = posterior.predict(ids, covariance=whole)
+        torch.testing.assert_close(found.mean, at(posterior, own, ids).detach(), rtol=rtol, atol=rtol)
+        variance = expected.diagonal(dim1=1, dim2=2)
+        torch.testing.assert_close(found.variance.double(), variance, rtol=rtol, atol=rtol * float(variance.max()))
+        if whole:
+            torch.testing.assert_close(
+                found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max())
+            )
+    for method in ("sampled", "linearised-sampled"):
+        found = posterior.predict(ids, method=method, n_samples=3, generator=torch.Generator().manual_seed(7))
+        generator = torch.Generator().manual_seed(7)
+        for drawn in found.draws:
+            theta = posterior.sample(generator=generator)
+            assert torch.equal(theta["words.weight"][0], own["words.weight"][0])
+            if method == "sampled":
+                outcome = at(posterior, theta, ids)
+            else:
+                step = torch.cat([(theta[name].double() - own[name].double()).reshape(-1) for name in own])
+                outcome = found.mean + (j @ step[learned(posterior)]).to(found.mean)
+            torch.testing.assert_close(drawn, outcome.detach(), rtol=10 * rtol, atol=10 * rtol)
+
+
+@every_structure
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("bag", [False, True], ids=["embedding", "bag"])
+def test_scalars_sparse_gradients_and_padding(structure: str, sparse: bool, bag: bool):
+    check(trained(structure, sparse=sparse, bag=bag))
+
+
+@every_structure
+def test_the_likelihood_form(structure: str):
+    posterior = trained(structure, form="likelihood")
+    assert torch.equal(posterior.mean["words.weight"][0], posterior.mode["words.weight"][0])
+    check(posterior)
+
+
+@every_structure
+@pytest.mark.parametrize(
+    ("own", "other"), [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=["wider", "narrower"]
+)
+def test_a_posterior_in_another_type_than_its_model(structure: str, own: torch.dtype, other: torch.dtype):
+    check(trained(structure, dtype=own).to(dtype=other), rtol=1e-3)
+
+
+@every_structure
+def test_everything_else_with_a_scalar(structure: str, tmp_path: Any):
+    posterior = trained(structure)
+    keep, sigma = learned(posterior), covariance(posterior)
+    marginal = torch.cat([v.reshape(-1) for v in posterior.variance.values()])[keep]
+    torch.testing.assert_close(marginal, sigma.diagonal())
+    # Padding has the prior's variance in these two, as any weight that was never learned.
+    rows = int((~keep).sum())
+    known = torch.logdet(2 * math.pi * math.e * sigma) + rows * math.log(2 * math.pi * math.e / 0.7)
+    torch.testing.assert_close(posterior.entropy(), 0.5 * known)
+    draws = posterior.sample(2, generator=torch.Generator().manual_seed(0))
+    away = torch.cat([(draws[n] - mu).reshape(2, mu.numel()) for n, mu in posterior.mean.items()], dim=1)[:, keep]
+    quadratic = torch.einsum("np,pq,nq->n", away, torch.linalg.inv(sigma), away)
+    density = -0.5 * (quadratic + torch.logdet(2 * math.pi * sigma) + rows * math.log(2 * math.pi / 0.7))
+    torch.testing.assert_close(posterior.log_prob(draws), density)
+    gamma = float(keep.sum()) - 0.7 * float(sigma.trace())
+    assert posterior.effective_dimension == pytest.approx(gamma)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = ba.Posterior.load(tmp_path / "posterior.safetensors", posterior.model)
+    ids = batch(torch.Generator().manual_seed(3), 4)
+    assert torch.equal(again.predict(ids).variance, posterior.predict(ids).variance)
+
+
+@every_structure
+@pytest.mark.parametrize("method", ["validation", "evidence"])
+def test_calibration_with_scalars_and_sparse_gradients(structure: str, method: str):
+    posterior = trained(structure, sparse=True)
+    ids = batch(torch.Generator().manual_seed(9), 40)
+    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = ba.calibrate(posterior, (ids, y), likelihood="regression", method=method)
+    check(found, rtol=1e-5)
+
+
+# --- padding rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank+diagonal"])
+@pytest.mark.parametrize("form", ["map", "likelihood"])
+def test_without_a_prior_padding_alone_is_no_reason_to_refuse(structure: str, form: str):
+    posterior = trained(structure, delta=0.0, form=form)
+    if isinstance(posterior.structure, LowRank):
+        rest = {name: r + 1e-3 for name, r in posterior.structure.rest.items()}
+        rest["words.weight"][0] = 0.0
+        posterior = replace(posterior, structure=replace(posterior.structure, rest=rest))
+    check(posterior)
+    variance = posterior.variance["words.weight"]
+    assert bool(variance[0].isinf().all())
+    keep = learned(posterior)
+    marginal = torch.cat([v.reshape(-1) for v in posterior.variance.values()])[keep]
+    torch.testing.assert_close(marginal, covariance(posterior).diagonal())
+    for density in (posterior.entropy, lambda: posterior.log_prob(posterior.sample())):
+        with pytest.raises(ImproperError, match="3 weights"):
+            density()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_without_a_prior_a_word_that_never_came_is_still_refused(structure: str):
+    posterior = trained(structure, delta=0.0)
+    model = posterior.model
+    model.words.padding_idx = None
+    unpadded = replace(posterior)
+    for ask in (unpadded.sample, lambda: unpadded.predict(batch(torch.Generator(), 3))):
+        with pytest.raises(ImproperError):
+            ask()
+
+
+@every_structure
+def test_padding_stays_where_it_is_in_draws_and_the_others_are_drawn_as_before(structure: str):
+    posterior = trained(structure)
+    kept = posterior.mode["words.weight"][0]
+    drawn = posterior.sample(3, generator=torch.Generator().manual_seed(0))["words.weight"]
+    posterior.model.words.padding_idx = None
+    unpadded = replace(posterior)
+    expected = unpadded.sample(3, generator=torch.Generator().manual_seed(0))["words.weight"]
+    assert not torch.equal(expected[:, 0], drawn[:, 0])
+    assert torch.equal(expected[:, 1:], drawn[:, 1:])
+    assert torch.equal(drawn[:, 0], kept.expand(3, 3))
+    posterior.model.words.padding_idx = 0
+    with posterior.sampled() as model:
+        assert torch.equal(model.words.weight[0], kept)
+        assert not torch.equal(model.words.weight[1], posterior.mode["words.weight"][1])
+
+
+def test_a_table_that_is_also_the_head_has_no_padding_row():
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, 3, padding_idx=1)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.words(ids).sum(dim=1))
+
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.tensor([[0, 2]])).square().sum().backward()
+    optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 10, prior_precision=1.0)
+    assert not torch.equal(posterior.sample()["words.weight"][1], model.words.weight[1])

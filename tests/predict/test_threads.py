@@ -1,0 +1,198 @@
+"""Several threads on one model, and on several: the numbers of one thread alone, and a model left as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.errors import BayesAdamError
+from bayesadam.posterior.alone import alone_with
+from cases import trained
+from predict.cases_networks import encoder, posterior_over
+
+WAIT = 20.0
+METHODS = ["linearised", "sampled", "linearised-sampled"]
+
+
+@pytest.fixture
+def posterior() -> ba.Posterior:
+    model, optimizer = trained(10, 20, 2)
+    return ba.Posterior.from_optimizer(model, optimizer, 400, prior_precision=50.0)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(50, 10, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def flags() -> Iterator[None]:
+    """The flags of the whole process are as before after every test."""
+
+    def read() -> tuple[bool, ...]:
+        cuda = torch.backends.cuda
+        return (
+            torch.backends.mha.get_fastpath_enabled(),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        )
+
+    before = read()
+    yield
+    assert read() == before
+
+
+def at_once(work: Callable[[int], Any], times: int, threads: int = 4) -> list[Any]:
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, range(times)))
+
+
+def state(model: nn.Module) -> list[Any]:
+    parameters = [(name, id(p), type(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
+    return [*parameters, *hooks]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_predictions_of_one_model_from_several_threads(posterior, x, method: str):
+    def outcome(_: int) -> Tensor:
+        found = posterior.predict(x, method=method, n_samples=4, generator=torch.Generator().manual_seed(3))
+        return torch.stack([found.mean, found.variance])
+
+    posterior.model.train()
+    posterior.model[1].eval()
+    expected, before = outcome(0), state(posterior.model)
+    assert all(torch.equal(found, expected) for found in at_once(outcome, 40))
+    assert_same(state(posterior.model), before)
+
+
+def test_draws_and_predictions_from_several_threads(posterior, x):
+    before = state(posterior.model)
+    draws = [posterior.sample(generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    outputs = [torch.func.functional_call(posterior.model, theta, (x,)) for theta in draws]
+    variance = posterior.predict(x).variance
+
+    def work(number: int) -> bool:
+        if number % 3 == 0:
+            return torch.equal(posterior.predict(x).variance, variance)
+        seed = number % 4
+        with posterior.sampled(generator=torch.Generator().manual_seed(seed)) as model:
+            return torch.equal(model(x), outputs[seed])
+
+    assert all(at_once(work, 120))
+    assert_same(state(posterior.model), before)
+
+
+def test_calibrations_and_predictions_from_several_threads(posterior, x):
+    y = torch.randn(50, 2, generator=torch.Generator().manual_seed(1))
+
+    def work(number: int) -> Tensor:
+        chosen = ba.calibrate(posterior, (x, y), likelihood="regression") if number % 2 else posterior
+        return chosen.predict(x).variance
+
+    expected = [work(0), work(1)]
+    assert all(torch.equal(found, expected[n % 2]) for n, found in enumerate(at_once(work, 8)))
+
+
+def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
+    """They are shared: restored by the last, and not put back under the feet of a thread that still needs them."""
+    posteriors = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        posteriors.append(posterior_over(encoder(1, batch_first=True)))
+    x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    expected = [p.predict(x).variance for p in posteriors]
+    found = at_once(lambda n: posteriors[n % 3].predict(x).variance, 12, threads=3)
+    for number, variance in enumerate(found):
+        torch.testing.assert_close(variance, expected[number % 3])
+
+
+def test_inside_sampled_the_same_thread_may_predict_and_sample(posterior, x):
+    variance = posterior.predict(x).variance
+    with posterior.sampled() as model:
+        drawn = model[0].weight.detach().clone()
+        assert torch.equal(posterior.predict(x).variance, variance)
+        with posterior.sampled():
+            posterior.predict(x)
+        assert torch.equal(model[0].weight, drawn)
+    assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
+
+
+def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posterior, x):
+    variance, done = posterior.predict(x).variance, threading.Event()
+    found: list[Tensor] = []
+
+    def ask() -> None:
+        found.append(posterior.predict(x).variance)
+        done.set()
+
+    other = posterior.replace(prior_precision=1.0)
+    with other.sampled():
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        # Draws do not need the model.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(posterior.sample).result(WAIT)
+        assert not done.wait(0.2)
+    assert done.wait(WAIT)
+    assert torch.equal(found[0], variance)
+
+
+def test_two_models_in_opposite_orders_do_not_wait_for_ever():
+    posteriors = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
+    meet, errors, passed = threading.Barrier(2), [], []
+
+    def work(first: ba.Posterior, second: ba.Posterior) -> None:
+        try:
+            with first.sampled():
+                meet.wait(WAIT)
+                with second.sampled():
+                    passed.append(1)
+        except BayesAdamError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in (posteriors, posteriors[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    assert len(errors) == len(passed) == 1
+    assert "in the same order everywhere" in errors[0]
+    for posterior in posteriors:
+        assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(posterior.predict, torch.zeros(2, 3)).result(WAIT)
+
+
+def test_mixtures_from_several_threads_in_any_order():
+    members = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
+    mixtures = [ba.Mixture(members), ba.Mixture(members[::-1])]
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    expected = [mixture.predict(x).variance for mixture in mixtures]
+    found = at_once(lambda n: mixtures[n % 2].predict(x).variance, 24)
+    assert all(torch.equal(variance, expected[n % 2]) for n, variance in enumerate(found))
+
+
+def test_a_context_let_go_elsewhere_lets_others_in():
+    """A generator that is not finished is closed by whichever thread collects it."""
+    model = nn.Linear(2, 1)
+    holder = alone_with(model)
+    holder.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(holder.__exit__, None, None, None).result(WAIT)
+        pool.submit(lambda: alone_with(model).__enter__()).result(WAIT)
