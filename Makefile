@@ -59,8 +59,8 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 peers: $(PEERS)/.ready
 
 bench: $(PEERS)/.ready
-	$(PEERS)/bin/python benchmarks/step.py
-	$(PEERS)/bin/python benchmarks/sample.py
+	$(PEERS)/bin/python benchmarks/step.py --out $(OUT)/bench
+	$(PEERS)/bin/python benchmarks/sample.py --out $(OUT)/bench
 	$(PEERS)/bin/python benchmarks/predict.py --out $(OUT)/bench
 	$(PEERS)/bin/python benchmarks/soap.py --out $(OUT)/bench
 	$(PEERS)/bin/python benchmarks/structures.py --out $(OUT)/bench

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import random
 import statistics
@@ -33,6 +32,7 @@ import torch
 
 from bayesadam.bandits import BanditProblem, Rounds, make_agent, problem, simulate
 from bayesadam.posterior.noise import stream_seed
+from results import OUT, write_results
 
 try:
     import vowpalwabbit
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two runs of 200 rounds, and the peer's default rate alone"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     asked = options.rounds if options.rounds is not None else CPU_ROUNDS if options.device == "cpu" else 0
     runs, live_rounds = options.runs, LIVE_ROUNDS
@@ -289,8 +289,6 @@ def main() -> None:
     # With its first optimiser torch brings in modules for more than a second.
     torch.optim.Adam([torch.zeros(1)])
     verdicts = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "bandits.json"
     for chosen in problems:
         name, rounds = chosen.name, len(played[chosen.name][0].contexts)
         peers = None
@@ -300,7 +298,7 @@ def main() -> None:
         ours = {agent: our_result(chosen, played[name], agent, options.device, live_rounds) for agent in OURS}
         results["problems"][name] = {"rounds": rounds, "ours": ours, "vowpalwabbit": peers}
         print("\n" + table(name, rounds, ours, peers), flush=True)
-        path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        path = write_results(options.out, "bandits", results)
         if peers:
             verdicts += [verdict(name, agent, ours[agent], peers) for agent in OURS]
     print(f"\nMean ± standard deviation of {runs} runs. One by one: our live agent on {live_rounds} rounds.")

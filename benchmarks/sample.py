@@ -1,19 +1,22 @@
 """One draw from the posterior of a large model, against plain eager torch in the same run.
 
-    python benchmarks/sample.py [--weights 100_000_000] [--device cuda]
+    python benchmarks/sample.py [--weights 100_000_000] [--device cuda] [--out out/bench]
 
 On CUDA it prints milliseconds, the peak memory of a draw and the floor set by memory traffic (θ and v̂ read once, the
-draw written once); on a CPU the ratio to eager code alone.
+draw written once); on a CPU the ratio to eager code alone. sample.json goes to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from results import OUT, write_results
 from timing import cuda_milliseconds, interleaved, ratio
 
 N, DELTA = 60_000, 100.0
@@ -57,20 +60,27 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=100_000_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     posterior = posterior_of(options.weights, options.device)
     print(f"{posterior.n_weights:,} float32 weights, {options.device}, torch {torch.__version__}")
     check(posterior)
+    results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "weights": posterior.n_weights}
+    results |= on_cuda(posterior) if options.device == "cuda" else on_cpu(posterior, options.rounds)
+    print(f"results: {write_results(options.out, 'sample', results)}")
+    target = "" if options.device == "cuda" else " (target: at most 1)"
+    print(f"draw over plain eager code: {results['ours / eager']:.3f}{target}")
     if options.device == "cuda":
-        on_cuda(posterior)
-        return
-    seconds = interleaved(
-        {"ours": posterior.sample, "eager": lambda: eager(posterior)}, rounds=options.rounds, warmup=1
-    )
-    print(f"draw over plain eager code: {ratio(seconds, 'ours', 'eager'):.3f} (target: at most 1)")
+        print(f"one draw: {results['milliseconds']['ours']:.3f} ms (target: at most 0.65)")
 
 
-def on_cuda(posterior: ba.Posterior) -> None:
+def on_cpu(posterior: ba.Posterior, rounds: int) -> dict[str, Any]:
+    """The time of one draw over that of plain eager code."""
+    seconds = interleaved({"ours": posterior.sample, "eager": lambda: eager(posterior)}, rounds=rounds, warmup=1)
+    return {"threads": torch.get_num_threads(), "rounds": rounds, "ours / eager": ratio(seconds, "ours", "eager")}
+
+
+def on_cuda(posterior: ba.Posterior) -> dict[str, Any]:
     """Time and memory of one draw on the current CUDA device."""
     largest = max(theta.numel() for theta in posterior.mode.values()) * 4
     size = posterior.n_weights * 4
@@ -88,8 +98,13 @@ def on_cuda(posterior: ba.Posterior) -> None:
     by_hand = cuda_milliseconds(lambda: eager(posterior))
     print(f"{torch.cuda.get_device_name()}: read two, write one {floor:.3f} ms; plain eager {by_hand:.3f} ms")
     print(f"memory beside the draw itself: {extra / 2**20:.1f} MiB, the largest tensor is {largest / 2**20:.1f} MiB")
-    print(f"draw over plain eager code: {ours / by_hand:.3f}")
-    print(f"one draw: {ours:.3f} ms (target: at most 0.65)")
+    return {
+        "name": torch.cuda.get_device_name(),
+        "milliseconds": {"ours": ours, "eager": by_hand, "read two, write one": floor},
+        "ours / eager": ours / by_hand,
+        "memory beside the draw, bytes": extra,
+        "largest tensor, bytes": largest,
+    }
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the posterior costs during training: a step with Badam over one with torch.optim.Adam, same flags, same run.
 
-    python benchmarks/step.py [--steps 40] [--rounds 60] [--device cpu]
+    python benchmarks/step.py [--steps 40] [--rounds 60] [--device cpu] [--out out/bench]
 
-Beside it, where installed, IVON (ivon-opt), which trains a posterior of the same shape.
+Beside it, where installed, IVON (ivon-opt), which trains a posterior of the same shape. step.json goes to --out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import bayesadam as ba
+from results import OUT, write_results
 from timing import interleaved, ratio
 
 BATCH = 128
@@ -87,10 +90,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     print(
         f"784-400-400-10, batch {BATCH}, {options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "badam / adam": {label: {} for label in FLAGS},
+        "ivon / adam": None,
+    }
     worst = 0.0
     for label, flags in FLAGS.items():
         for part, build in (("training step", stepper), ("optimiser alone", optimizer_only)):
@@ -104,10 +117,12 @@ def main() -> None:
                 rounds=options.rounds,
             )
             value = ratio(seconds, "badam", "adam")
-            spread = statistics.quantiles([a / b for a, b in zip(seconds["badam"], seconds["adam"], strict=True)], n=20)
+            ratios = [a / b for a, b in zip(seconds["badam"], seconds["adam"], strict=True)]
+            spread = statistics.quantiles(ratios, n=20, method="inclusive")
             print(
                 f"{label:14s} {part:16s} Badam / Adam = {value:.3f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})"
             )
+            results["badam / adam"][label][part] = {"ratio": value, "5 to 95 % of rounds": [spread[0], spread[-1]]}
             if part == "training step":
                 worst = max(worst, value)
     try:
@@ -125,7 +140,10 @@ def main() -> None:
             },
             rounds=options.rounds // 2,
         )
-        print(f"{'default':14s} {'training step':16s} IVON  / Adam = {ratio(seconds, 'ivon', 'adam'):.3f}")
+        results["ivon / adam"] = ratio(seconds, "ivon", "adam")
+        print(f"{'default':14s} {'training step':16s} IVON  / Adam = {results['ivon / adam']:.3f}")
+    results["largest"] = worst
+    print(f"results: {write_results(options.out, 'step', results)}")
     print(f"largest ratio of a Badam training step to Adam's: {worst:.3f} (target: at most 1.02)")
 
 

@@ -61,7 +61,13 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         run_bandits(**given(tmp_path / "cut"))
     so_far = json.loads((tmp_path / "cut" / "metrics.json").read_text())["results"]
     assert set(so_far["wheel:0.5"]) == {"linear", "uniform"}
+    (ledger,) = (tmp_path / "cut").glob("unfinished-*.json")
+    spent = json.loads(ledger.read_text())["seconds"]
+    assert spent > 0
+    # As if the first session had taken an hour more.
+    ledger.write_text(json.dumps({**json.loads(ledger.read_text()), "seconds": spent + 3600}))
     run_bandits(**given(tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["seconds"] > spent + 3600
     assert calls[3:] == ["wheel:0.9/linear", "wheel:0.9/uniform"]
     first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["results"] for name in ("whole", "cut"))
     for cells in (first, second):

@@ -97,12 +97,30 @@ def test_a_stopped_run_goes_on_where_it_was(images, tmp_path, monkeypatch):
     monkeypatch.setattr(pruning, "curves_of", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         pruning.run_pruning(out=tmp_path / "cut", **given)
-    assert len(list((tmp_path / "cut").glob("unfinished-*.json"))) == 1
+    (ledger,) = (tmp_path / "cut").glob("unfinished-*.json")
+    kept = json.loads(ledger.read_text())
+    assert kept["seconds"] > 0
+    ledger.write_text(json.dumps({**kept, "seconds": 1000.0}))
     resumed = pruning.run_pruning(out=tmp_path / "cut", **given)
     assert calls == ["badam", "mc-dropout", "mc-dropout"]
     assert not list((tmp_path / "cut").glob("unfinished-*.json"))
-    first, second = (json.loads(paths[-1].read_text())["results"] for paths in (whole, resumed))
-    assert first == second
+    first, second = (json.loads(paths[-1].read_text()) for paths in (whole, resumed))
+    assert first["results"] == second["results"]
+    # Both sessions' together.
+    assert second["seconds"] > 1000 > first["seconds"]
+
+
+def test_what_is_kept_outlives_a_failure_to_write_the_results(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(pruning, "load_images", lambda *_, **__: images)
+    settings = PruningSettings(methods=("mc-dropout",), n_seeds=1, epochs=1, hidden=(8, 7), batch_size=16)
+    given = {"seed": 0, "quiet": True, "settings": settings, "device": "cpu", "out": tmp_path}
+    (tmp_path / "figure2.png").mkdir()
+    with pytest.raises(ba.BayesAdamError, match="it is a folder"):
+        pruning.run_pruning(**given)
+    (tmp_path / "figure2.png").rmdir()
+    monkeypatch.setattr(pruning, "curves_of", None)
+    pruning.run_pruning(**given)
+    assert not list(tmp_path.glob("unfinished*"))
 
 
 def test_processes_side_by_side_give_the_same_numbers(tmp_path):

@@ -238,6 +238,9 @@ def test_runs_beside_are_shown_and_judged(whole):
     greedy = next(claim for claim in beside["claims"] if claim["claim"] == "table1-greedy")
     assert greedy["verdict"] == "held"
     assert "our own settings" in greedy["reservation"]
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert {"table1-greedy", "table1-greedy-2"} <= set(ids)
+    assert len(set(ids)) == len(ids), "a page has each id once"
 
 
 @pytest.mark.parametrize(

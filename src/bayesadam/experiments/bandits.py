@@ -16,8 +16,8 @@ from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, agent_settings
 from bayesadam.bandits.simulate import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.run import Run
+from bayesadam.experiments.work import SECONDS, resumed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -282,8 +282,8 @@ def run_bandits(
         raise SettingError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     run.prepare()
-    asked = {"seed": seed, "device": device, **asdict(settings), "problems": None, "agents": None}
-    ledger, names = Ledger.of(out, asked), settings.cells()
+    run, ledger = resumed(run, "problems", "agents")
+    names = settings.cells()
     done: dict[str, Cell] = {name: cell for name, cell in ledger.read().items() if name in names}
     left = [name for name in names if name not in done]
     unfinished = out / "unfinished"
@@ -297,7 +297,7 @@ def run_bandits(
         for _ in track(left, "cells"):
             name, cell = next(results)
             done[name] = cell
-            ledger.write(done)
+            ledger.write({**done, SECONDS: run.seconds})
             run.so_far(by_problem(done))
     ordered = {name: done[name] for name in names}
     run.show(table(ordered, settings))

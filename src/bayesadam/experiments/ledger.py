@@ -14,7 +14,7 @@ from bayesadam._files import replacing
 
 @dataclass(frozen=True)
 class Ledger:
-    """Finished parts by name, as plain data; gone when all is done."""
+    """Finished parts by name, as plain data, and what else a command notes beside them; gone when all is done."""
 
     path: Path
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +15,8 @@ from torch import Tensor
 from bayesadam.data import Images, load_images
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.run import Run
+from bayesadam.experiments.work import resumed, worked_off
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import WeightGaussian, train_with_adam
 from bayesadam.methods.network import forward, member
@@ -291,34 +289,13 @@ def _read(method: str, rows: Rows) -> list[Curve]:
     return [Curve(method, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in rows.items()]
 
 
-def _worked_off(
-    run: Run, names: Sequence[str], work: Callable[[str], list[Curve]], *, jobs: int
-) -> dict[str, list[Curve]]:
-    """Each name's curves, from the ledger or by work, noted as they come; several jobs are processes of one core each."""
-    ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, "methods": None})
-    done = {name: rows for name, rows in ledger.read().items() if name in names}
-    left = [name for name in names if name not in done]
-    with run.progress() as track:
-        results = _results_of(left, work, min(jobs, len(left)))
-        for _ in track(left, run.command):
-            name, curves = next(results)
-            done[name] = _plain(curves)
-            ledger.write(done)
-    ledger.close()
-    return {name: _read(name, rows) for name, rows in done.items()}
+def _alone(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [(name,) for name in names]
 
 
-def _results_of(
-    names: Sequence[str], work: Callable[[str], list[Curve]], jobs: int
-) -> Iterator[tuple[str, list[Curve]]]:
-    if jobs <= 1:
-        yield from ((name, work(name)) for name in names)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(work, name): name for name in names}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Rows]]:
+    for name in names:
+        yield name, _plain(curves(name))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -417,13 +394,16 @@ def run_pruning(
     run.prepare()
     # Here, so that what is missing is told, or fetched, before anything is trained.
     load_images(settings.data, progress=not quiet)
-    work = partial(method_curves, seed=seed, settings=settings, device=device)
-    found = _worked_off(run, settings.methods, work, jobs=jobs)
-    curves = [curve for name in settings.methods for curve in found[name]]
+    work = partial(_rows, curves=partial(method_curves, seed=seed, settings=settings, device=device))
+    run, ledger = resumed(run, "methods")
+    found = worked_off(run, ledger, settings.methods, _alone, work, jobs=jobs)
+    curves = [curve for name in settings.methods for curve in _read(name, found[name])]
     run.show(table(curves, TITLES))
     units = f"{settings.activation} units, {settings.epochs} epochs"
     title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
-    return run.finish({"figure2.png": plots.png(picture(curves, TITLES, title))}, _results(curves))
+    paths = run.finish({"figure2.png": plots.png(picture(curves, TITLES, title))}, _results(curves))
+    ledger.close()
+    return paths
 
 
 def run_sparse(
@@ -434,10 +414,13 @@ def run_sparse(
     run.prepare()
     load_images(settings.data, progress=not quiet)
     names = [recipe.name for recipe in RECIPES]
-    work = partial(recipe_curves, seed=seed, settings=settings, device=device)
-    found = _worked_off(run, names, work, jobs=jobs)
-    curves = [curve for name in names for curve in found[name]]
+    work = partial(_rows, curves=partial(recipe_curves, seed=seed, settings=settings, device=device))
+    run, ledger = resumed(run, "methods")
+    found = worked_off(run, ledger, names, _alone, work, jobs=jobs)
+    curves = [curve for name in names for curve in _read(name, found[name])]
     titles = {name: name for name in names}
     run.show(table(curves, titles))
     title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-    return run.finish({"figure2-sparse.png": plots.png(picture(curves, titles, title, since=0.8))}, _results(curves))
+    paths = run.finish({"figure2-sparse.png": plots.png(picture(curves, titles, title, since=0.8))}, _results(curves))
+    ledger.close()
+    return paths

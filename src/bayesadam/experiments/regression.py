@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, 
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, generator
+from bayesadam.experiments.work import Failure, resumed, worked_off
 from bayesadam.methods import METHODS, Data, Fitted, Network, Problem, Training
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ TITLES = {
     "ivon": "IVON",
     "ensemble": "Ensemble of 5",
 }
+SHOWN = ("mean", "function_std", "total_std")
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 # Methods that start from the same trained networks are fitted together, so that these are trained once.
 _SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
@@ -121,16 +122,13 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
     )
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A method that gave no result, and why: the others' results are not lost with it."""
-
-    method: str
-    reason: str
+Row = dict[str, Any]
 
 
-def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -> list[Curves | Failure]:
-    """Fit some methods on every seed at once, on one core, and score them."""
+def fit_group(
+    methods: Sequence[str], *, seed: int, settings: RegressionSettings
+) -> Iterator[tuple[str, Row | Failure]]:
+    """Fit some methods on every seed at once, on one core, and score them; each method's curves as plain data."""
     torch.set_num_threads(1)
     seeds = seeds_of(seed, settings)
     sets = [drawn(s, settings) for s in seeds]
@@ -139,13 +137,22 @@ def fit_group(methods: Sequence[str], seed: int, settings: RegressionSettings) -
     )
     training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
     problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
-    found: list[Curves | Failure] = []
     for method in methods:
         try:
-            found.append(_scored(METHODS[method](problem), sets))
+            found: Row | Failure = _plain(_scored(METHODS[method](problem), sets))
         except BayesAdamError as error:
-            found.append(Failure(method, str(error)))
-    return found
+            found = Failure(str(error))
+        yield method, found
+
+
+def _plain(curves: Curves) -> Row:
+    return {"scores": dict(curves.scores), **{name: getattr(curves, name).tolist() for name in SHOWN}}
+
+
+def _read(method: str, row: Row) -> Curves:
+    scores_of = {name: tuple(values) for name, values in row["scores"].items()}
+    # float64 holds what was written, of either precision.
+    return Curves(method, scores_of, *(torch.tensor(row[name], dtype=torch.float64) for name in SHOWN))
 
 
 def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
@@ -170,19 +177,6 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
     alone: list[tuple[str, ...]] = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM]
     alone.sort(key=lambda job: -_COST.get(job[0], 1))
     return [shared, *alone] if shared else alone
-
-
-def fit_all(seed: int, settings: RegressionSettings, *, jobs: int) -> Iterator[list[Curves | Failure]]:
-    """Every group of methods as it is done; with several jobs, in processes of their own."""
-    work = groups(settings.methods)
-    if jobs == 1:
-        yield from (fit_group(group, seed, settings) for group in work)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = [pool.submit(fit_group, group, seed, settings) for group in work]
-        for future in as_completed(futures):
-            yield future.result()
 
 
 def table(curves: Sequence[Curves]) -> Table:
@@ -253,10 +247,7 @@ def kept(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> d
         "x": plain(grid.x),
         "truth": plain(grid.y),
         "train": {"x": plain(train.x), "y": plain(train.y)},
-        "methods": {
-            row.method: {name: plain(getattr(row, name)) for name in ("mean", "function_std", "total_std")}
-            for row in curves
-        },
+        "methods": {row.method: {name: plain(getattr(row, name)) for name in SHOWN} for row in curves},
     }
 
 
@@ -266,26 +257,21 @@ def run_regression(
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     run.prepare()
-    found: dict[str, Curves] = {}
-    failed: list[Failure] = []
-    with run.progress() as track:
-        work = groups(settings.methods)
-        results = fit_all(seed, settings, jobs=min(jobs, len(work)))
-        for _ in track(work, "methods"):
-            for result in next(results):
-                if isinstance(result, Failure):
-                    failed.append(result)
-                else:
-                    found[result.method] = result
-    if not found:
-        raise BayesAdamError("; ".join(f"{failure.method}: {failure.reason}" for failure in failed))
-    ordered = [found[name] for name in sorted(found, key=list(TITLES).index)]
-    run.show(table(ordered), *(f"left out: {TITLES[failure.method]}: {failure.reason}" for failure in failed))
+    run, ledger = resumed(run, "methods")
+    work = partial(fit_group, seed=seed, settings=settings)
+    found = worked_off(run, ledger, settings.methods, groups, work, jobs=jobs)
+    failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
+    if len(failed) == len(found):
+        raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+    ordered = [_read(name, found[name]) for name in TITLES if name in found and name not in failed]
+    run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
     text = json.dumps(kept(ordered, seed, settings), allow_nan=False)
-    return run.finish(
+    paths = run.finish(
         {
             "figure1.png": plots.png(picture(ordered, seed, settings)),
             "curves.json": lambda path: path.write_text(text, encoding="utf-8"),
         },
         {row.method: dict(row.scores) for row in ordered},
     )
+    ledger.close()
+    return paths

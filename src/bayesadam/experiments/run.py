@@ -56,6 +56,7 @@ class Run:
         device: where the work is done, such as `"cpu"`.
         quiet: whether to print the paths alone.
         started: the clock at the start, in seconds.
+        before: the seconds that earlier sessions of the same run took, where it was stopped and goes on.
     """
 
     command: str
@@ -65,6 +66,12 @@ class Run:
     device: str = "cpu"
     quiet: bool = False
     started: float = field(default_factory=time.perf_counter)
+    before: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The time taken so far, over all sessions."""
+        return self.before + time.perf_counter() - self.started
 
     def prepare(self) -> None:
         """Make the folder, so that one which cannot be written to is refused before the work and not after."""
@@ -101,13 +108,13 @@ class Run:
                 console.print(report, end="\n\n")
 
     def metrics(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """What `metrics.json` holds."""
+        """What `metrics.json` holds; `seconds` are those of all sessions, so far as `before` is known."""
         return {
             "command": self.command,
             "version": __version__,
             "seed": self.seed,
             "device": self.device,
-            "seconds": round(time.perf_counter() - self.started, 3),
+            "seconds": round(self.seconds, 3),
             "settings": dict(self.settings),
             "results": dict(results),
         }

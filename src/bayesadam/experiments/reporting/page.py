@@ -205,11 +205,13 @@ def _in_short(report: Report) -> Markup:
     )
 
 
-def _claims(found: Sequence[Judged]) -> Markup:
-    return tag("ul", *(_claim(one) for one in found), class_="claims")
+def _claims(found: Sequence[Judged], beside: int = 0) -> Markup:
+    """The claims one by one; those of the runs beside the first are numbered, since a page has each id once."""
+    end = f"-{beside + 1}" if beside else ""
+    return tag("ul", *(_claim(one, f"{one.claim.key}{end}") for one in found), class_="claims")
 
 
-def _claim(found: Judged) -> Markup:
+def _claim(found: Judged, key: str) -> Markup:
     name, sign = _SIGNS[found.verdict]
     checks = tag("ul", *(_check(check) for check in found.checks), class_="checks") if found.checks else None
     reservation = f" Here {found.reservation}." if found.reservation else ""
@@ -222,7 +224,7 @@ def _claim(found: Judged) -> Markup:
             tag("p", prose(f"{_capital(found.claim.place)}. {found.claim.criterion}{reservation}"), class_="note"),
             checks,
         ),
-        id=found.claim.key,
+        id=key,
     )
 
 
@@ -268,7 +270,7 @@ def _section(report: Report, experiment: str, draw: Any) -> Markup:
         if number:
             claims = [found for found in _of_run(run) if found.checks]
             if claims:
-                parts += [tag("p", tag("strong", "The same claims, by this run")), _claims(claims)]
+                parts += [tag("p", tag("strong", "The same claims, by this run")), _claims(claims, number)]
     return tag("section", tag("h2", HEADINGS[experiment]), *parts, id=experiment)
 
 
