@@ -17,16 +17,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.checkpoint.identify import identify_reader
-from bayesadam.curvature import (
-    StateReader,
-    read_optimizer,
-    read_state_dict,
-    reader_named,
-    reader_of,
-    register,
-    registered,
-)
-from bayesadam.curvature import registry as registry_module
+from bayesadam.curvature import StateReader, read_optimizer, read_state_dict, registry
 from bayesadam.curvature.rotated import RotatedReader
 from bayesadam.errors import BayesAdamError, SettingError, StateError
 
@@ -278,25 +269,27 @@ def test_with_axes_for_bases_the_diagonal_is_adams():
     close(found, np.average(np.stack(given[1:]) ** 2, axis=0, weights=ages))
 
 
+def laplace(name: str, model: nn.Module, all_kept: list[Kept]) -> ba.Posterior:
+    """Laplace's posterior, p = 1 at batch size 8, out of the state that the package `name` would have."""
+    settings = {"prior_precision": DELTA, "structure": "kronecker", "power": 1, "batch_size": 8}
+    return ba.Posterior.from_state_dict(model, LAYOUTS[name](all_kept), N, optimizer=name, **settings)
+
+
+def covariance(kept: Kept) -> Tensor:
+    """Its (N B V̂ + δ)⁻¹, dense."""
+    return tensor(np.linalg.inv(N * 8 * kept.dense() + DELTA * np.eye(kept.moment.size)))
+
+
 @pytest.mark.parametrize("name", SOAPS)
 def test_draws_and_densities_are_those_of_the_dense_gaussian(name):
     shapes = [(3, 4), (3, 2, 2)]
     all_kept = kept_of(shapes)
     model = Weights(shapes)
-    posterior = ba.Posterior.from_state_dict(
-        model,
-        LAYOUTS[name](all_kept),
-        N,
-        optimizer=name,
-        prior_precision=DELTA,
-        structure="kronecker",
-        power=1,
-        batch_size=8,
-    )
+    posterior = laplace(name, model, all_kept)
     draws = posterior.sample(20_000, generator=torch.Generator().manual_seed(1))
     total, values = 0.0, {}
     for i, kept in enumerate(all_kept):
-        sigma = torch.from_numpy(np.linalg.inv(N * 8 * kept.dense() + DELTA * np.eye(kept.moment.size)))
+        sigma = covariance(kept)
         at = f"all.{i}"
         scale = sigma.diagonal().sqrt()
         gap = (torch.cov(draws[at].flatten(1).T) - sigma) / (scale[:, None] * scale)
@@ -316,22 +309,13 @@ def test_the_linearised_predictive_is_the_dense_one(name, vectors):
     ).double()
     parameters = {at: p.detach() for at, p in model.named_parameters()}
     all_kept = kept_of([tuple(p.shape) for p in parameters.values()], vectors=vectors)
-    posterior = ba.Posterior.from_state_dict(
-        model,
-        LAYOUTS[name](all_kept),
-        N,
-        optimizer=name,
-        prior_precision=DELTA,
-        structure="kronecker",
-        power=1,
-        batch_size=8,
-    )
+    posterior = laplace(name, model, all_kept)
     x = torch.randn(5, 2, 3, dtype=torch.float64)
     jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
     expected = torch.zeros(5, 2, 2, dtype=torch.float64)
     for at, kept in zip(parameters, all_kept, strict=True):
         rows = jacobians[at].flatten(2)
-        expected += rows @ tensor(np.linalg.inv(N * 8 * kept.dense() + DELTA * np.eye(kept.moment.size))) @ rows.mT
+        expected += rows @ covariance(kept) @ rows.mT
     torch.testing.assert_close(posterior.predict(x, covariance=True).covariance, expected, rtol=1e-6, atol=1e-10)
 
 
@@ -403,7 +387,7 @@ def test_a_state_with_the_first_gradient_alone_is_not_trained(name):
 
 # --- what must not be misread ---------------------------------------------------------------------------------------------------
 
-EVERY = [r.name for r in registered() if r.statistic not in ("none", "identity")]
+EVERY = [r.name for r in registry.registered() if r.statistic not in ("none", "identity")]
 
 
 @pytest.mark.parametrize(("name", "other"), [(a, b) for a in SOAPS for b in EVERY if a != b])
@@ -520,8 +504,8 @@ def test_a_live_soap_of_an_unknown_class_is_refused_with_the_right_hint():
 
 
 def test_a_users_own_function_is_trusted(monkeypatch):
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
-    register(StateReader("mine", (), key="exp_avg_sq", read=lambda state, group, shape: state["exp_avg_sq"]))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    registry.register(StateReader("mine", (), key="exp_avg_sq", read=lambda state, group, shape: state["exp_avg_sq"]))
     state_dict = unmarked(adam_state((3, 4)), Q=[torch.eye(3), torch.eye(4)])
     assert read_state_dict(Weights([(3, 4)]), state_dict, optimizer="mine").second_moment["all.0"].shape == (3, 4)
 
@@ -768,7 +752,7 @@ def test_pytorch_optimizers_soap(optimizer_class, every):
     optimizer = cls(model.parameters(), precondition_frequency=every, **settings)
     all_given = [gradients(shape, 14) for shape in FULL]
     follow(optimizer, model, all_given)
-    assert reader_of(optimizer) is reader_named("soap-pytorch-optimizer")
+    assert registry.reader_of(optimizer) is registry.reader_named("soap-pytorch-optimizer")
     check_live(model, optimizer, [soap(given, every) for given in all_given])
 
 
@@ -813,7 +797,7 @@ def test_heavyballs_soap(optimizer_class, every):
                 moments[i] = BETA * moments[i] + (1 - BETA) * projected(at[i], q) ** 2
             follow(optimizer, model, [[g] for g in at])
             held = [bases_of(optimizer.state[p][0]["scale_by_soap_Q_3"], p.dim()) for p in model.all]
-        assert reader_of(optimizer) is reader_named("soap-heavyball")
+        assert registry.reader_of(optimizer) is registry.reader_named("soap-heavyball")
         check_live(model, optimizer, [Kept(m, q, 13) for m, q in zip(moments, held, strict=True)])
     finally:
         heavyball.utils.compile_mode = mode
@@ -825,7 +809,7 @@ def bases_of(kept: Sequence[Tensor | None], dims: int) -> list[np.ndarray | None
 
 
 def check_live(model: Weights, optimizer: torch.optim.Optimizer, all_kept: Sequence[Kept]) -> None:
-    name = reader_of(optimizer).name
+    name = registry.reader_of(optimizer).name
     curvature = read_optimizer(model, optimizer)
     assert set(curvature.steps.values()) == {all_kept[0].steps}
     live = ba.Posterior.from_optimizer(model, optimizer, N, structure="kronecker")
@@ -886,6 +870,6 @@ def test_their_kin_are_refused_live(optimizer_class, path, kwargs):
 
 
 def test_every_rotated_reader_can_give_its_bases():
-    rotated = [r for r in registered() if isinstance(r, RotatedReader)]
+    rotated = [r for r in registry.registered() if isinstance(r, RotatedReader)]
     assert {r.name for r in rotated} >= {"soap", "shampoo", *SOAPS}
     assert all(r.kept is not None and r.read is not None for r in rotated)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from bayesadam.curvature import read_optimizer
 from bayesadam.curvature.match import match_optimizers, match_state_dict
-from bayesadam.curvature.rotated import SOAP_READER, Rotated, soap_statistics
+from bayesadam.curvature.rotated import SOAP_READER, Rotated
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.optim.soap import SOAP
+from bayesadam.posterior import Posterior
 from cases import mlp
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -544,20 +545,21 @@ def test_groups_have_settings_of_their_own():
 # --- what a posterior reads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "max_side"), [((4, 3), 10_000), ((3, 2, 2), 10_000), ((4, 3), 3), ((4, 3), 0), ((5,), 9)]
-)
+def statistics(state: Any, group: Any, parameter: Tensor) -> Rotated | None:
+    return SOAP_READER.rotated(state, group, parameter.shape)
+
+
+@pytest.mark.parametrize(("shape", "max_side"), [((4, 3), 10_000), ((3, 2, 2), 10_000), ((4, 3), 3)])
 def test_the_statistics_are_those_of_a_kronecker_factored_gaussian(shape, max_side):
     """Against the dense covariance (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ of the stacked columns."""
     parameter, optimizer = started(*shape, max_side=max_side, precondition_every=3, lr=0.01)
-    follow(parameter, optimizer, gradients(11, *shape) if len(shape) > 1 else gradients(11, *shape, 1)[..., 0])
+    follow(parameter, optimizer, gradients(11, *shape))
     group, state = optimizer.param_groups[0], optimizer.state[parameter]
-    found = soap_statistics(state, group)
+    found = statistics(state, group, parameter)
     saved = optimizer.state_dict()
-    again = soap_statistics(saved["state"][0], saved["param_groups"][0])
+    again = statistics(saved["state"][0], saved["param_groups"][0], parameter)
     assert torch.equal(found.second_moment, again.second_moment)
-    stored = state.get("rotated_exp_avg_sq", state.get("exp_avg_sq"))
-    corrected = stored / (1 - 0.95 ** float(state["step"]))
+    corrected = state["rotated_exp_avg_sq"] / (1 - 0.95 ** float(state["step"]))
     m = shape[0]
     v = corrected.reshape(m, -1)
     torch.testing.assert_close(found.second_moment.reshape(m, -1), v)
@@ -581,10 +583,22 @@ def test_the_statistics_are_those_of_a_kronecker_factored_gaussian(shape, max_si
     assert rotation.diagonal(variance).shape == rotation.out_of(noise, dims).shape == parameter.shape
 
 
+@pytest.mark.parametrize(("shape", "max_side"), [((4, 3), 0), ((5,), 9)])
+def test_what_is_adams_has_no_bases_and_is_read_as_adams(shape, max_side):
+    parameter, optimizer = started(*shape, max_side=max_side)
+    follow(parameter, optimizer, gradients(11, *shape, 1)[..., 0])
+    group, state = optimizer.param_groups[0], optimizer.state[parameter]
+    assert statistics(state, group, parameter) is None
+    model = nn.ParameterDict({"only": parameter})
+    torch.testing.assert_close(
+        read_optimizer(model, optimizer).second_moment["only"], state["exp_avg_sq"] / (1 - 0.95**11)
+    )
+
+
 def test_statistics_that_were_read_do_not_change_with_training():
     parameter, optimizer = started(4, 3, precondition_every=2)
     follow(parameter, optimizer, gradients(6, 4, 3))
-    found = soap_statistics(optimizer.state[parameter], optimizer.param_groups[0])
+    found = statistics(optimizer.state[parameter], optimizer.param_groups[0], parameter)
     assert isinstance(found, Rotated)
     kept = copy.deepcopy(found)
     follow(parameter, optimizer, gradients(6, 4, 3, seed=1))
@@ -601,12 +615,14 @@ def test_the_reader_finds_the_state_live_and_saved():
     saved = match_state_dict(model, through_a_file(optimizer.state_dict()), SOAP_READER).entries
     assert [entry.name for entry in live] == [entry.name for entry in saved] == [n for n, _ in model.named_parameters()]
     for a, b in zip(live, saved, strict=True):
-        ours, theirs = soap_statistics(a.state, a.group), soap_statistics(b.state, b.group)
-        assert torch.equal(ours.second_moment, theirs.second_moment)
-        assert ours.second_moment.shape == a.parameter.shape
+        ours, theirs = (statistics(entry.state, entry.group, entry.parameter) for entry in (a, b))
+        assert (ours is None) == (theirs is None) == (a.parameter.dim() < 2)
+        if ours is not None:
+            assert torch.equal(ours.second_moment, theirs.second_moment)
+            assert ours.second_moment.shape == a.parameter.shape
     curvature = read_optimizer(model, optimizer, reader=SOAP_READER)
-    for entry in live:
-        found = soap_statistics(entry.state, entry.group)
+    for entry in (entry for entry in live if entry.parameter.dim() > 1):
+        found = statistics(entry.state, entry.group, entry.parameter)
         torch.testing.assert_close(curvature.second_moment[entry.name], found.rotation.diagonal(found.second_moment))
         # A rotation keeps the trace.
         torch.testing.assert_close(curvature.second_moment[entry.name].sum(), found.second_moment.sum())
@@ -623,7 +639,8 @@ def test_no_reader_of_adam_takes_the_rotated_moment_for_the_weights_own():
 def test_statistics_need_a_step_and_soaps_state():
     parameter, optimizer = started(4, 3)
     follow(parameter, optimizer, gradients(1, 4, 3))
-    with pytest.raises(StateError, match=r"0 steps for a parameter of shape \(4, 3\)"):
-        soap_statistics(optimizer.state[parameter], optimizer.param_groups[0])
-    with pytest.raises(StateError, match="not the state of SOAP: there is no 'step'"):
-        soap_statistics({"momentum_buffer": torch.ones(2)}, {})
+    model = nn.ParameterDict({"only": parameter})
+    with pytest.raises(StateError, match="has not taken a step"):
+        Posterior.from_optimizer(model, optimizer, n_data=10, structure="kronecker")
+    with pytest.raises(KeyError, match="step"):
+        statistics({"rotated_exp_avg_sq": torch.ones(4, 3)}, optimizer.param_groups[0], parameter)

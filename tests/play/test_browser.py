@@ -1,14 +1,13 @@
 """The page in a real browser: a click changes the bands, the sliders move them, the console stays silent."""
 
 import shutil
-import threading
 import time
 
 import pytest
 import torch
 
 from bayesadam.play.learners import BadamLearner
-from bayesadam.play.server import Server
+from play.serving import serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -26,13 +25,8 @@ def server():
     budgets = [kind.budget for kind in kinds]
     for kind in kinds:
         kind.budget = 100
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
+    with serving() as server:
         yield server
-        server.sessions.cancel()
-        server.shutdown()
-        thread.join(timeout=10)
     for kind, budget in zip(kinds, budgets, strict=True):
         kind.budget = budget
     torch.set_num_threads(threads)
@@ -199,13 +193,9 @@ def test_a_phone_needs_no_sideways_scrolling(server, browser):
 
 
 def test_a_server_that_stops_is_said_in_words(browser):
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
+    with serving() as server:
         browser.get(f"{server.url}#p=")
         settle(browser)
-        server.shutdown()
-        thread.join(timeout=10)
     browser.find_element("css selector", "[data-example=few]").click()
     until(lambda: "has stopped" in browser.find_element("id", "trouble").text)
     browser.get_log("browser")

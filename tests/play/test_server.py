@@ -23,6 +23,7 @@ from bayesadam.play.bands import LENGTHSCALES
 from bayesadam.play.learners import BadamLearner
 from bayesadam.play.server import HOST, Server
 from bayesadam.play.session import Sessions
+from play.serving import serving
 
 POINTS = [[-1, 0.5], [0, 0], [1, 0.8], [2, 1]]
 
@@ -37,13 +38,8 @@ def _one_thread():
 
 @pytest.fixture
 def server():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
+    with serving() as server:
         yield server
-        server.sessions.cancel()
-        server.shutdown()
-        thread.join(timeout=10)
 
 
 def request(server, method="GET", path="/", body=None, **headers):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State, StateReader, outline, second_moment
-from bayesadam.errors import StateError
 
 # Adam's names where nothing is rotated. Names of their own elsewhere, so that no reader of Adam takes them for weights'.
 PLAIN_KEY = "exp_avg_sq"
@@ -176,37 +175,6 @@ def _like_bases(name: str, value: Any, shape: torch.Size) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] != value.shape[1]:
         return False
     return named or (len(value) > 1 and value.shape != shape)
-
-
-def soap_statistics(state: State, group: Group) -> Rotated:
-    """What `SOAP` knows of one parameter; `state` and `group` of a live optimiser or out of its state dict.
-
-    >>> from bayesadam.optim.soap import SOAP
-    >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = SOAP(model.parameters())
-    >>> for _ in range(2):
-    ...     model(torch.randn(8, 3)).square().mean().backward()
-    ...     optimizer.step()
-    >>> soap_statistics(optimizer.state[model.weight], optimizer.param_groups[0]).second_moment.shape
-    torch.Size([2, 3])
-
-    Raises:
-        StateError: the state is not SOAP's, or has no gradient in it yet.
-    """
-    try:
-        steps, stored = float(state["step"]), _stored(state)
-        if steps < 1:
-            raise StateError(
-                f"SOAP has taken {steps:g} steps for a parameter of shape {tuple(stored.shape)}, whose first gradient only "
-                "finds the bases: train it for at least one step more"
-            )
-        estimate = second_moment(stored.detach().clone(), SOAP_READER, state, group)
-    except KeyError as missing:
-        raise StateError(
-            f"not the state of SOAP: there is no {missing}; the state has {sorted(map(str, state))}, its group "
-            f"{sorted(map(str, group))}"
-        ) from None
-    return Rotated(_rotation(state), estimate)
 
 
 def _stored(state: State) -> Tensor:

@@ -67,7 +67,7 @@ class SOAP(Optimizer):
     of one dimension or none are given to Adam, with their first gradient. A side longer than `max_side` keeps the identity
     for its basis, and a matrix with two such sides is Adam's again; with max_side=0 this is `torch.optim.AdamW`.
 
-    V in its bases is a Kronecker-factored posterior: `bayesadam.curvature.rotated.soap_statistics` reads it.
+    V in its bases is a Kronecker-factored posterior: `Posterior.from_optimizer(..., structure="kronecker")` reads it.
 
     A step multiplies matrices: about 6 (m²n + mn²) operations more than Adam's, whatever the batch. It pays where batches
     are large beside m and n, or where fewer steps are worth it. `statistics_every` above 1 saves a third of that.

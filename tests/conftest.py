@@ -1,0 +1,16 @@
+"""Random numbers of every test are its own, whatever ran before it in the same process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded_by_test() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
