@@ -21,6 +21,8 @@ from markdown.preprocessors import Preprocessor
 _FENCE = re.compile(r"\s*(```|~~~)")
 # Browsers know letters of other alphabets as characters of their own, not as a variant.
 _ALPHABETS = {"script": {"N": "𝒩", "D": "𝒟", "L": "ℒ"}, "double-struck": {"R": "ℝ", "E": "𝔼"}}
+# Signs that the converter takes for letters: signs have room about them.
+_SIGNS = {"<mi>:</mi>": "<mo>:</mo>", "<mi>;</mi>": "<mo>;</mo>", "<mi>&#x0007E;</mi>": "<mo>∼</mo>"}
 _LETTER = re.compile(r'<mi mathvariant="(script|double-struck)">(\w)</mi>')
 _DIRECTIVE = re.compile(r"(\s*)\.\. math::\s*(.*)$")
 
@@ -32,9 +34,9 @@ def mathml(latex: str, *, block: bool) -> str:
         latex = rf"\begin{{align*}} {latex} \end{{align*}}"
     latex = latex.replace("{aligned}", "{align*}")
     found = convert(latex.replace(r"\_", "_"), display="block" if block else "inline")
-    found = _LETTER.sub(lambda m: f"<mi>{_ALPHABETS[m[1]][m[2]]}</mi>", found).replace(
-        'mathvariant="bold"', 'class="bold"'
-    )
+    found = _LETTER.sub(lambda m: f"<mi>{_ALPHABETS[m[1]][m[2]]}</mi>", found)
+    for taken, meant in {**_SIGNS, 'mathvariant="bold"': 'class="bold"'}.items():
+        found = found.replace(taken, meant)
     return f'<div class="maths">{found}</div>' if block else found
 
 
