@@ -191,7 +191,8 @@ def test_a_real_ctrl_c_leaves_nothing_behind(tmp_path):
         time.sleep(1.5)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # Struck inside code that runs from a string, Python ends by the signal itself, which a shell calls 130 too.
+    assert process.returncode in (130, -signal.SIGINT)
     assert stderr.splitlines()[-1] == "bayesadam: interrupted"
     assert "Traceback" not in stderr
     assert stdout == ""
