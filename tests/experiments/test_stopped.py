@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,9 @@ def test_a_killed_run_ends_with_the_numbers_of_one_left_alone(tmp_path):
 # --- what goes wrong in a worker --------------------------------------------------------------------------------------
 
 
-def work(names, end):
+def work(names, end, tidied=None):
+    if tidied is not None:
+        Finalize(None, (tidied / str(os.getpid())).touch, exitpriority=1)
     for name in names:
         if name == "error":
             raise BayesAdamError("no such data")
@@ -159,12 +162,17 @@ def alone(names):
 def test_results_come_from_processes_that_end_when_all_is_done(tmp_path):
     run, ledger = resumed(Run("parts", 0, tmp_path, {}, quiet=True))
     names = ["a", "failed", "b", "c", "d"]
-    found = worked_off(run, ledger, names, alone, partial(work, end=False), jobs=2)
+    tidied = tmp_path / "tidied"
+    tidied.mkdir()
+    found = worked_off(run, ledger, names, alone, partial(work, end=False, tidied=tidied), jobs=2)
     assert sorted(found) == sorted(names)
     assert found["failed"] == Failure("it did not converge")
     pids = {found[name]["in"] for name in "abcd"}
     assert len(pids) <= 2
     assert os.getpid() not in pids
+    assert {str(pid) for pid in pids} <= {path.name for path in tidied.iterdir()}, (
+        "a worker was killed before it had tidied up"
+    )
     assert not any(map(stat, pids))
     assert set(ledger.read()) == {"a", "b", "c", "d", "seconds"}
 

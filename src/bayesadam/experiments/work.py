@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Does parts that belong together, and yields each by name when it is done, as plain data or as a `Failure`.
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
+# Seconds that a worker has to end by itself.
+_TIDYING = 10.0
 # No part of a command has this name.
 SECONDS = "seconds"
 
@@ -161,6 +163,9 @@ def _results_of(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Gener
                 elif waiting:
                     channel.send(waiting.pop())
                 else:
+                    # Nothing is left for it to do: it ends by itself, and tidies up.
+                    channel.send(None)
+                    workers[channel].join(_TIDYING)
                     busy.remove(channel)
     finally:
         for worker in workers.values():
@@ -187,13 +192,12 @@ def _received(channel: Channel, worker: SpawnProcess) -> tuple[str, Any] | None:
 
 
 def _serve(channel: Channel, work: Work) -> None:
-    """Do one group after the other, and send each part, an error of the library, or None at the group's end."""
+    """Do one group after the other, and send each part, an error of the library, or None at the group's end; None ends it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Ctrl-C goes to every process of a terminal; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    while True:
-        group = channel.recv()
+    while (group := channel.recv()) is not None:
         try:
             for part in work(group):
                 channel.send(part)
