@@ -99,6 +99,8 @@ def worked_off(
                     else:
                         done[name] = result
                         note()
+                # To its end, where the workers are let go.
+                assert next(results, None) is None
         except (KeyboardInterrupt, Terminated):
             note()
             raise
