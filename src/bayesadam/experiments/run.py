@@ -140,14 +140,11 @@ class Run:
         """
         writers: dict[str, Writer] = {**files, name: self._metrics_writer(results)}
         paths = tuple(self.out / name for name in writers)
-        try:
-            with ExitStack() as stack:
-                # None takes its place before the last is complete.
-                temporaries = [stack.enter_context(replacing(path)) for path in paths]
-                for temporary, write in zip(temporaries, writers.values(), strict=True):
-                    write(temporary)
-        except OSError as error:
-            raise FileError(f"cannot write to {self.out}: {error.strerror or error}") from None
+        with ExitStack() as stack:
+            # None takes its place before the last is complete.
+            temporaries = [stack.enter_context(replacing(path)) for path in paths]
+            for temporary, write in zip(temporaries, writers.values(), strict=True):
+                write(temporary)
         for path in paths:
             print(path)
         return paths

@@ -99,8 +99,8 @@ def worked_off(
                     else:
                         done[name] = result
                         note()
-                # To its end, where the workers are let go.
-                assert next(results, None) is None
+                # To the generator's end, where the last workers are let go.
+                next(results, None)
         except (KeyboardInterrupt, Terminated):
             note()
             raise
