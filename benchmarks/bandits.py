@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bayesadam.bandits import BanditProblem, Rounds, make_agent, problem, simulate
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.noise import stream_seed
 from results import OUT, write_results
 
 try:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.data import Images, load_images
+from bayesadam.engine.network import member
 from bayesadam.experiments.pruning import problem_of
 from bayesadam.methods import Network, Training
-from bayesadam.methods.network import member
 from networks import mlp
 from timing import interleaved, ratio
 

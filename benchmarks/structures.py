@@ -45,11 +45,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.calibrate import CalibrationMethod
+from bayesadam.calibration import CalibrationMethod
 from bayesadam.data.toy import ToyData
+from bayesadam.engine.network import Network, initial, member
 from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.methods.base import Problem, Stack
-from bayesadam.methods.network import Network, initial, member
 from bayesadam.methods.training import Data, Training
 from bayesadam.predict.predictive import RegressionPredictive
 

@@ -22,7 +22,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from bayesadam import BayesAdamError, BayesAdamWarning, Posterior
-from bayesadam.calibrate import CalibrationError
+from bayesadam.calibration import CalibrationError
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, ParameterError, estimators, training
 from bayesadam.sklearn.estimators import split
 from bayesadam.sklearn.training import Data, Part, Recipe

@@ -2,14 +2,14 @@
 
 from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
 from bayesadam._version import __version__
-from bayesadam.calibrate import calibrate, log_marginal_likelihood
+from bayesadam.calibration import calibrate, log_marginal_likelihood
 from bayesadam.curvature.recorder import Recorder
-from bayesadam.doctor import Diagnosis, Finding, doctor
+from bayesadam.diagnosis import Diagnosis, Finding, doctor
 from bayesadam.errors import BayesAdamError, BayesAdamWarning
 from bayesadam.optim import Badam
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import Predictive
-from bayesadam.prune import (
+from bayesadam.pruning import (
     PruningReport,
     from_torch_prune,
     keep_pruned,

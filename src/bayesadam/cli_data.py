@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bayesadam.data import DataSet, data_set, data_sets, fetch, find, verify
-from bayesadam.data.fetch import CACHE_VARIABLE, DATA_VARIABLE, FileCheck, cache_folder, data_folder
+from bayesadam.data.fetching import CACHE_VARIABLE, DATA_VARIABLE, FileCheck, cache_folder, data_folder
 from bayesadam.errors import BayesAdamError
 
 app = typer.Typer(

@@ -16,10 +16,10 @@ from bayesadam.checkpoint.identify import read_alike
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry
-from bayesadam.doctor import Diagnosis, diagnose
+from bayesadam.diagnosis import Diagnosis, diagnose
 from bayesadam.errors import SettingError
-from bayesadam.posterior.formulas import precision
-from bayesadam.posterior.settings import Settings
+from bayesadam.structures.formulas import precision
+from bayesadam.structures.settings import Settings
 
 # log₁₀ of the signal to noise: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
 LOG_RANGE = (-12.0, 8.0)

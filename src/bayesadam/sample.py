@@ -17,8 +17,8 @@ from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, read_entry
 from bayesadam.errors import FileError, ImproperError, SettingError
-from bayesadam.posterior.noise import draw, fresh_seed, stream_seed
-from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
+from bayesadam.structures.noise import draw, fresh_seed, stream_seed
+from bayesadam.structures.settings import Form, Precision, Settings, spread_prior
 
 # Second moments looked at together when they are checked.
 _PIECE = 2**19

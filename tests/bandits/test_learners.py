@@ -17,9 +17,9 @@ from bayesadam.bandits.learners import IVON as IvonLearner
 from bayesadam.bandits.learners import Badam, BayesByBackprop, Bootstrap, MCDropout, NetworkLearner, initial_weights
 from bayesadam.bandits.learners import Vadam as VadamLearner
 from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
+from bayesadam.engine.network import Network, member, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from bayesadam.methods.network import Network, member, unflatten
-from bayesadam.methods.streams import Streams
 from bayesadam.optim import IVON, Vadam
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from pathlib import Path
 import bayesadam.cli, bayesadam.experiments.bandits
 import torch._dynamo  # what torch.optim brings in with its first optimiser, otherwise in every attempt anew
 from bayesadam.__main__ import main
-from bayesadam.bandits.simulate import Playing
+from bayesadam.bandits.simulation import Playing
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 # The three seconds that users have are longer than an attempt lasts here.

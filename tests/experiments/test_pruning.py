@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.cli import app
 from bayesadam.data import Images
+from bayesadam.engine.network import member
 from bayesadam.experiments import pruning
 from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.pruning import FRACTIONS, PruningSettings, curves_of, problem_of
 from bayesadam.methods import Network, Training
-from bayesadam.methods.network import member
 from bayesadam.methods.optimum import diagonal_ggn
 
 QUICK = Training(epochs=2, batch_size=16, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99999))

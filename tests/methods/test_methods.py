@@ -12,11 +12,11 @@ from torch.distributions import Normal, kl_divergence
 
 import bayesadam as ba
 from bayesadam import methods
+from bayesadam.engine.network import flatten, forward, initial, member
+from bayesadam.engine.streams import Streams
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum, variational
 from bayesadam.methods.base import dropout_masks, noise_beside
-from bayesadam.methods.network import flatten, forward, initial, member
-from bayesadam.methods.streams import Streams
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.noise import stream_seed
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
 QUICK = Training(epochs=6, batch_size=8, lr=1e-2)

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.optim import IVON, Vadam, _perturbed
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.noise import stream_seed
 from cases import mlp
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

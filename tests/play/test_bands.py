@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from bayesadam.methods.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.methods.variational import gaussian_kl
 from bayesadam.play.ask import Ask
 from bayesadam.play.bands import (

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingError, StateError
-from bayesadam.posterior import noise, sharded
+from bayesadam.structures import noise, sharded
 
 N_DATA = 321
 SETTINGS = {"form": "likelihood", "prior_precision": 1.5}

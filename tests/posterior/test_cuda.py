@@ -11,7 +11,7 @@ import torch
 from torch.distributions import Normal
 
 import bayesadam as ba
-from bayesadam.posterior import noise
+from bayesadam.structures import noise
 from cases import mlp, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.posterior import noise
+from bayesadam.structures import noise
 from posterior.distributed_worker import (
     N_DATA,
     NETWORKS,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 
 import bayesadam as ba
+from bayesadam import _storage as storage
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.optim import SOAP
-from bayesadam.posterior import storage
 from bayesadam.posterior.mixture import Mixture
 from cases import mlp, train, trained
 

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bayesadam as ba
+from bayesadam import _storage as storage
 from bayesadam.errors import FileError, MatchError
-from bayesadam.posterior import storage
 from cases import mlp, trained
 
 

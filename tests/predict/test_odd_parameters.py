@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import bayesadam as ba
 from bayesadam.errors import ImproperError
-from bayesadam.posterior.low_rank import LowRank
+from bayesadam.structures.low_rank import LowRank
 
 N, BATCH, WORDS = 200, 16, 7
 STRUCTURES = ["diagonal", "kronecker", "low-rank", "low-rank+diagonal"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam._alone import alone_with
 from bayesadam.errors import BayesAdamError
-from bayesadam.posterior.alone import alone_with
 from cases import trained
 from predict.cases_networks import encoder, posterior_over
 

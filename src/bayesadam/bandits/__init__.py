@@ -12,7 +12,7 @@ from bayesadam.bandits.problems import (
     reward_problem,
     wheel,
 )
-from bayesadam.bandits.simulate import Simulation, simulate
+from bayesadam.bandits.simulation import Simulation, simulate
 
 __all__ = [
     "AGENTS",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bayesadam.methods.network import Network, linear, unflatten
-from bayesadam.methods.streams import Streams
+from bayesadam.engine.network import Network, linear, unflatten
+from bayesadam.engine.streams import Streams
 
 _ATEN = torch.ops.aten
 # In place on the pre-activations.

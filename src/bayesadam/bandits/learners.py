@@ -16,11 +16,11 @@ from torch import Tensor
 from bayesadam.bandits.agents import AgentSettings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import ChosenArmGradient, Layers, layers_of, outputs, sampled_outputs
-from bayesadam.methods.network import Network, flatten, initial
-from bayesadam.methods.streams import Streams
+from bayesadam.engine.network import Network, flatten, initial
+from bayesadam.engine.streams import Streams
 from bayesadam.methods.training import captured
-from bayesadam.posterior.formulas import precision, shrunk_mean
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.formulas import precision, shrunk_mean
+from bayesadam.structures.noise import stream_seed
 
 
 class Learner(ABC):

@@ -13,7 +13,7 @@ from bayesadam.bandits.agents import AgentSettings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import hidden_features
 from bayesadam.bandits.learners import Learner, NetworkLearner
-from bayesadam.methods.streams import Streams
+from bayesadam.engine.streams import Streams
 
 
 @dataclass(frozen=True, eq=False)

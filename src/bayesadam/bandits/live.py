@@ -19,8 +19,8 @@ from bayesadam.bandits.agents import AgentSettings, agent_settings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.kinds import learner_of
 from bayesadam.bandits.learners import Learner, NetworkLearner
+from bayesadam.engine.network import Network, unflatten
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.methods.network import Network, unflatten
 
 _FIRST_ROOM = 1024
 Floats = npt.ArrayLike

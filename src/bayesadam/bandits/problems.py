@@ -20,7 +20,7 @@ import numpy.typing as npt
 from bayesadam._extras import require
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, SettingError
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.noise import stream_seed
 
 Numbers = npt.NDArray[Any]
 

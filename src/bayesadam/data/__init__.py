@@ -1,6 +1,6 @@
 """Data sets: what there is, where it is, and how to load it."""
 
-from bayesadam.data.fetch import FileCheck, fetch, find, locate, verify
+from bayesadam.data.fetching import FileCheck, fetch, find, locate, verify
 from bayesadam.data.images import Images, load_images, load_split
 from bayesadam.data.registry import DataSet, data_set, data_sets
 from bayesadam.data.tables import Table, load_table

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
-from bayesadam.data.fetch import find, locate
+from bayesadam.data.fetching import find, locate
 from bayesadam.data.idx import read_idx
 from bayesadam.data.registry import data_set
 from bayesadam.errors import DataError, SettingError

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from bayesadam.data.fetch import locate
+from bayesadam.data.fetching import locate
 from bayesadam.data.registry import data_set
 from bayesadam.errors import DataError, SettingError
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, agent_settings
-from bayesadam.bandits.simulate import Playing, Simulation, in_turn
+from bayesadam.bandits.simulation import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run

@@ -19,7 +19,7 @@ from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, Track, generator, silent
 from bayesadam.predict import RegressionPredictive
-from bayesadam.prune import Ranking
+from bayesadam.pruning import Ranking
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

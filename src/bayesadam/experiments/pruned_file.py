@@ -8,8 +8,8 @@ from pathlib import Path
 from bayesadam._files import keep_apart
 from bayesadam.errors import SettingError
 from bayesadam.experiments.run import Run
-from bayesadam.prune import prune_checkpoint
-from bayesadam.prune.masks import Scope
+from bayesadam.pruning import prune_checkpoint
+from bayesadam.pruning.masks import Scope
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from rich.table import Table
 from torch import Tensor
 
 from bayesadam.data import Images, load_images
+from bayesadam.engine.network import forward, member
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
 from bayesadam.experiments.work import resumed, worked_off
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import WeightGaussian, train_with_adam
-from bayesadam.methods.network import forward, member
 from bayesadam.methods.optimum import diagonal_ggn, train_swag
 from bayesadam.methods.variational import train_bbb, train_ivon, train_vadam
 from bayesadam.posterior import Posterior
-from bayesadam.prune import path_scores, weight_scores
+from bayesadam.pruning import path_scores, weight_scores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bayesadam._files import replacing
 from bayesadam._version import __version__
 from bayesadam.errors import FileError
-from bayesadam.posterior.noise import stream_seed
+from bayesadam.structures.noise import stream_seed
 
 T = TypeVar("T")
 Writer = Callable[[Path], object]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam.engine.network import Network
 from bayesadam.errors import SettingError
 from bayesadam.methods.base import Fitted, Method, Problem
 from bayesadam.methods.gaussian_process import fit_gp
-from bayesadam.methods.network import Network
 from bayesadam.methods.optimum import (
     fit_badam,
     fit_ensemble,
@@ -22,8 +22,8 @@ from bayesadam.methods.optimum import (
 )
 from bayesadam.methods.training import Data, Training
 from bayesadam.methods.variational import fit_bbb, fit_ivon, fit_mc_dropout, fit_vadam
-from bayesadam.posterior.noise import stream_seed
 from bayesadam.predict.predictive import Likelihood
+from bayesadam.structures.noise import stream_seed
 
 METHODS: Mapping[str, Method] = {
     "gp": fit_gp,

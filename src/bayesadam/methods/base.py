@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError
-from bayesadam.methods.network import Network, flatten, forward, initial, unflatten
-from bayesadam.methods.streams import Streams
 from bayesadam.methods.training import Data, Rate, Training, adam, descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import (

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from bayesadam.calibrate import calibrate
+from bayesadam.calibration import calibrate
+from bayesadam.engine.network import Network, flatten, forward, member, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.methods.base import (
     AnyPredictive,
     Fitted,
@@ -21,8 +23,6 @@ from bayesadam.methods.base import (
     sampled_predictors,
     train_with_adam,
 )
-from bayesadam.methods.network import Network, flatten, forward, member, unflatten
-from bayesadam.methods.streams import Streams
 from bayesadam.methods.training import descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import RegressionPredictive

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.methods.streams import Streams
-from bayesadam.posterior.noise import stream_seed
 from bayesadam.predict.predictive import Likelihood
+from bayesadam.structures.noise import stream_seed
 
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam.engine.network import flatten, forward, initial, member, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.methods.base import (
     Fitted,
     Problem,
@@ -19,8 +21,6 @@ from bayesadam.methods.base import (
     sampled_predictors,
     train_with_adam,
 )
-from bayesadam.methods.network import flatten, forward, initial, member, unflatten
-from bayesadam.methods.streams import Streams
 from bayesadam.methods.training import Batches, Rate, adam, descend, negative_log_likelihood, repeat
 from bayesadam.optim import IVON, Vadam
 from bayesadam.optim._perturbed import PerturbedOptimizer

@@ -18,8 +18,8 @@ from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.optim._loading import keep_wide
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
-from bayesadam.posterior.settings import Precision
+from bayesadam.structures.noise import fresh_seed, standard_normal, stream_seed
+from bayesadam.structures.settings import Precision
 
 Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser

@@ -12,7 +12,7 @@ from bayesadam.curvature import StateReader
 from bayesadam.curvature.reader import Group as SavedGroup
 from bayesadam.curvature.reader import State
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer, not_negative, positive
-from bayesadam.posterior.settings import Precision
+from bayesadam.structures.settings import Precision
 
 
 def _upward(state: State, group: SavedGroup, shape: torch.Size) -> Tensor:

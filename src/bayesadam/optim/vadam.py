@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.errors import SettingError
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer, positive
-from bayesadam.posterior.settings import Precision
+from bayesadam.structures.settings import Precision
 
 
 class Vadam(PerturbedOptimizer):

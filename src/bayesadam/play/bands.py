@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesadam.methods.network import Network, forward, unflatten
-from bayesadam.methods.streams import Streams
+from bayesadam.engine.network import Network, forward, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.posterior import Posterior
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from bayesadam.methods.network import Network
+from bayesadam.engine.network import Network
 
 Array = npt.NDArray[np.float32]
 
@@ -28,7 +28,7 @@ def error_gradient(network: Network, flat: Array, x: Array, y: Array, masks: Seq
 
     Args:
         network: the recipe, of tanh or relu units.
-        flat: the weights in the order of `bayesadam.methods.network.flatten`, (weights,).
+        flat: the weights in the order of `bayesadam.engine.network.flatten`, (weights,).
         x: inputs, (n, inputs); n is best small, since large products are spread over cores that others need.
         y: targets, (n, outputs).
         masks: for every hidden layer what its units are multiplied with, (n, units).

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.methods.base import Stack, dropout_masks
-from bayesadam.methods.network import Network, flatten, forward, initial, unflatten
-from bayesadam.methods.streams import Streams
 from bayesadam.optim import Vadam
 from bayesadam.play.ask import Ask
 from bayesadam.play.bands import (

@@ -2,7 +2,7 @@
 
 from bayesadam.posterior.mixture import Mixture
 from bayesadam.posterior.posterior import Posterior
-from bayesadam.posterior.settings import Settings
-from bayesadam.posterior.structure import Structure
+from bayesadam.structures.settings import Settings
+from bayesadam.structures.structure import Structure
 
 __all__ = ["Mixture", "Posterior", "Settings", "Structure"]

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, wrapped
+from bayesadam._storage import FORMAT_VERSION, HEADER, check_owner, check_version
 from bayesadam.checkpoint.distributed import stored_entries
 from bayesadam.errors import FileError
-from bayesadam.posterior.storage import FORMAT_VERSION, HEADER, check_owner, check_version
 
 _HEADER_FILE = f"{HEADER}.json"
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bayesadam import _storage as storage
 from bayesadam._version import __version__
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
-from bayesadam.posterior import storage
-from bayesadam.posterior.noise import fresh_seed, stream_seed
 from bayesadam.posterior.posterior import Posterior
+from bayesadam.structures.noise import fresh_seed, stream_seed
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.

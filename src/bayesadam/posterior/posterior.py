@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam import _storage as storage
+from bayesadam._alone import alone_with
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
 from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature
@@ -30,15 +32,15 @@ from bayesadam.curvature.match import (
 from bayesadam.curvature.read import working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
-from bayesadam.posterior import folder, sharded, storage
-from bayesadam.posterior.alone import alone_with
-from bayesadam.posterior.diagonal import Diagonal
-from bayesadam.posterior.kronecker import kronecker_from_gradients, kronecker_of
-from bayesadam.posterior.low_rank import low_rank_of
-from bayesadam.posterior.padding import keep_row, padding_rows
-from bayesadam.posterior.settings import Form, Precision, Settings, spread_prior
-from bayesadam.posterior.stored import stored_structure, stored_weights
-from bayesadam.posterior.structure import Directions, Structure
+from bayesadam.posterior import folder
+from bayesadam.structures import sharded
+from bayesadam.structures.diagonal import Diagonal
+from bayesadam.structures.kronecker import kronecker_from_gradients, kronecker_of
+from bayesadam.structures.low_rank import low_rank_of
+from bayesadam.structures.padding import keep_row, padding_rows
+from bayesadam.structures.settings import Form, Precision, Settings, spread_prior
+from bayesadam.structures.stored import stored_structure, stored_weights
+from bayesadam.structures.structure import Directions, Structure
 
 _STRUCTURES = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))

@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from bayesadam._alone import in_eval_mode
 from bayesadam.errors import MatchError
-from bayesadam.posterior.alone import in_eval_mode
 
 Forward = Callable[[nn.Module, Any], Any]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
-from bayesadam.posterior.structure import Directions
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.generic import Spread, batched_grad, generic_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 from bayesadam.predict.projected import projected_moments
+from bayesadam.structures.structure import Directions
 
 DEFAULT_BUDGET = 1 << 30
 Cotangents = Callable[[int, int], Tensor]

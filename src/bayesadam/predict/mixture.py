@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
-from bayesadam.posterior.noise import fresh_seed, stream_seed
 from bayesadam.predict.predict import predict
 from bayesadam.predict.predictive import (
     BinaryPredictive,
     ClassificationPredictive,
     RegressionPredictive,
 )
+from bayesadam.structures.noise import fresh_seed, stream_seed
 
 if TYPE_CHECKING:
     from bayesadam.posterior.mixture import Mixture

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from bayesadam._alone import alone_with
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
-from bayesadam.posterior.alone import alone_with
 from bayesadam.predict.call import Call, Forward, evaluating, plain
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.plan import plan_for

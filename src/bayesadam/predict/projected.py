@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MemoryBudgetError
-from bayesadam.posterior.structure import Directions
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.contract import gram
 from bayesadam.predict.generic import Spread, jacobians
+from bayesadam.structures.structure import Directions
 
 
 def projected_moments(

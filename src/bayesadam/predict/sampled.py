@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from bayesadam.posterior.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.plan import Plan, dense, recorded
+from bayesadam.structures.noise import fresh_seed, standard_normal, stream_seed
 
 Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]

@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 from bayesadam._shards import fsdp_modules, is_sharded, whole
 from bayesadam.curvature.match import own_parameters
 from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
-from bayesadam.posterior.sharded import common_seed
 from bayesadam.predict.call import Call
+from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
     from bayesadam.posterior import Posterior

@@ -18,7 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor
 
-from bayesadam.calibrate import CalibrationError, calibrate
+from bayesadam.calibration import CalibrationError, calibrate
 from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import Likelihood

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.utils.data import SubsetRandomSampler
 
-from bayesadam.calibrate import calibrate as calibrate_on
+from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import BayesAdamWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.settings import Settings
 from bayesadam.predict.call import Forward
 from bayesadam.predict.predictive import Likelihood
+from bayesadam.structures.settings import Settings
 from bayesadam.trainers.summary import held_out_numbers, snr_numbers
 
 FILE_NAME = "posterior.safetensors"

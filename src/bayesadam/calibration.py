@@ -1,0 +1,411 @@
+"""Calibration: the scale s, the prior precision δ and the observation noise, from held-out data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import BayesAdamError, BayesAdamWarning, SettingError
+from bayesadam.held_out import aligned
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.predict.call import Call, Forward, evaluating, to_device
+from bayesadam.predict.generic import Spread
+from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
+from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
+from bayesadam.predict.predictive import Likelihood, Link, like
+from bayesadam.predict.targets import counted, log_probs
+from bayesadam.structures.low_rank import LowRank
+from bayesadam.structures.noise import fresh_seed
+from bayesadam.structures.structure import Directions
+
+CalibrationMethod = Literal["validation", "evidence"]
+AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
+# Ratios δ/w tried in one pass over the data, and decades of scale around the best.
+_RATIOS = 25
+_MOST_STEPS = 8
+_NOISE_ROUNDS = 8
+_NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+
+
+class CalibrationError(BayesAdamError):
+    """No setting gave a finite score; the posterior is as it was."""
+
+
+def calibrate(
+    posterior: AnyPosterior,
+    batches: Any,
+    *,
+    likelihood: Likelihood,
+    method: CalibrationMethod | None = None,
+    predictive: Method = "linearised",
+    n_samples: int = 30,
+    link: Link = "probit",
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> AnyPosterior:
+    """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
+
+    `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
+    the very predictive that will be used. `"evidence"` takes σ² of greatest likelihood from the held-out residuals
+    r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c equals that of the generalised Gauss-Newton matrix,
+    N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see
+    what δ does outside it and shrinks the uncertainty there to nothing, so regression defaults to evidence; for
+    classification evidence fails where validation works, so that is the default there. Either way δ comes out as one number
+    for all parameters, whatever it was before.
+
+    Args:
+        posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
+        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
+            belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
+            which for a causal language model is one place further on. Classes of −100 are left out.
+        likelihood: `"regression"`, `"classification"` or `"binary"`.
+        method: `"validation"` or `"evidence"`; None takes the default above.
+        predictive: the method that `predict` will be called with.
+        n_samples: its draws, where it samples.
+        link: its link.
+        forward: as in `predict`.
+        generator: makes sampling predictives reproducible.
+        memory_budget: as in `predict`.
+
+    Raises:
+        CalibrationError: nothing tried gave a finite score.
+        MatchError: it cannot be told which output a label belongs to: pass `forward`, and targets to match its outputs.
+    """
+    chosen = method or ("evidence" if likelihood == "regression" else "validation")
+    for name, value, allowed in (
+        ("method", chosen, get_args(CalibrationMethod)),
+        ("predictive", predictive, get_args(Method)),
+    ):
+        if value not in allowed:
+            raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
+    check_options(likelihood, predictive, link, n_samples, memory_budget)
+    if isinstance(posterior, Mixture):
+        held_out = list(aligned(next(iter(posterior)), batches, likelihood=likelihood, forward=forward))
+        options: dict[str, Any] = {"likelihood": likelihood, "method": chosen, "predictive": predictive}
+        options |= {"n_samples": n_samples, "link": link, "forward": forward}
+        options |= {"generator": generator, "memory_budget": memory_budget}
+        return Mixture([calibrate(member, held_out, **options) for member in posterior], posterior.weights)
+    held_out = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
+    data = _Data(posterior, held_out, likelihood, link, forward, memory_budget)
+    best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
+    if predictive != "linearised":
+        best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
+    best.warn_of_doubt()
+    return best
+
+
+def log_marginal_likelihood(
+    posterior: Posterior,
+    batches: Any,
+    *,
+    likelihood: Likelihood,
+    forward: Forward | None = None,
+) -> Tensor:
+    """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
+
+    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it. Where every
+    place of a sequence has a class, N counts places.
+    """
+    require_one_network(posterior, "a marginal likelihood")
+    data = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
+    call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with evaluating(posterior.model), torch.no_grad():
+        for inputs, y in data:
+            device = next(iter(params.values())).device
+            mean = call(params, to_device(inputs, device))
+            mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+            if likelihood == "regression" and posterior.noise_variance is None:
+                raise SettingError(
+                    "the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)"
+                )
+            found = wrap(posterior, likelihood, "probit", mean, torch.zeros_like(mean), None, None)
+            scores = log_probs(found, y.to(device))
+            total += scores.sum(dtype=torch.float64).cpu()
+            count += len(scores)
+    fit = posterior.n_data / count * total
+    penalty = torch.zeros((), dtype=torch.float64)
+    for name, mu in posterior.mean.items():
+        delta = torch.as_tensor(posterior.prior_precision[name], dtype=mu.dtype, device=mu.device)
+        if not bool((delta > 0).all()):
+            raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
+        penalty += (delta * mu.square() - delta.log().expand_as(mu)).sum(dtype=torch.float64).cpu()
+    # log det Λ = P log 2πe − 2 H[q].
+    log_det = posterior.n_weights * math.log(2 * math.pi * math.e) - 2 * posterior.entropy().cpu()
+    return fit - 0.5 * (penalty + log_det)
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Held-out data and how the model is called on it."""
+
+    posterior: Posterior
+    batches: Sequence[tuple[Any, Tensor]]
+    likelihood: Likelihood
+    link: Link
+    forward: Forward | None
+    budget: int
+
+    def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
+        return self.moments(posterior, [posterior.spread.__getitem__], directions=[posterior.directions])
+
+    def moments(
+        self,
+        posterior: Posterior,
+        spreads: Sequence[Spread],
+        *,
+        covariance: bool = False,
+        directions: Sequence[Directions | None] = (),
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean.
+
+        Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,).
+        """
+        call = Call(self.posterior.model, self.forward)
+        params = parameters_at_mean(posterior)
+        device = next(iter(params.values())).device
+        with evaluating(self.posterior.model):
+            for inputs, y in self.batches:
+                found = moments(
+                    call,
+                    params,
+                    spreads,
+                    to_device(inputs, device),
+                    covariance=covariance,
+                    budget=self.budget,
+                    bases=posterior.structure.bases,
+                    directions=directions,
+                )
+                shape = (found.mean.shape[0], *found.shape)
+                mean = found.mean.reshape(shape).to(found.variance.dtype)
+                variance, block, y = found.variance.reshape(-1, *shape), found.covariance, y.to(device)
+                if self.likelihood == "regression":
+                    y = like(y, mean)
+                elif self.likelihood == "classification":
+                    keep = counted(wrap(posterior, self.likelihood, self.link, mean, variance[0], None, None).mean, y)
+                    block = None if block is None else _place_blocks(block, mean)[keep]
+                    mean, variance, y = mean[keep], variance[:, keep], y[keep]
+                yield mean, variance, block, y
+
+    def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
+        """Mean log-likelihood of the targets, −∞ where it is not finite."""
+        found = wrap(posterior, self.likelihood, self.link, mean, variance, None, None).log_prob(y)
+        value = float(found.mean(dtype=torch.float64))
+        return value if math.isfinite(value) else -math.inf
+
+
+def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
+    """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances.
+
+    In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each, as it does
+    where directions over all weights change with it.
+    """
+    settings, structure = posterior.settings, posterior.structure
+    curvatures = structure.curvatures(settings.power)
+    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures])
+    if not len(positive):
+        raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
+    low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
+    ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
+    if settings.form == "map" and not isinstance(structure, LowRank):
+        by_name = dict(zip(structure.second_moment, curvatures, strict=True))
+        spreads: list[Spread] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
+        parts = list(data.moments(posterior, spreads))
+        mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
+        means = mean.expand(len(ratios), *mean.shape)
+    else:
+        passes = [list(data.own_moments(posterior.replace(prior_precision=r * settings.weight))) for r in ratios]
+        parts = passes[0]
+        means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
+        tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
+    y = torch.cat([p[3] for p in parts])
+    best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
+    # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
+    for table, ratio, mean in zip(tables, ratios, means, strict=True):
+        noises: list[Tensor | None] = [None]
+        if data.likelihood == "regression":
+            noises = list(_noise_candidates(mean, y))
+        # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
+        middle = float(table.mean()) / _output_scale(mean)
+        if not (math.isfinite(middle) and middle > 0):
+            continue
+        for noise in noises:
+            candidate = posterior.replace(noise_variance=noise)
+            weights = [w for x in range(-6, 15) if (w := middle * 10 ** (x / 2)) <= largest]
+            value, weight = max(((data.score(candidate, mean, table / w, y), w) for w in weights), default=best[:2])
+            if value > best[0]:
+                best = (value, weight, ratio, noise)
+    value, weight, ratio, noise = best
+    if not math.isfinite(value):
+        raise CalibrationError(
+            "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is unchanged. "
+            "Do the model's outputs contain NaN or infinities there?"
+        )
+    where = ratios.index(ratio)
+    table, mean, candidate = tables[where], means[where], posterior.replace(noise_variance=noise)
+    weight = _refined(lambda w: data.score(candidate, mean, table / w, y), weight)
+    unit = posterior.settings.weight / posterior.settings.scale
+    return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, noise_variance=noise)
+
+
+def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
+    ones: Spread = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
+    if data.likelihood != "regression":
+        parts = list(data.moments(posterior, [ones], covariance=data.likelihood == "classification"))
+        curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
+        return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
+
+    def residuals(
+        at: Posterior, spreads: Sequence[Spread], directions: Sequence[Directions | None] = ()
+    ) -> tuple[Tensor, Tensor]:
+        parts = list(data.moments(at, spreads, directions=directions))
+        square = torch.cat([(y - mean).square() for mean, _, _, y in parts])
+        return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], dim=1)
+
+    square, (reach,) = residuals(posterior, [ones])
+    noise = square.mean(dim=0)
+    for _ in range(_NOISE_ROUNDS):
+        found = _at_evidence(posterior, float((reach.mean(dim=0) / noise).sum())).replace(noise_variance=noise)
+        # In the likelihood form the mean has moved, and the residuals with it.
+        square, (reach, uncertain) = residuals(found, [ones, found.spread.__getitem__], [None, found.directions])
+        # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
+        # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
+        fresh = (square / (1 + uncertain / noise)).mean(dim=0)
+        if bool(((fresh - noise).abs() <= 0.01 * noise).all()):
+            break
+        noise = fresh
+    return found
+
+
+def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Tensor:
+    """Σ J² Λ an example, Λ the Hessian of the negative log-likelihood in the logits."""
+    if covariance is None:
+        p = mean.sigmoid()
+        return (variance[0] * p * (1 - p)).reshape(len(mean), -1).sum(dim=1)
+    p = mean.softmax(dim=-1)
+    return (covariance * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])).flatten(1).sum(dim=1)
+
+
+def _place_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
+    """The covariance of the classes at each place, (b, ..., c, c), out of that of all outputs of an example."""
+    classes = mean.shape[-1]
+    places = mean[0].numel() // classes
+    blocks = covariance.view(-1, places, classes, places, classes).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return blocks.reshape(*mean.shape, classes)
+
+
+def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point."""
+    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(posterior.settings.power))
+    weight = posterior.n_data * curvature / total if total else math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise CalibrationError(
+            f"the curvature on the held-out data gives a weight of {weight!r}; the posterior is unchanged. Do the model's "
+            "outputs contain NaN, or do they not depend on the weights?"
+        )
+    unit = posterior.settings.weight / posterior.settings.scale
+    return _at_fixed_point(posterior.replace(scale=weight / unit, prior_precision=1.0))
+
+
+def _at_fixed_point(posterior: Posterior) -> Posterior:
+    """MacKay: δ = γ/|θ|², γ the number of directions that the data determine."""
+    square = max(sum(float(theta.square().sum(dtype=torch.float64)) for theta in posterior.mode.values()), 1e-30)
+    delta = 1.0
+    for _ in range(200):
+        fresh = max(posterior.effective_dimension / square, 1e-12)
+        posterior = posterior.replace(prior_precision=fresh)
+        if abs(fresh - delta) <= 1e-6 * delta:
+            break
+        delta = fresh
+    return posterior
+
+
+def _by_repeated_prediction(
+    posterior: Posterior, data: _Data, method: Method, n_samples: int, generator: torch.Generator | None
+) -> Posterior:
+    """Start from what suits the linearised network, then search along the scale and the prior under the real predictive.
+
+    Every candidate sees the same random numbers, so that they differ by their settings alone.
+    """
+    seed = fresh_seed(generator)
+
+    def score(candidate: Posterior) -> float:
+        total, count = 0.0, 0
+        for inputs, y in data.batches:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", BayesAdamWarning)
+                found = predict(
+                    candidate,
+                    inputs,
+                    likelihood=data.likelihood,
+                    method=method,
+                    n_samples=n_samples,
+                    link=data.link,
+                    forward=data.forward,
+                    generator=torch.Generator().manual_seed(seed),
+                    memory_budget=data.budget,
+                )
+            scores = log_probs(found, y.to(found.mean.device))
+            total += float(scores.sum(dtype=torch.float64))
+            count += len(scores)
+        return total / count if math.isfinite(total) else -math.inf
+
+    best, value = posterior, score(posterior)
+    # Uphill in ever smaller steps: first along scale and prior together, which is one temperature, then along the prior.
+    for both in (True, False):
+        for factor in (10.0, 10.0**0.5, 10.0**0.25):
+            for step in (factor, 1 / factor):
+                for _ in range(_MOST_STEPS):
+                    prior = {name: step * delta for name, delta in best.prior_precision.items()}
+                    scale = best.settings.scale * (step if both else 1.0)
+                    candidate = best.replace(scale=scale, prior_precision=prior)
+                    found = score(candidate)
+                    # A rise this small is the flat end, where the posterior no longer matters.
+                    if not found > value + 1e-6:
+                        break
+                    best, value = candidate, found
+    if not math.isfinite(value):
+        raise CalibrationError(
+            f"no scale or prior precision gives a finite log-likelihood under method={method!r}; the posterior is "
+            "unchanged. Use predictive='linearised'"
+        )
+    return best
+
+
+def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:
+    residual = (y - mean).square().mean(dim=0)
+    return [share * residual for share in _NOISE_SHARES]
+
+
+def _output_scale(mean: Tensor) -> float:
+    scale = float(mean.var()) if mean.numel() > 1 else 1.0
+    return scale if math.isfinite(scale) and scale > 0 else 1.0
+
+
+def _refined(score: Any, weight: float) -> float:
+    """Golden-section search over half a decade to either side, in the logarithm."""
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = math.log(weight) - 1.2, math.log(weight) + 1.2
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    fa, fb = score(math.exp(a)), score(math.exp(b))
+    for _ in range(20):
+        if fa >= fb:
+            high, b, fb = b, a, fa
+            a = high - golden * (high - low)
+            fa = score(math.exp(a))
+        else:
+            low, a, fa = a, b, fb
+            b = low + golden * (high - low)
+            fb = score(math.exp(b))
+    refined = math.exp((low + high) / 2)
+    return refined if score(refined) >= score(weight) else weight

@@ -1,0 +1,1 @@
+"""Small networks trained as a stack: their recipe, their random numbers, their step, and one module a rule."""

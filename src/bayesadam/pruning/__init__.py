@@ -1,0 +1,35 @@
+"""Pruning: which weights or units to remove, removing them, and keeping them removed."""
+
+from bayesadam.pruning.apply import PrunedHandle, from_torch_prune, keep_pruned, prune, to_torch_prune
+from bayesadam.pruning.files import load_masks, save_masks
+from bayesadam.pruning.masks import pruning_masks
+from bayesadam.pruning.neurons import neuron_masks, rank_neurons
+from bayesadam.pruning.paths import path_scores
+from bayesadam.pruning.rankings import RANKINGS, Ranking, Weights, powered, weight_scores
+from bayesadam.pruning.report import PrunedParameter, PruningReport, pruning_report
+from bayesadam.pruning.saved import prune_checkpoint
+from bayesadam.pruning.shrink import shrink
+
+__all__ = [
+    "RANKINGS",
+    "PrunedHandle",
+    "PrunedParameter",
+    "PruningReport",
+    "Ranking",
+    "Weights",
+    "from_torch_prune",
+    "keep_pruned",
+    "load_masks",
+    "neuron_masks",
+    "path_scores",
+    "powered",
+    "prune",
+    "prune_checkpoint",
+    "pruning_masks",
+    "pruning_report",
+    "rank_neurons",
+    "save_masks",
+    "shrink",
+    "to_torch_prune",
+    "weight_scores",
+]

@@ -1,0 +1,125 @@
+"""Which weights to keep: masks by parameter name, True where a weight stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from bayesadam.errors import SettingError
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.pruning.names import matching, owners
+from bayesadam.pruning.rankings import Ranking, weight_scores
+from bayesadam.pruning.select import best_of_groups, lowest
+
+Scope = Literal["global", "layer"]
+
+
+def pruning_masks(
+    posterior: Posterior,
+    fraction: float | None = None,
+    *,
+    ranking: Ranking = "snr",
+    scope: Scope = "global",
+    exclude: str | Sequence[str] = (),
+    pattern: str | None = None,
+) -> dict[str, Tensor]:
+    """Boolean masks, True where a weight is kept, for every parameter of the posterior and on the parameter's device.
+
+    Of the n weights that are not excluded exactly round(fraction × n) are removed, lowest score first; equal scores by
+    |θ|, then by position. The model is not touched: see `prune`.
+
+    Args:
+        posterior: over the weights; what it does not hold is never pruned.
+        fraction: the share of weights to remove, 0 to 1; None with a pattern.
+        ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"snr-posterior"`, with the prior; `"magnitude"`; `"saliency"`,
+            ½ θ² v̂; a function `ranking(theta, v) -> scores`; or ready scores by parameter name.
+        scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
+        exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
+            `"embeddings"`.
+        pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
+            linear layer, the channels of a convolution at each place of its kernel (as TensorRT and cuSPARSELt read
+            2:4). Parameters with one dimension, biases and norms, are left whole.
+    """
+    require_one_network(posterior, "pruning")
+    check_scope(scope)
+    excluded = matching(posterior.model, exclude)
+    eligible = [name for name in posterior.mode if name not in excluded]
+    if pattern is not None:
+        if fraction is not None:
+            raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
+        kept = _pattern_masks(posterior, _parsed(pattern), ranking, eligible)
+    else:
+        share = checked_fraction(fraction)
+        weights = {name: posterior.mode[name] for name in eligible}
+        kept = removing_lowest(weight_scores(posterior, ranking, eligible), weights, share, scope)
+    parameters = posterior.parameters()
+    return {
+        name: kept[name].to(parameters[name].device)
+        if name in kept
+        else torch.ones(theta.shape, dtype=torch.bool, device=parameters[name].device)
+        for name, theta in posterior.mode.items()
+    }
+
+
+def removing_lowest(
+    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], share: float, scope: Scope
+) -> dict[str, Tensor]:
+    """Masks that keep all but a share of the weights, those of the lowest scores."""
+    kept: dict[str, Tensor] = {}
+    for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
+        count = round(share * sum(weights[name].numel() for name in names))
+        removed = lowest([scores[name] for name in names], [weights[name] for name in names], count)
+        kept |= {name: mask.logical_not_() for name, mask in zip(names, removed, strict=True)}
+    return kept
+
+
+def checked_fraction(fraction: object) -> float:
+    """A share between 0 and 1."""
+    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) <= 1:
+        raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
+    return float(fraction)
+
+
+def check_scope(scope: object) -> None:
+    """Refuse a scope that is not one of `Scope`."""
+    if scope not in get_args(Scope):
+        raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
+
+
+def _parsed(pattern: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", pattern)
+    keep, size = map(int, found.groups()) if found else (0, 0)
+    if not 0 < keep <= size:
+        raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
+    return keep, size
+
+
+def _pattern_masks(
+    posterior: Posterior, pattern: tuple[int, int], ranking: Ranking, names: Sequence[str]
+) -> dict[str, Tensor]:
+    keep, size = pattern
+    held = owners(posterior.model)
+    dims = {}
+    for name in names:
+        shape = posterior.mode[name].shape
+        if len(shape) > 1:
+            dims[name] = 0 if isinstance(held[name][0].module, _ConvTransposeNd) else 1
+            if shape[dims[name]] % size:
+                raise SettingError(
+                    f"{name!r} has shape {tuple(shape)}: its {shape[dims[name]]} inputs are not a multiple of {size}, as "
+                    f"the pattern {keep}:{size} needs. Leave it whole with exclude=({name!r},)"
+                )
+    masks = {}
+    for name, dim in dims.items():
+        score = weight_scores(posterior, ranking, [name])[name].movedim(dim, -1)
+        theta = posterior.mode[name].movedim(dim, -1)
+        groups = best_of_groups(score.reshape(-1, size), theta.reshape(-1, size), keep)
+        masks[name] = groups.view(theta.shape).movedim(-1, dim).contiguous()
+    return masks

@@ -1,0 +1,139 @@
+"""Pruning a saved network from its optimiser's state: no model, no data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from bayesadam.checkpoint import match_checkpoint, read_checkpoint, write_pruned
+from bayesadam.checkpoint.lazy import Lazy, meta
+from bayesadam.curvature import StateReader
+from bayesadam.curvature.match import Entry
+from bayesadam.curvature.read import check_entries, pieces, read_entry
+from bayesadam.errors import SettingError
+from bayesadam.pruning.masks import Scope, check_scope, checked_fraction
+from bayesadam.pruning.names import matching_names
+from bayesadam.pruning.rankings import RANKINGS, Weights
+from bayesadam.pruning.report import PrunedParameter, PruningReport, saving
+from bayesadam.pruning.select import Cut, cut_after
+
+# N and a prior do not change the order: the ranking sees the paper's |θ| v̂^¼.
+_POWER = 0.5
+# Weights looked at together, whatever the size of a tensor.
+_PIECE = 2**19
+
+
+def prune_checkpoint(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    fraction: float,
+    *,
+    ranking: str = "snr",
+    scope: Scope = "global",
+    exclude: str | Sequence[str] = (),
+    optimizer_path: str | os.PathLike[str] | None = None,
+    optimizer: str | StateReader | None = None,
+    param_names: Sequence[str] | None = None,
+    groups_in_order: bool = False,
+    weights_key: str | None = None,
+    optimizer_key: str | None = None,
+) -> PruningReport:
+    """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays as it was.
+
+    Args:
+        path: what the trainer saved, see `read_checkpoint`.
+        out: the file to write; with the ending `.safetensors` the weights alone.
+        fraction: the share of the weights with a state to remove, 0 to 1.
+        ranking: a name from `RANKINGS`.
+        scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
+        exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need the
+            model, see `pruning_masks`.
+        optimizer_path: the optimiser's state, where it has a file of its own.
+        optimizer: the optimiser that wrote it; None tells it by its keys.
+        param_names: the parameter names in the optimiser's order.
+        groups_in_order: your word that each of several groups was filled in the model's order.
+        weights_key: which weights, where the file holds several.
+        optimizer_key: which optimiser's state, where the file holds several.
+
+    Returns:
+        What was removed of the parameters with a state; buffers and frozen weights have no row.
+    """
+    check_scope(scope)
+    share = checked_fraction(fraction)
+    if ranking not in RANKINGS:
+        raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
+    checkpoint = read_checkpoint(
+        path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
+    )
+    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
+    entries = {entry.name: entry for entry in match.entries}
+    check_entries(match, _PIECE)
+    whole = matching_names(entries.keys(), exclude)
+    eligible = {name: entry for name, entry in entries.items() if name not in whole}
+    cuts = _cuts(eligible, RANKINGS[ranking], share, scope)
+    outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
+    masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
+    write_pruned(checkpoint, masks, out)
+    return PruningReport(
+        tuple(
+            PrunedParameter(
+                name,
+                tensor.numel(),
+                kept := int(masks[name].sum()) if name in masks else tensor.numel(),
+                *saving(tensor, kept),
+            )
+            for name, tensor in checkpoint.weights.items()
+            if name in entries
+        )
+    )
+
+
+Rank = Callable[[Weights], Tensor]
+
+
+@torch.no_grad()
+def _scored(entry: Entry, rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and weights of one parameter, piece by piece."""
+    for piece in pieces(entry, _PIECE):
+        _, v = read_entry(piece)
+        theta = piece.parameter.detach().to(v.dtype)
+        yield rank(Weights(theta, v, 1.0, _POWER, 0.0, "map")).reshape(-1), theta.reshape(-1)
+
+
+def _all_scored(entries: Sequence[Entry], rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
+    return chain.from_iterable(_scored(entry, rank) for entry in entries)
+
+
+def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) -> dict[str, Cut | None]:
+    """Where the lowest scores end, for every parameter in turn; None where nothing is removed."""
+    cuts: dict[str, Cut | None] = {}
+    wide = any(entry.parameter.dtype == torch.float64 for entry in entries.values())
+    for names in [list(entries)] if scope == "global" else [[name] for name in entries]:
+        count = round(share * sum(entries[name].parameter.numel() for name in names))
+        if not count:
+            cuts |= dict.fromkeys(names)
+            continue
+        mine = [entries[name] for name in names]
+        cut = cut_after(partial(_all_scored, mine, rank), count, wide=wide)
+        for name in names:
+            cuts[name] = cut
+            for score, weight in _scored(entries[name], rank) if cut.ties else ():
+                _, cut = cut.taken(score, weight)
+    return cuts
+
+
+def _mask(entry: Entry, rank: Rank, cut: Cut | None) -> Tensor:
+    """True where a weight stays."""
+    kept = torch.ones(entry.parameter.numel(), dtype=torch.bool)
+    first = 0
+    for score, weight in _scored(entry, rank) if cut is not None else ():
+        assert cut is not None
+        taken, cut = cut.taken(score, weight)
+        kept[first : first + len(score)] = ~taken
+        first += len(score)
+    return kept.view(entry.parameter.shape)

@@ -1,0 +1,1 @@
+"""Covariance structures: diagonal, Kronecker, low-rank."""

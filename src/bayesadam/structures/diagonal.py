@@ -1,0 +1,164 @@
+"""The diagonal Gaussian: one precision a weight, w v̂ᵖ + δ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesadam._shards import placed_like, whole
+from bayesadam.curvature.rotated import Rotation
+from bayesadam.structures.formulas import curvature, precision, shrunk_mean
+from bayesadam.structures.noise import stream_seed
+from bayesadam.structures.padding import keep_row
+from bayesadam.structures.settings import Settings
+from bayesadam.structures.sharded import draw
+from bayesadam.structures.structure import Named
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
+
+    second_moment: Mapping[str, Tensor]
+    kind = "diagonal"
+    bases: ClassVar[Mapping[str, Rotation]] = {}
+
+    def precision(self, name: str, settings: Settings) -> Tensor:
+        """The precision of every weight of one parameter."""
+        return precision(self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power)
+
+    def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
+        """θ in the map form, w c/(w c + δ) θ in the likelihood form."""
+        if settings.form == "map":
+            return dict(mode)
+        return {
+            name: shrunk_mean(
+                theta, self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power
+            )
+            for name, theta in mode.items()
+        }
+
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
+        return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """The variances themselves: the weights are the coordinates."""
+        return self.variance(settings)
+
+    def directions(self, settings: Settings) -> None:
+        """None."""
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """v̂ᵖ, parameter by parameter."""
+        return [curvature(v, power) for v in self.second_moment.values()]
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """γ = Σ w c/(w c + δ)."""
+        total = 0.0
+        for name, v in self.second_moment.items():
+            data = curvature(v, settings.power).mul_(settings.weight)
+            share = data / (data + settings.prior_precision[name]).clamp_(min=torch.finfo(data.dtype).tiny)
+            total += float(whole(share.sum(dtype=_wide(share))))
+        return total
+
+    def doubt(self, settings: Settings) -> None:
+        """None."""
+
+    def sample(
+        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """μ + ε (w v̂ᵖ + δ)^(-1/2), in one pass over θ and v̂."""
+        return {
+            name: draw(
+                theta,
+                self.second_moment[name],
+                weight=settings.weight,
+                delta=settings.prior_precision[name],
+                power=settings.power,
+                shrink=settings.form == "likelihood",
+                seed=stream_seed(seed, name),
+                n=n,
+                dtype=dtypes[name],
+            )
+            for name, theta in mode.items()
+        }
+
+    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """Σ ½ log(λ/2π) − ½ λ (θ − μ)², λ the precision; sums in float64."""
+        mean = self.mean(mode, settings)
+        total: Tensor | float = 0.0
+        for name, mu in mean.items():
+            prec = self.precision(name, settings)
+            quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
+            terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
+            dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
+            part = whole(terms.sum(dim=dims, dtype=_wide(terms)) if dims else terms.to(_wide(terms)))
+            total = total + (part if isinstance(total, float) else part.to(total.device))
+        return torch.as_tensor(total)
+
+    def entropy(self, settings: Settings) -> Tensor:
+        """Σ ½ log(2πe/λ)."""
+        total: Tensor | float = 0.0
+        for name in self.second_moment:
+            logs = self.precision(name, settings).log_()
+            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - whole(logs.sum(dtype=_wide(logs))))
+            total = total + (part if isinstance(total, float) else part.to(total.device))
+        return torch.as_tensor(total)
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """Weights with v̂ = 0 and δ = 0."""
+        flat = {}
+        for name, count in self._zeros.items():
+            delta = settings.prior_precision[name]
+            if isinstance(delta, Tensor):
+                v = self.second_moment[name]
+                count = int(whole(((v == 0) & (delta.to(v.device) == 0)).sum()))
+            elif delta > 0:
+                count = 0
+            if count:
+                flat[name] = count
+        return flat
+
+    @cached_property
+    def _zeros(self) -> dict[str, int]:
+        counts = [whole((v == 0).sum()) for v in self.second_moment.values()]
+        return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 in some rows."""
+        return type(self)(filled(self.second_moment, rows)) if rows else self
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """v̂ under `second_moment`."""
+        return {"second_moment": dict(self.second_moment)}
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """The same second moments elsewhere."""
+        return type(self)({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
+
+    def gathered(self) -> Self:
+        """The same second moments, whole."""
+        return type(self)({name: whole(v) for name, v in self.second_moment.items()})
+
+
+def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
+    """Moments by name with 1 in place of 0 in the row that is given for some of them."""
+    new = {name: v.clone() for name, v in moments.items() if name in rows}
+    for name, v in new.items():
+        keep_row(v, v + (v == 0), rows[name])
+    return {**moments, **new}
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The type sums over many weights are taken in; Apple's MPS has no float64."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64

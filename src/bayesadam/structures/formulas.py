@@ -1,0 +1,29 @@
+"""The equations of a diagonal posterior, element by element."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesadam.structures.settings import Precision
+
+
+def curvature(second_moment: Tensor, power: float) -> Tensor:
+    """c = v̂ᵖ, in new memory."""
+    return second_moment.sqrt() if power == 0.5 else second_moment.pow(power)
+
+
+def precision(second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
+    """w v̂ᵖ + δ.
+
+    >>> precision(torch.tensor([4.0]), weight=10.0, delta=1.0, power=0.5)
+    tensor([21.])
+    """
+    return curvature(second_moment, power).mul_(weight).add_(delta)
+
+
+def shrunk_mean(mode: Tensor, second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
+    """w c/(w c + δ) θ, the mean of the likelihood form; 0 where there is neither curvature nor prior."""
+    data = curvature(second_moment, power).mul_(weight)
+    total = (data + delta).clamp_(min=torch.finfo(data.dtype).tiny)
+    return data.div_(total).mul_(mode)

@@ -1,0 +1,203 @@
+"""The Kronecker-factored Gaussian: diagonal in the eigenbases of each weight matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bayesadam._shards import is_sharded
+from bayesadam.curvature.match import Match
+from bayesadam.curvature.read import read_entry, working_dtype
+from bayesadam.curvature.rotated import RotatedReader, Rotation
+from bayesadam.errors import SettingError
+from bayesadam.structures.diagonal import Diagonal, filled
+from bayesadam.structures.settings import Settings
+from bayesadam.structures.structure import Named
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker:
+    """Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ for every matrix W, diagonal for the rest.
+
+    In the coordinates of its bases it is a `Diagonal`, and every method is that one's between two rotations.
+
+    Attributes:
+        second_moment: v̂ in the coordinates of the bases, of the parameter's shape.
+        bases: of the parameters that have any.
+    """
+
+    second_moment: Mapping[str, Tensor]
+    bases: Mapping[str, Rotation]
+    kind = "kronecker"
+
+    @cached_property
+    def _inner(self) -> Diagonal:
+        return Diagonal(self.second_moment)
+
+    def _into(self, named: Named) -> dict[str, Tensor]:
+        return {name: self._one_into(name, tensor) for name, tensor in named.items()}
+
+    def _one_into(self, name: str, tensor: Tensor) -> Tensor:
+        v = self.second_moment[name]
+        return self.bases[name].into(tensor.to(v), v.dim()) if name in self.bases else tensor
+
+    def _out_of(self, named: Named) -> dict[str, Tensor]:
+        return {
+            name: self.bases[name].out_of(tensor, self.second_moment[name].dim()) if name in self.bases else tensor
+            for name, tensor in named.items()
+        }
+
+    def _checked(self, settings: Settings) -> Settings:
+        odd = [name for name in self.bases if isinstance(settings.prior_precision.get(name), Tensor)]
+        if odd:
+            raise SettingError(
+                f"a Kronecker-factored posterior needs one prior precision for all weights of {odd[0]!r}: a rotated prior "
+                "of different ones is not diagonal"
+            )
+        return settings
+
+    def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
+        """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
+        if settings.form == "map":
+            return dict(mode)
+        return self._out_of(self._inner.mean(self._into(mode), self._checked(settings)))
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """1/(w v̂ᵖ + δ), the variances of the coordinates."""
+        return self._inner.variance(self._checked(settings))
+
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """The marginal variances of the weights."""
+        return {
+            name: self.bases[name].diagonal(values) if name in self.bases else values
+            for name, values in self.spread(settings).items()
+        }
+
+    def directions(self, settings: Settings) -> None:
+        """None."""
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """v̂ᵖ of the coordinates, parameter by parameter."""
+        return self._inner.curvatures(power)
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """That of the coordinates."""
+        return self._inner.effective_dimension(self._checked(settings))
+
+    def doubt(self, settings: Settings) -> None:
+        """None."""
+
+    def sample(
+        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """Coordinates drawn one by one, and rotated back."""
+        kept = {name: v.dtype if name in self.bases else dtypes[name] for name, v in self.second_moment.items()}
+        drawn = self._inner.sample(self._into(mode), self._checked(settings), seed=seed, n=n, dtypes=kept)
+        return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
+
+    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """That of the coordinates: a rotation keeps volumes."""
+        return self._inner.log_prob(self._into(values), self._into(mode), self._checked(settings))
+
+    def entropy(self, settings: Settings) -> Tensor:
+        """That of the coordinates."""
+        return self._inner.entropy(self._checked(settings))
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """Directions with v̂ = 0 and δ = 0."""
+        return self._inner.flat_weights(settings)
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 in some rows; with a left basis in one of the directions that have no curvature.
+
+        A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
+        """
+        if not rows:
+            return self
+        places = dict(rows)
+        for name in rows.keys() & self.bases.keys():
+            v = self.second_moment[name]
+            if self.bases[name].left is not None:
+                places[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
+        return type(self)(filled(self.second_moment, places), self.bases)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """v̂ in its coordinates, and the bases under `left` and `right`."""
+        sides = {
+            "left": {name: basis.left for name, basis in self.bases.items() if basis.left is not None},
+            "right": {name: basis.right for name, basis in self.bases.items() if basis.right is not None},
+        }
+        return {"second_moment": dict(self.second_moment), **sides}
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """The same elsewhere."""
+        return type(self)(
+            {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()},
+            {name: basis.to(device, dtype) for name, basis in self.bases.items()},
+        )
+
+    def gathered(self) -> Self:
+        """Itself: its tensors are whole."""
+        return self
+
+
+def kronecker_of(match: Match) -> Kronecker:
+    """The structure that the state of a SOAP or a Shampoo holds; what they do not rotate, and other optimisers', is diagonal."""
+    moments: dict[str, Tensor] = {}
+    bases: dict[str, Rotation] = {}
+    for entry in match.entries:
+        if is_sharded(entry.parameter):
+            raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
+        place = entry.parameter.device, working_dtype(entry.parameter.dtype)
+        found = None
+        if isinstance(entry.reader, RotatedReader):
+            found = entry.reader.rotated(entry.state, entry.group, entry.parameter.shape)
+        if found is None:
+            moments[entry.name] = read_entry(entry)[1].to(*place)
+            continue
+        moments[entry.name], bases[entry.name] = found.second_moment.to(*place), found.rotation.to(*place)
+    if not bases:
+        raise SettingError(
+            "structure='kronecker' needs eigenbases, which SOAP keeps: train with bayesadam.optim.SOAP or another that is "
+            "read, or use structure='diagonal'"
+        )
+    return Kronecker(moments, bases)
+
+
+def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Kronecker:
+    """The structure of recorded gradients, (K, *shape) by parameter name: bases of Σ G Gᵀ and Σ Gᵀ G, v̂ the mean square in them.
+
+    A vector gets the basis of Σ g gᵀ where there are as many gradients as it has entries; with fewer that matrix is flat in
+    directions in which nothing was seen. Sides longer than `max_side` are left as they are.
+    """
+    moments: dict[str, Tensor] = {}
+    bases: dict[str, Rotation] = {}
+    for name, stack in gradients.items():
+        found: list[Tensor | None] = [None, None]
+        if stack.dim() > 2:
+            matrices = stack.flatten(2)
+            sides = (matrices.transpose(0, 1).flatten(1), matrices.flatten(0, 1).T)
+            found = [_eigenbasis(rows) if 1 < len(rows) <= max_side else None for rows in sides]
+        elif stack.dim() == 2 and 1 < stack.shape[1] <= min(len(stack), max_side):
+            found[1] = _eigenbasis(stack.T)
+        if any(basis is not None for basis in found):
+            bases[name] = Rotation(*found)
+            stack = torch.stack([bases[name].into(gradient, gradient.dim()) for gradient in stack])
+        moments[name] = stack.square().mean(dim=0)
+    if not bases:
+        raise SettingError("no parameter has eigenbases to be found: use structure='diagonal' or 'low-rank'")
+    return Kronecker(moments, bases)
+
+
+def _eigenbasis(rows: Tensor) -> Tensor:
+    """The eigenvectors of A Aᵀ as columns, from the largest eigenvalue down."""
+    vectors: Tensor = torch.linalg.eigh(rows @ rows.T).eigenvectors
+    return vectors.flip(1).contiguous()

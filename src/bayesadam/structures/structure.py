@@ -1,0 +1,129 @@
+"""What a covariance structure must be able to do; `Diagonal` is the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from bayesadam.curvature.rotated import Rotation
+from bayesadam.structures.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """Orthonormal directions Q over all weights together, along which a white vector is shorter than elsewhere.
+
+    Attributes:
+        rows: Qᵀ by parameter name, (K, *shape).
+        kept: the variance along each, at most 1, (K,).
+    """
+
+    rows: Named
+    kept: Tensor
+
+    def coordinates(self, white: Named) -> Tensor:
+        """Qᵀ z, (..., K), of z by parameter name with any leading dimensions."""
+        parts = []
+        for name, rows in self.rows.items():
+            z = white[name].unsqueeze(-1).flatten(white[name].dim() - rows.dim() + 1)
+            parts.append((z @ rows.unsqueeze(-1).flatten(1).T.to(z)).to(self.kept.device))
+        return reduce(torch.add, parts)
+
+    def scaled(self, white: Named, factors: Tensor) -> dict[str, Tensor]:
+        """z with its coordinates along Q multiplied by factors."""
+        change = self.coordinates(white) * (factors - 1)
+        return {name: z + torch.tensordot(change.to(z), self.rows[name].to(z), dims=1) for name, z in white.items()}
+
+
+class Structure(Protocol):
+    """The curvature of a Gaussian over named parameters, before N, δ and p are chosen.
+
+    Every method is a pure function of the structure, the trained weights θ (`mode`) and the settings.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name asked for in `from_optimizer(..., structure=kind)` and written into files."""
+        ...
+
+    def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
+        """E[θ]."""
+        ...
+
+    @property
+    def second_moment(self) -> Named:
+        """v̂ in the coordinates in which the covariance is diagonal."""
+        ...
+
+    @property
+    def bases(self) -> Mapping[str, Rotation]:
+        """Those coordinates, of the parameters whose own they are not."""
+        ...
+
+    def spread(self, settings: Settings) -> dict[str, Tensor]:
+        """The variances of the coordinates."""
+        ...
+
+    def directions(self, settings: Settings) -> Directions | None:
+        """Directions over all coordinates together that are narrower than `spread` says; None where there are none."""
+        ...
+
+    def curvatures(self, power: float) -> list[Tensor]:
+        """The eigenvalues v̂ᵖ, those that are 0 left out or not."""
+        ...
+
+    def effective_dimension(self, settings: Settings) -> float:
+        """γ = tr(w c Σ), the number of directions that the data determine and not the prior."""
+        ...
+
+    def doubt(self, settings: Settings) -> str | None:
+        """What is wrong with the structure at these settings, and what to do; None where nothing is."""
+        ...
+
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """The marginal variances diag Σ."""
+        ...
+
+    def sample(
+        self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
+        ...
+
+    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """log q(values), over any leading dimensions."""
+        ...
+
+    def entropy(self, settings: Settings) -> Tensor:
+        """H[q] in nats."""
+        ...
+
+    def flat_weights(self, settings: Settings) -> dict[str, int]:
+        """How many weights of each parameter have no precision at all; names without any are left out."""
+        ...
+
+    def filled(self, rows: Mapping[str, int]) -> Self:
+        """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
+        ...
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What must be saved: tensors by role, then by parameter name."""
+        ...
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """The same structure elsewhere."""
+        ...
+
+    def gathered(self) -> Self:
+        """The same structure of whole tensors, where its own are spread over processes."""
+        ...

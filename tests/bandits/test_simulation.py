@@ -1,0 +1,299 @@
+"""Simulations: bookkeeping by hand, independence of what is stacked, the same numbers after a kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bayesadam.bandits import AGENTS, agent_settings, classification_problem, reward_problem, simulate
+from bayesadam.bandits.simulation import Playing, _lanes, in_turn
+from bayesadam.errors import FileError, MatchError, SettingError
+
+SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
+
+
+def blobs(n: int = 400, features: int = 5, arms: int = 3):
+    random_ = np.random.default_rng(0)
+    labels = random_.integers(arms, size=n)
+    centres = 2 * random_.normal(size=(arms, features))
+    return classification_problem(centres[labels] + random_.normal(size=(n, features)), labels, name="blobs")
+
+
+def small(agent: str, settings: str = "tuned", **changes: object):
+    return agent_settings(agent, settings, **(SMALL | changes))
+
+
+# --- bookkeeping ----------------------------------------------------------------------------------------------------
+
+
+def test_totals_by_hand():
+    # Arm 1 pays 2 and arm 0 pays 1 whatever the context; the forced pulls are all there is.
+    chosen = reward_problem(np.arange(4.0)[:, None], np.tile([1.0, 2.0], (4, 1)))
+    found = simulate(chosen, "greedy", runs=2, settings=small("greedy", initial_pulls=2))
+    np.testing.assert_allclose(found.reward_ratio, (1 + 2 + 1 + 2) / 8)
+    np.testing.assert_allclose(found.regret_ratio, 2 / (8 - 6))
+    np.testing.assert_array_equal(found.points, [1, 2, 3, 4])
+    np.testing.assert_allclose(found.reward, [[1, 3, 4, 6]] * 2)
+    np.testing.assert_allclose(found.regret, [[1, 1, 2, 2]] * 2)
+    assert (found.problem, found.agent, found.rounds) == ("rewards", "greedy", 4)
+
+
+def test_curves_have_at_most_500_points_and_end_with_the_totals():
+    found = simulate("wheel:0.5", "uniform", runs=3, rounds=1700)
+    assert found.reward.shape == found.regret.shape == (3, 500)
+    assert (found.points[0], found.points[-1]) == (1, 1700)
+    optimum = (found.reward + found.regret)[:, -1]
+    np.testing.assert_allclose(found.reward_ratio, found.reward[:, -1] / optimum)
+
+
+def test_uniform_is_near_its_expectation():
+    found = simulate("wheel:0.5", "uniform", runs=10, rounds=3000)
+    error = found.regret_ratio.std() / np.sqrt(10)
+    assert found.regret_ratio.mean() == pytest.approx(1, abs=4 * error)
+    assert simulate(blobs(), "uniform").reward_ratio.mean() == pytest.approx(1 / 3, abs=0.03)
+
+
+def test_epsilon_one_is_uniform():
+    found = simulate(blobs(), "epsilon-greedy", runs=4, settings=small("epsilon-greedy", epsilon=1.0))
+    assert found.reward_ratio.mean() == pytest.approx(1 / 3, abs=0.05)
+
+
+@pytest.mark.parametrize("settings", ["paper", "tuned"])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_every_agent_plays(agent, settings):
+    seen = []
+    found = simulate(
+        blobs(),
+        agent,
+        runs=2,
+        rounds=200,
+        settings=small(agent, settings),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert np.isfinite(found.reward_ratio).all()
+    assert np.isfinite(found.regret).all()
+    assert seen[-1] == (200, 200)
+    assert sorted(seen) == seen
+    assert len(seen) == 1 + -(-(200 - 9) // 20)
+
+
+@pytest.mark.parametrize(
+    "agent", ["greedy", "badam", "badam-map", "linear", "neural-linear", "mc-dropout", "bootstrap"]
+)
+def test_agents_learn(agent):
+    settings = small(agent, train_steps=20, lr=1e-2)
+    found = simulate(blobs(), agent, runs=3, settings=settings)
+    assert found.reward_ratio.mean() > 0.6
+    late = (found.reward[:, -1] - found.reward[:, 199]) / 200
+    assert late.mean() > 0.7
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
+    chosen, settings = blobs(), small(agent)
+    seeds = list(range(10, 14))
+    played = [chosen.run(seed, 130) for seed in seeds]
+    cpu = torch.device("cpu")
+    (stack,) = _lanes(chosen, settings, seeds, played, cpu, [4])
+    (alone,) = _lanes(chosen, settings, seeds[2:3], played[2:3], cpu, [1])
+    for _ in range(6):
+        stack.advance()
+        alone.advance()
+    assert torch.equal(stack.buffer.arms[2], alone.buffer.arms[0])
+    for name, tensor in alone.learner.tensors().items():
+        if tensor.dim() and not name.endswith("step"):
+            members = tensor.shape[0]
+            together = stack.learner.tensors()[name][2 * members : 3 * members]
+            torch.testing.assert_close(together, tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_differ_and_repeat():
+    first, again, other = (
+        simulate(blobs(), "badam", runs=3, rounds=120, settings=small("badam"), seed=s) for s in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first.reward, again.reward)
+    assert not np.array_equal(first.reward, other.reward)
+    assert not np.array_equal(first.reward[0], first.reward[1])
+
+
+def test_the_global_random_state_and_the_threads_are_left_alone():
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    np.random.seed(3)
+    simulate(blobs(), "vadam", runs=4, rounds=60, settings=small("vadam"))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", ["badam", "linear", "neural-linear", "bootstrap"])
+def test_cost_per_round_does_not_grow(agent):
+    chosen = blobs(n=3000)
+    (lane,) = _lanes(chosen, small(agent, window=100), [0], [chosen.run(0)], torch.device("cpu"), [1])
+    times = []
+    while lane.done < 3000:
+        start = time.process_time()
+        lane.advance()
+        times.append(time.process_time() - start)
+    early, late = np.median(times[5:45]), np.median(times[-40:])
+    assert late < 2 * early
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def same(a, b) -> None:
+    for name in ("reward", "regret", "reward_ratio", "regret_ratio", "points"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_interrupted_simulation_ends_with_the_same_numbers(agent, tmp_path):
+    path = tmp_path / "cell.safetensors"
+    settings = small(agent)
+
+    def stop(done: int, total: int) -> None:
+        if done > 80:
+            raise KeyboardInterrupt
+
+    def run(**changes: object):
+        return simulate(blobs(), agent, runs=3, rounds=150, settings=settings, **changes)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(checkpoint=path, checkpoint_seconds=0, progress=stop)
+    assert path.is_file()
+    seen = []
+    resumed = run(checkpoint=path, checkpoint_seconds=0, progress=lambda done, total: seen.append(done))
+    assert seen[0] > 80
+    whole = run()
+    same(resumed, whole)
+    same(run(checkpoint=path), whole)
+
+
+# Imports once, then forks a process for each attempt; no thread has run by then.
+KILLED = """
+import os, random, signal, sys, time
+import numpy as np
+from bayesadam.bandits import agent_settings, classification_problem, simulate
+
+folder = sys.argv[1]
+x = np.random.default_rng(0).normal(size=(900, 5))
+settings = agent_settings("badam", hidden=(16, 16), batch_size=64, train_steps=10)
+
+
+def attempt(name):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        found = simulate(
+            classification_problem(x, (x[:, 0] > 0).astype(int)), "badam", runs=4, settings=settings, device="cpu",
+            checkpoint=f"{folder}/{name}.safetensors", checkpoint_seconds=0,
+            progress=lambda done, total: os.write(write, b"%d " % done),
+        )
+        np.save(f"{folder}/{name}.npy", found.reward)
+        os._exit(0)
+    os.close(write)
+    return child, read
+
+
+choose = random.Random(4)
+for _ in range(5):
+    child, read = attempt("killed")
+    text = b""
+    while text.count(b" ") < choose.randrange(1, 9):
+        text += os.read(read, 1)
+    time.sleep(0.03 * choose.random())
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    print(text.split()[0].decode())
+for name in ("killed", "whole"):
+    assert os.waitpid(attempt(name)[0], 0)[1] == 0
+"""
+
+
+def test_a_killed_simulation_ends_with_the_same_numbers(tmp_path):
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Where each attempt began: every one but the first where an earlier one was killed.
+    began = [int(line) for line in done.stdout.split()]
+    assert began == sorted(began)
+    assert began[0] < began[-1] < 900
+    np.testing.assert_array_equal(np.load(tmp_path / "killed.npy"), np.load(tmp_path / "whole.npy"))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".tmp") == []
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "cell.safetensors"
+    settings = small("greedy")
+    simulate(blobs(), "greedy", runs=2, rounds=60, settings=settings, checkpoint=path)
+    for changes, message in (
+        ({"rounds": 80}, "rounds=60, not 80"),
+        ({"seed": 1}, "seed=0, not 1"),
+        ({"runs": 3}, "runs=2, not 3"),
+        ({"settings": small("greedy", lr=0.1)}, "settings="),
+        ({"problem": blobs(n=401)}, "other data"),
+        ({"agent": "epsilon-greedy"}, "agent='greedy'"),
+    ):
+        call = {"problem": blobs(), "agent": "greedy", "runs": 2, "rounds": 60, "settings": settings} | changes
+        with pytest.raises(MatchError, match=message):
+            simulate(**call, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(FileError, match="truncated"):
+        simulate(blobs(), "greedy", runs=2, rounds=60, settings=settings, checkpoint=path)
+
+
+@pytest.mark.parametrize("runs", [0, -1, 1.0, True])
+def test_runs_must_be_a_positive_number(runs):
+    with pytest.raises(SettingError, match="runs"):
+        simulate(blobs(), "uniform", runs=runs)
+
+
+# --- in turn --------------------------------------------------------------------------------------------------------
+
+
+def test_simulations_in_turn_end_as_they_do_alone():
+    agents = ("badam", "linear", "uniform", "greedy", "bbb")
+    lengths = (120, 60, 200, 90, 100)
+    starts = [
+        partial(Playing, blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        for agent, rounds in zip(agents, lengths, strict=True)
+    ]
+    threads = torch.get_num_threads()
+    found = dict(in_turn(starts, 2))
+    assert torch.get_num_threads() == threads
+    assert sorted(found) == list(range(5))
+    for number, (agent, rounds) in enumerate(zip(agents, lengths, strict=True)):
+        alone = simulate(blobs(), agent, runs=2, rounds=rounds, settings=small(agent))
+        np.testing.assert_array_equal(found[number].reward, alone.reward)
+
+
+def test_a_simulation_that_cannot_start_does_not_cost_the_others_their_results():
+    def broken() -> Playing:
+        raise KeyboardInterrupt
+
+    good = partial(Playing, blobs(), "uniform", runs=2, rounds=60)
+    threads, came = torch.get_num_threads(), []
+    with pytest.raises(KeyboardInterrupt):
+        came.extend(number for number, _ in in_turn([good, good, broken, good], 2))
+    assert came == [0]
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,442 @@
+"""Fetching from a real HTTP server that misbehaves in every way a server can."""
+
+import errno
+import gzip
+import hashlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from bayesadam.data import fetch, find, locate, registry, verify
+from bayesadam.data.registry import Copy, DataFile, DataSet
+from bayesadam.errors import DataError, SettingError
+
+SOURCE = Path(__file__).parents[2] / "src"
+# The package has a function of the same name.
+fetching = importlib.import_module("bayesadam.data.fetching")
+
+CONTENT = b"a,b,c\n" * 50_000
+PACKED = gzip.compress(CONTENT, mtime=0)
+
+
+class Server:
+    """Answers each path by its script: bytes, a status, or a number of bytes after which it hangs up."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[object]] = {}
+        self.asked: list[str] = []
+        self.encodings: set[str | None] = set()
+        self.before_answer = self.midway = lambda: None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                outer.encodings.add(self.headers["Accept-Encoding"])
+                outer.before_answer()
+                script = outer.answers.get(self.path, [404])
+                answer = script.pop(0) if len(script) > 1 else script[0]
+                if isinstance(answer, tuple):
+                    self.reply(*answer)
+                elif isinstance(answer, int):
+                    self.send_error(answer)
+                else:
+                    self.reply(answer, len(answer))
+
+            def reply(self, content: bytes, sent: int) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: sent // 2])
+                outer.midway()
+                self.wfile.write(content[sent // 2 : sent])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.server.shutdown()
+    thread.join()
+    server.server.server_close()
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def record(*urls: str) -> DataSet:
+    published = Copy("tiny.csv", len(CONTENT), digest(CONTENT))
+    packed = Copy("tiny.csv.gz", len(PACKED), digest(PACKED))
+    return DataSet("tiny", "a test", "tables/tiny", (DataFile(published, packed, urls),), instead="wheel")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("BAYESADAM_DATA", raising=False)
+    monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
+    return tmp_path / "cache" / "tables" / "tiny"
+
+
+@pytest.fixture
+def tiny(cache, server, monkeypatch) -> Path:
+    """The set `tiny` with two sources, /first and /second; gives the path it would be cached at."""
+    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(f"{server.url}/first", f"{server.url}/second"))
+    return cache / "tiny.csv"
+
+
+def users(tmp_path: Path, monkeypatch, name: str, content: bytes) -> Path:
+    """A file of `tiny` in a folder that BAYESADAM_DATA names."""
+    path = tmp_path / "data" / "tables" / "tiny" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
+    return path
+
+
+def nothing_left(folder: Path) -> bool:
+    return not folder.exists() or list(folder.iterdir()) == []
+
+
+# --- the places -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "content"), [("tiny.csv", CONTENT), ("tiny.csv.gz", PACKED)])
+def test_the_users_folder_comes_first_in_either_form(tiny, server, tmp_path, monkeypatch, name, content):
+    tiny.parent.mkdir(parents=True)
+    tiny.write_bytes(CONTENT)
+    path = users(tmp_path, monkeypatch, name, content)
+    assert locate("tiny") == {"tiny.csv": path}
+    assert fetch("tiny") == (path,)
+    assert [check.status for check in verify("tiny")] == ["ok"]
+    assert server.asked == []
+
+
+def test_then_the_cache_then_the_source_and_only_once(tiny, server):
+    server.answers = {"/first": [CONTENT]}
+    assert find("tiny") == {}
+    assert locate("tiny") == {"tiny.csv": tiny}
+    assert tiny.read_bytes() == CONTENT
+    assert locate("tiny") == {"tiny.csv": tiny}
+    assert fetch("tiny", progress=False) == (tiny,)
+    assert server.asked == ["/first"]
+    # Packed for the journey, a file would be unpacked on arrival, and a .gz file with it.
+    assert server.encodings == {"identity"}
+    assert list(tiny.parent.iterdir()) == [tiny]
+
+
+def test_only_the_wanted_files_are_fetched(tiny, server):
+    assert locate("tiny", ()) == {}
+    assert server.asked == []
+
+
+def test_an_embedded_set_has_nothing_to_fetch(cache):
+    assert fetch("digits") == ()
+    assert locate("wheel") == {}
+    assert verify("toy") == []
+
+
+def test_a_folder_of_ones_own_can_serve_as_the_users(tiny, server, tmp_path, monkeypatch):
+    server.answers = {"/first": [CONTENT]}
+    (path,) = fetch("tiny", folder=tmp_path / "mine", progress=False)
+    assert path == tmp_path / "mine" / "tables" / "tiny" / "tiny.csv"
+    assert not tiny.exists()
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "mine"))
+    assert locate("tiny") == {"tiny.csv": path}
+
+
+def test_a_users_folder_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(SettingError, match="nowhere, which is not a folder"):
+        locate("tiny")
+
+
+# --- packed sources -------------------------------------------------------------------------------------------------
+
+
+def zipped() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("readme.txt", "small")
+        archive.writestr("folder/tiny.csv", CONTENT)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/tiny.csv.gz", PACKED), ("/other.zip", zipped())])
+def test_a_packed_source_is_unpacked_before_the_check(cache, server, monkeypatch, path, answer):
+    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(server.url + path))
+    server.answers = {path: [answer]}
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+    assert [file.name for file in cache.iterdir()] == ["tiny.csv"]
+
+
+@pytest.mark.parametrize("path", ["/tiny.csv.gz", "/other.zip"])
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>", b"", PACKED[:100], gzip.compress(b"another file")],
+    ids=["a page", "nothing", "half", "another file"],
+)
+def test_a_packed_source_that_is_not_is_refused(cache, server, monkeypatch, path, answer):
+    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(server.url + path))
+    server.answers = {path: [answer]}
+    with pytest.raises(DataError, match=r"not a \.(gz|zip) file|wrong checksum"):
+        locate("tiny")
+    assert nothing_left(cache)
+
+
+# --- servers that fail ----------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_checksum_is_not_kept_and_the_next_source_is_asked(tiny, server):
+    wrong = b"x" * len(CONTENT)
+    server.answers = {"/first": [wrong], "/second": [CONTENT]}
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+    assert server.asked == ["/first", "/second"]
+
+
+def test_wrong_checksums_alone_leave_nothing_behind(tiny, server):
+    wrong = b"x" * len(CONTENT)
+    server.answers = {"/first": [wrong], "/second": [wrong]}
+    with pytest.raises(DataError, match="wrong checksum") as caught:
+        locate("tiny")
+    assert digest(wrong) in str(caught.value)
+    assert digest(CONTENT) in str(caught.value)
+    # A second try would bring the same.
+    assert server.asked == ["/first", "/second"]
+    assert nothing_left(tiny.parent)
+
+
+def test_a_cut_connection_is_tried_again(tiny, server):
+    cut = (CONTENT, 1000)
+    server.answers = {"/first": [cut, CONTENT], "/second": [cut]}
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+    assert server.asked == ["/first", "/second", "/first"]
+
+
+def test_a_connection_always_cut_fails_and_leaves_nothing(tiny, server):
+    server.answers = {path: [(CONTENT, 1000)] for path in ("/first", "/second")}
+    with pytest.raises(DataError, match="IncompleteRead") as caught:
+        locate("tiny")
+    assert "tiny.csv" in str(caught.value)
+    assert len(server.asked) == 2 * fetching.ROUNDS
+    assert nothing_left(tiny.parent)
+
+
+def test_a_server_error_passes(tiny, server):
+    server.answers = {"/first": [500, 503, CONTENT], "/second": [500]}
+    assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
+    assert server.asked == ["/first", "/second"] * 2 + ["/first"]
+
+
+def test_waits_double(tiny, server, monkeypatch):
+    waits = []
+    monkeypatch.setattr(fetching.time, "sleep", waits.append)
+    server.answers = {path: [500] for path in ("/first", "/second")}
+    with pytest.raises(DataError, match="500"):
+        locate("tiny")
+    assert waits == [0.01, 0.02]
+
+
+def test_a_missing_page_is_not_asked_for_twice(tiny, server):
+    with pytest.raises(DataError, match="HTTP 404"):
+        locate("tiny")
+    assert server.asked == ["/first", "/second"]
+    assert nothing_left(tiny.parent)
+
+
+def test_without_a_network_the_error_names_file_place_and_embedded_set(cache, monkeypatch):
+    # A port that nothing listens on.
+    closed = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    port = closed.server_address[1]
+    closed.server_close()
+    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(f"http://127.0.0.1:{port}/tiny.csv"))
+    with pytest.raises(DataError, match="refused") as caught:
+        locate("tiny")
+    for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(cache), "embedded set 'wheel'"):
+        assert part in str(caught.value)
+
+
+def test_without_a_source_the_error_says_so(cache, monkeypatch):
+    monkeypatch.setitem(registry.DATA_SETS, "tiny", record())
+    with pytest.raises(DataError, match=r"put it there by hand.*no public source is known"):
+        locate("tiny")
+
+
+def test_without_pooch_the_error_names_the_extra_and_local_files_still_serve(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("BAYESADAM_CACHE")
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(DataError, match=r"'wheel'.*pip install 'bayesadam\[data\]'"):
+        locate("tiny")
+    path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT)
+    assert locate("tiny") == {"tiny.csv": path}
+    assert verify("tiny")[0].status == "ok"
+
+
+# --- files that are whole or absent ---------------------------------------------------------------------------------
+
+
+def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
+    seen = []
+
+    def look() -> None:
+        """Once half of the file is on the disk, what names are there?"""
+        ends = time.monotonic() + 10
+        while not any(path.stat().st_size for path in tiny.parent.iterdir()) and time.monotonic() < ends:
+            time.sleep(0.01)
+        seen.extend((path.name, path.stat().st_size) for path in tiny.parent.iterdir())
+
+    server.midway = look
+    server.answers = {"/first": [CONTENT]}
+    assert locate("tiny") == {"tiny.csv": tiny}
+    ((name, size),) = seen
+    assert name != "tiny.csv"
+    assert 0 < size < len(CONTENT)
+
+
+def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
+    """A limit on the size of files, which the kernel enforces in the middle of the download."""
+    server.answers = {"/first": [CONTENT], "/second": [CONTENT]}
+    script = f"""
+        import resource, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        import test_fetch
+        from bayesadam.data import locate, registry
+        from bayesadam.errors import DataError
+        registry.DATA_SETS["tiny"] = test_fetch.record("{server.url}/first", "{server.url}/second")
+        try:
+            locate("tiny")
+        except DataError as error:
+            print(error)
+    """
+    pytest.importorskip("resource")
+    done = python(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"cannot save to {tiny}: {os.strerror(errno.EFBIG)}\n"
+    assert server.asked == ["/first"]
+    assert nothing_left(tiny.parent)
+
+
+def test_no_space_left_is_named(tiny, server, monkeypatch):
+    def full(url: str, target: Path, bar: object) -> None:
+        target.write_bytes(CONTENT[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fetching, "_get", full)
+    with pytest.raises(DataError, match=f"cannot save to {tiny}: No space left on device"):
+        locate("tiny")
+    assert nothing_left(tiny.parent)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tiny, tmp_path):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(DataError, match=r"cannot save to .*tiny\.csv"):
+        locate("tiny")
+
+
+def test_two_processes_fetch_at_once(tiny, server):
+    # Neither is answered before both have asked.
+    server.before_answer = threading.Barrier(2, timeout=60).wait
+    server.answers = {"/first": [CONTENT]}
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_fetch
+        from bayesadam.data import fetch, registry
+        registry.DATA_SETS["tiny"] = test_fetch.record("{server.url}/first")
+        print(*fetch("tiny", progress=False))
+    """
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(python(script))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [done.stdout for done in results] == [f"{tiny}\n"] * 2, results
+    assert tiny.read_bytes() == CONTENT
+    assert list(tiny.parent.iterdir()) == [tiny]
+    assert server.asked == ["/first", "/first"]
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_verify_tells_ok_missing_and_wrong(tiny, tmp_path, monkeypatch):
+    (check,) = verify("tiny")
+    assert (check.status, check.path, check.found) == ("missing", None, None)
+    assert check.expected == digest(CONTENT)
+    wrong = b"x" + PACKED[1:]
+    path = users(tmp_path, monkeypatch, "tiny.csv.gz", wrong)
+    (check,) = verify("tiny")
+    assert (check.status, check.path) == ("wrong checksum", path)
+    assert (check.expected, check.found) == (digest(PACKED), digest(wrong))
+    path.write_bytes(PACKED)
+    assert verify("tiny")[0].status == "ok"
+
+
+def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):
+    path = users(tmp_path, monkeypatch, "tiny.csv.gz", PACKED[:-10])
+    with pytest.raises(DataError, match="truncated") as caught:
+        locate("tiny")
+    for part in (str(path), f"{len(PACKED) - 10:,} bytes", f"{len(PACKED):,}", "bayesadam data fetch tiny"):
+        assert part in str(caught.value)
+    assert server.asked == []
+
+
+def test_a_damaged_file_of_the_users_is_an_error_and_left_alone(tiny, server, tmp_path, monkeypatch):
+    wrong = b"x" * len(CONTENT)
+    path = users(tmp_path, monkeypatch, "tiny.csv", wrong)
+    with pytest.raises(DataError, match="is damaged") as caught:
+        fetch("tiny", progress=False)
+    for part in (str(path), digest(wrong), digest(CONTENT)):
+        assert part in str(caught.value)
+    assert path.read_bytes() == wrong
+    assert server.asked == []
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_anew(tiny, server):
+    server.answers = {"/first": [CONTENT]}
+    tiny.parent.mkdir(parents=True)
+    tiny.write_bytes(b"x" * len(CONTENT))
+    assert fetch("tiny", progress=False) == (tiny,)
+    assert tiny.read_bytes() == CONTENT
+
+
+def test_progress_is_shown_on_standard_error_alone(tiny, server, capsys):
+    server.answers = {"/first": [CONTENT]}
+    fetch("tiny")
+    captured = capsys.readouterr()
+    assert "tiny/tiny.csv" in captured.err
+    assert captured.out == ""
