@@ -16,7 +16,7 @@ from bayesadam.held_out import aligned
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Call, Forward, evaluating, to_device
-from bayesadam.predict.generic import Spread
+from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
 from bayesadam.predict.predictive import Likelihood, Link, like
@@ -98,7 +98,7 @@ def calibrate(
     best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
     if predictive != "linearised":
         best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
-    best.warn_of_doubt()
+    best.warn_of_limits()
     return best
 
 
@@ -156,12 +156,12 @@ class _Data:
 
     def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
-        return self.moments(posterior, [posterior.spread.__getitem__], directions=[posterior.directions])
+        return self.moments(posterior, [posterior.coordinate_variance.__getitem__], directions=[posterior.directions])
 
     def moments(
         self,
         posterior: Posterior,
-        spreads: Sequence[Spread],
+        variances: Sequence[VarianceOf],
         *,
         covariance: bool = False,
         directions: Sequence[Directions | None] = (),
@@ -178,7 +178,7 @@ class _Data:
                 found = moments(
                     call,
                     params,
-                    spreads,
+                    variances,
                     to_device(inputs, device),
                     covariance=covariance,
                     budget=self.budget,
@@ -218,8 +218,8 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
     if settings.form == "map" and not isinstance(structure, LowRank):
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
-        spreads: list[Spread] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
-        parts = list(data.moments(posterior, spreads))
+        variances: list[VarianceOf] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
+        parts = list(data.moments(posterior, variances))
         mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
         means = mean.expand(len(ratios), *mean.shape)
     else:
@@ -259,16 +259,16 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
 
 
 def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
-    ones: Spread = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
+    ones: VarianceOf = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
     if data.likelihood != "regression":
         parts = list(data.moments(posterior, [ones], covariance=data.likelihood == "classification"))
         curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
     def residuals(
-        at: Posterior, spreads: Sequence[Spread], directions: Sequence[Directions | None] = ()
+        at: Posterior, variances: Sequence[VarianceOf], directions: Sequence[Directions | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        parts = list(data.moments(at, spreads, directions=directions))
+        parts = list(data.moments(at, variances, directions=directions))
         square = torch.cat([(y - mean).square() for mean, _, _, y in parts])
         return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], dim=1)
 
@@ -277,7 +277,9 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     for _ in range(_NOISE_ROUNDS):
         found = _at_evidence(posterior, float((reach.mean(dim=0) / noise).sum())).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        square, (reach, uncertain) = residuals(found, [ones, found.spread.__getitem__], [None, found.directions])
+        square, (reach, uncertain) = residuals(
+            found, [ones, found.coordinate_variance.__getitem__], [None, found.directions]
+        )
         # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
         # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
         fresh = (square / (1 + uncertain / noise)).mean(dim=0)

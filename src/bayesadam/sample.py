@@ -18,7 +18,7 @@ from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, read_entry
 from bayesadam.errors import FileError, ImproperError, SettingError
 from bayesadam.structures.noise import draw, fresh_seed, stream_seed
-from bayesadam.structures.settings import Form, Precision, Settings, spread_prior
+from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name
 
 # Second moments looked at together when they are checked.
 _PIECE = 2**19
@@ -91,7 +91,7 @@ def sample_checkpoint(
 def _prior(entries: Sequence[Entry], n_data: float, given: float | None) -> dict[str, Precision]:
     """δ by parameter name, checked as `Posterior` does."""
     implied = {entry.name: n_data * float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in entries}
-    return spread_prior(implied if given is None else given, {entry.name: entry.parameter.shape for entry in entries})
+    return prior_by_name(implied if given is None else given, {entry.name: entry.parameter.shape for entry in entries})
 
 
 @torch.no_grad()

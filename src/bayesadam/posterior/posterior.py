@@ -38,7 +38,7 @@ from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.kronecker import kronecker_from_gradients, kronecker_of
 from bayesadam.structures.low_rank import low_rank_of
 from bayesadam.structures.padding import keep_row, padding_rows
-from bayesadam.structures.settings import Form, Precision, Settings, spread_prior
+from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name
 from bayesadam.structures.stored import stored_structure, stored_weights
 from bayesadam.structures.structure import Directions, Structure
 
@@ -306,16 +306,16 @@ class Posterior:
         return self.structure.filled({name: self.padding[name] for name in self._unfilled})
 
     @cached_property
-    def spread(self) -> Mapping[str, Tensor]:
+    def coordinate_variance(self) -> Mapping[str, Tensor]:
         """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
 
         Computed once and kept for prediction after prediction: to be read, not written to.
         """
-        return self._filled.spread(self.settings)
+        return self._filled.coordinate_variance(self.settings)
 
     @cached_property
     def directions(self) -> Directions | None:
-        """The directions over all weights in which Σ is narrower than `spread`, of a low-rank posterior; kept like it."""
+        """The directions over all weights in which Σ is narrower than `coordinate_variance`, of a low-rank posterior; kept like it."""
         return self._filled.directions(self.settings)
 
     @property
@@ -461,7 +461,9 @@ class Posterior:
         noise = _noise(changes.pop("noise_variance", self.noise_variance))
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
-            changes["prior_precision"] = sharded.prior_like(spread_prior(changes["prior_precision"], shapes), self.mode)
+            changes["prior_precision"] = sharded.prior_like(
+                prior_by_name(changes["prior_precision"], shapes), self.mode
+            )
         return replace(self, settings=replace(self.settings, **changes), noise_variance=noise)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
@@ -560,9 +562,9 @@ class Posterior:
             raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
         for name in names:
             check_parameter(name, parameters[name])
-        spread = spread_prior(prior, {n: t.shape for n, t in mode.items()})
+        by_name = prior_by_name(prior, {n: t.shape for n, t in mode.items()})
         try:
-            settings = Settings(**stored, prior_precision=sharded.prior_like(spread, mode))
+            settings = Settings(**stored, prior_precision=sharded.prior_like(by_name, mode))
         except TypeError as error:
             raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
         noise = _noise(header.get("noise_variance"))
@@ -611,9 +613,9 @@ class Posterior:
                 "posterior.replace(prior_precision=...), or calibrate"
             )
 
-    def warn_of_doubt(self) -> None:
+    def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings ask of it."""
-        doubt = self._filled.doubt(self.settings)
+        doubt = self._filled.limits(self.settings)
         if doubt is not None:
             warnings.warn(doubt, StructureWarning, stacklevel=3)
 
@@ -650,7 +652,7 @@ def _prior(
     """δ by parameter name, checked; N × the weight decay where none is given."""
     implied = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
     shapes = {name: v.shape for name, v in curvature.second_moment.items()}
-    return spread_prior(implied if given is None else given, shapes)
+    return prior_by_name(implied if given is None else given, shapes)
 
 
 def _check_structure(structure: str) -> None:

@@ -18,58 +18,58 @@ _LONG_ROW = 4096
 
 
 def variances(
-    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Sequence[Tensor]
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, variance: Sequence[Tensor]
 ) -> Tensor:
-    """Σ_w J²_bcw S_w for each S of `spread`: (k, b, c).
+    """Σ_w J²_bcw S_w for each S of `variance`: (k, b, c).
 
     Args:
         uses: every use of one parameter (or of the same rows of it).
         ds: D at each use, (c, ...).
         layout: how the examples lie, use by use.
         size: b.
-        spread: S, tensors of the parameter's shape.
+        variance: S, tensors of the parameter's shape.
     """
     first = uses[0]
-    spread = [first.of(s) for s in spread]
+    variance = [first.of(s) for s in variance]
     if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
-        x, y = _joined_factors(uses, ds, layout, size, spread[0].dtype)
-        return _product_variances(x, y, [_arranged(first, s) for s in spread])
-    rows = _looked_up(uses, ds, layout, size, spread[0].dtype)
+        x, y = _joined_factors(uses, ds, layout, size, variance[0].dtype)
+        return _product_variances(x, y, [_arranged(first, s) for s in variance])
+    rows = _looked_up(uses, ds, layout, size, variance[0].dtype)
     if rows is not None:
         own, ids, factors = rows
-        squares, total = own.square(), spread[0].new_zeros(len(spread), size, len(own))
+        squares, total = own.square(), variance[0].new_zeros(len(variance), size, len(own))
         if factors is not None:
             x, y = factors
-            total = _product_variances(x, y, [s.unsqueeze(0) for s in spread])
+            total = _product_variances(x, y, [s.unsqueeze(0) for s in variance])
             squares = squares + 2 * own * _rows_of_product(x, y, ids)
-        return total + torch.stack([torch.einsum("cbte,bte->bc", squares, s[ids]) for s in spread])
-    step = max(1, _piece_size(spread[0]) // (size * spread[0].numel()))
+        return total + torch.stack([torch.einsum("cbte,bte->bc", squares, s[ids]) for s in variance])
+    step = max(1, _piece_size(variance[0]) // (size * variance[0].numel()))
     parts = []
     for c0 in range(0, len(ds[0]), step):
-        squares = _dense(uses, [d[c0 : c0 + step] for d in ds], layout, size, spread[0]).flatten(2).square_()
-        parts.append(torch.stack([squares @ s.flatten() for s in spread]).transpose(1, 2))
+        squares = _dense(uses, [d[c0 : c0 + step] for d in ds], layout, size, variance[0]).flatten(2).square_()
+        parts.append(torch.stack([squares @ s.flatten() for s in variance]).transpose(1, 2))
     return torch.cat(parts, dim=2)
 
 
-def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Tensor) -> Tensor:
+def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, variance: Tensor) -> Tensor:
     """Σ_w J_bcw J_bdw S_w: (b, c, d)."""
     first = uses[0]
-    spread = first.of(spread)
+    variance = first.of(variance)
     if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
-        x, y = _joined_factors(uses, ds, layout, size, spread.dtype)
-        return _product_covariance(x, y, _arranged(first, spread))
-    rows = _looked_up(uses, ds, layout, size, spread.dtype)
+        x, y = _joined_factors(uses, ds, layout, size, variance.dtype)
+        return _product_covariance(x, y, _arranged(first, variance))
+    rows = _looked_up(uses, ds, layout, size, variance.dtype)
     if rows is not None:
         own, ids, factors = rows
-        root = spread[ids].sqrt()
+        root = variance[ids].sqrt()
         left = (own * root).flatten(2).transpose(0, 1)
         if factors is None:
             return gram(left)
         right = (_rows_of_product(*factors, ids) * root).flatten(2).transpose(0, 1)
         cross = left @ right.mT
-        return _product_covariance(*factors, spread.unsqueeze(0)) + gram(left) + cross + cross.mT
-    grads = _dense(uses, ds, layout, size, spread)
-    return gram(grads.mul_(spread.sqrt()).flatten(2).transpose(0, 1))
+        return _product_covariance(*factors, variance.unsqueeze(0)) + gram(left) + cross + cross.mT
+    grads = _dense(uses, ds, layout, size, variance)
+    return gram(grads.mul_(variance.sqrt()).flatten(2).transpose(0, 1))
 
 
 def one_position(use: Use, layout: Layout, size: int) -> bool:
@@ -77,9 +77,9 @@ def one_position(use: Use, layout: Layout, size: int) -> bool:
     return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
 
 
-def affine_scale(use: MatrixUse, spread: Tensor, bias_spread: Tensor | None) -> Tensor:
+def affine_scale(use: MatrixUse, variance: Tensor, bias_spread: Tensor | None) -> Tensor:
     """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
-    t = use.input.detach().to(spread.dtype).square() @ spread.mT
+    t = use.input.detach().to(variance.dtype).square() @ variance.mT
     return t if bias_spread is None else t + bias_spread
 
 
@@ -158,15 +158,15 @@ def _rows_of_product(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
     return torch.einsum("cbpt,bpe->cbte", x.gather(3, index), y)
 
 
-def _product_variances(x: Tensor, y: Tensor, spread: Sequence[Tensor]) -> Tensor:
+def _product_variances(x: Tensor, y: Tensor, variance: Sequence[Tensor]) -> Tensor:
     c, b, g, p, width = x.shape
     if p == 1:
         # One position: (x y)² factorises, and Σ S y² comes first.
         squares, inputs = x.squeeze(3).square(), y.squeeze(2).square()
-        inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in spread]
+        inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variance]
         return torch.stack([torch.einsum("cbgx,bgx->bc", squares, t) for t in inner])
-    out = x.new_zeros(len(spread), b, c)
-    flat = torch.stack([s.reshape(g, -1) for s in spread], dim=-1)
+    out = x.new_zeros(len(variance), b, c)
+    flat = torch.stack([s.reshape(g, -1) for s in variance], dim=-1)
     per_pair, piece_size = g * width * y.shape[-1], _piece_size(x)
     step_c = max(1, min(c, piece_size // per_pair))
     step_b = max(1, min(b, piece_size // (per_pair * step_c)))
@@ -181,13 +181,13 @@ def _product_variances(x: Tensor, y: Tensor, spread: Sequence[Tensor]) -> Tensor
     return out
 
 
-def _product_covariance(x: Tensor, y: Tensor, spread: Tensor) -> Tensor:
+def _product_covariance(x: Tensor, y: Tensor, variance: Tensor) -> Tensor:
     c, b, g, p, width = x.shape
     if p == 1:
-        inner = torch.einsum("bgy,gxy->bgx", y.squeeze(2).square(), spread)
+        inner = torch.einsum("bgy,gxy->bgx", y.squeeze(2).square(), variance)
         return gram((x.squeeze(3) * inner.sqrt()).flatten(2).transpose(0, 1))
     out = x.new_zeros(b, c, c)
-    root = spread.sqrt()
+    root = variance.sqrt()
     piece_size = _piece_size(x)
     step_x = max(1, min(width, piece_size // (c * g * y.shape[-1])))
     step_b = max(1, min(b, piece_size // (c * g * step_x * y.shape[-1])))
@@ -210,19 +210,19 @@ def _gradients(x: Tensor, y: Tensor) -> Tensor:
     return (left @ y).view(b, g, c, width, -1)
 
 
-def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, spread: Tensor) -> Tensor:
+def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, variance: Tensor) -> Tensor:
     """The gradients (c, b, *shape) themselves: for small parameters, and for those used in unlike ways."""
-    total = spread.new_zeros(len(ds[0]), size, *spread.shape)
+    total = variance.new_zeros(len(ds[0]), size, *variance.shape)
     for use, d, lay in zip(uses, ds, layout, strict=True):
         if isinstance(use, SumUse):
-            total += use.gradients(d.to(spread.dtype), lay, size, spread.shape)
+            total += use.gradients(d.to(variance.dtype), lay, size, variance.shape)
         elif isinstance(use, EmbeddingUse):
-            grads, ids = use.looked_up(d.to(spread.dtype), lay, size)
+            grads, ids = use.looked_up(d.to(variance.dtype), lay, size)
             index = ids[None, :, :, None].expand_as(grads)
             total.scatter_add_(2, index, grads)
         elif isinstance(use, ProductUse):
-            x, y = use.factors(d.to(spread.dtype), lay, size)
-            total += use.restored(_gradients(x, y.to(spread.dtype)).permute(2, 0, 1, 3, 4), spread.shape)
+            x, y = use.factors(d.to(variance.dtype), lay, size)
+            total += use.restored(_gradients(x, y.to(variance.dtype)).permute(2, 0, 1, 3, 4), variance.shape)
     return total
 
 

@@ -16,14 +16,14 @@ from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
 
-Spread = Callable[[str], Tensor]
+VarianceOf = Callable[[str], Tensor]
 
 
 def generic_moments(
     call: Call,
     leaves: Mapping[str, Tensor],
     plan: Plan,
-    spreads: Sequence[Spread],
+    variances: Sequence[VarianceOf],
     inputs: Any,
     covariance: bool,
     budget: int,
@@ -53,11 +53,11 @@ def generic_moments(
         rows = {name: j.unsqueeze(-1).flatten(2) for name, j in wide.items()}
         variance.append(
             torch.stack(
-                [sum_of([row.square() @ s(name).flatten().to(row) for name, row in rows.items()]) for s in spreads]
+                [sum_of([row.square() @ s(name).flatten().to(row) for name, row in rows.items()]) for s in variances]
             )
         )
         if covariance:
-            scaled = [row * spreads[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
+            scaled = [row * variances[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
             blocks.append(sum_of([contract.gram(row) for row in scaled]))
     joined = torch.cat(variance, dim=1)
     return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]

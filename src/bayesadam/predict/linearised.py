@@ -13,7 +13,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
-from bayesadam.predict.generic import Spread, batched_grad, generic_moments
+from bayesadam.predict.generic import VarianceOf, batched_grad, generic_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 from bayesadam.predict.projected import projected_moments
@@ -26,7 +26,7 @@ _OUTPUTS_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f(x; μ), (b, c), with either the variances for each spread, (k, b, c), or one covariance, (b, c, c)."""
+    """f(x; μ), (b, c), with either the variances for each variance, (k, b, c), or one covariance, (b, c, c)."""
 
     mean: Tensor
     variance: Tensor
@@ -37,7 +37,7 @@ class Moments:
 def moments(
     call: Call,
     params: Mapping[str, Tensor],
-    spreads: Sequence[Spread],
+    variances: Sequence[VarianceOf],
     inputs: Any,
     *,
     covariance: bool = False,
@@ -45,7 +45,7 @@ def moments(
     bases: Mapping[str, Rotation] | None = None,
     directions: Sequence[Directions | None] = (),
 ) -> Moments:
-    """Mean and J S Jᵀ for each S of `spreads`, in one pass over the inputs.
+    """Mean and J S Jᵀ for each S of `variances`, in one pass over the inputs.
 
     Per layer the contraction is in closed form, the layer's factors are dropped at once, and no (batch, outputs,
     parameters) tensor exists. A layer that is not known, or not used as known, is found out by comparing with autograd on
@@ -54,12 +54,12 @@ def moments(
     Args:
         call: the model.
         params: μ, in the types of the model's parameters.
-        spreads: functions from a parameter's name to its variances S.
+        variances: functions from a parameter's name to its variances S.
         inputs: the batch.
-        covariance: the whole (c, c) blocks, for a single spread.
+        covariance: the whole (c, c) blocks, for a single variance.
         budget: bytes for activations and back-propagated outputs.
-        bases: the coordinates that the spreads are in, of the parameters whose own they are not.
-        directions: for each spread, directions over all weights together that are narrower; they need the Jacobian's rows,
+        bases: the coordinates that the variances are in, of the parameters whose own they are not.
+        directions: for each variance, directions over all weights together that are narrower; they need the Jacobian's rows,
             a few examples at a time.
     """
     bases = bases or {}
@@ -70,16 +70,16 @@ def moments(
         plain = {name: tensor.detach() for name, tensor in params.items()}
         with torch.no_grad():
             found = projected_moments(
-                call, plain, spreads, directions, inputs, outputs=plan.outputs, covariance=covariance, budget=budget
+                call, plain, variances, directions, inputs, outputs=plan.outputs, covariance=covariance, budget=budget
             )
             return Moments(call.flat(plain, inputs), *found, plan.shape)
     per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
         chunk = examples(inputs, start, start + per_chunk)
-        own, mean, variance, block = _layerwise(call, leaves, plan, spreads, chunk, at_once, covariance, bases)
+        own, mean, variance, block = _layerwise(call, leaves, plan, variances, chunk, at_once, covariance, bases)
         with torch.no_grad():
-            generic = generic_moments(call, leaves, own, spreads, chunk, covariance, budget, bases)
+            generic = generic_moments(call, leaves, own, variances, chunk, covariance, budget, bases)
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
@@ -109,7 +109,7 @@ def _layerwise(
     call: Call,
     leaves: Mapping[str, Tensor],
     plan: Plan,
-    spreads: Sequence[Spread],
+    variances: Sequence[VarianceOf],
     inputs: Any,
     at_once: int,
     covariance: bool,
@@ -122,19 +122,19 @@ def _layerwise(
     plan = fitted(plan, uses, flat, leaves)
     uses, plan = _rotated(uses, plan, bases)
     like = torch.promote_types(flat.dtype, torch.float32)
-    variance = torch.zeros(len(spreads), size, plan.outputs, dtype=like, device=flat.device)
+    variance = torch.zeros(len(variances), size, plan.outputs, dtype=like, device=flat.device)
     blocks = variance[0, :, :, None]
     if covariance:
         blocks = torch.zeros(size, plan.outputs, plan.outputs, dtype=like, device=flat.device)
     head = _head(uses, plan.layouts, output)
     layouts = plan.layouts
     if head is not None:
-        scales = _head_scales(uses, head, spreads)
+        scales = _head_scales(uses, head, variances)
         variance += scales
         if covariance:
             blocks.diagonal(dim1=1, dim2=2).add_(scales[0])
         layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
-    shares = _shares(uses, layouts, spreads, size, covariance)
+    shares = _shares(uses, layouts, variances, size, covariance)
     active = sorted({index for share in shares for index in share.uses})
     if head is None:
         source, cotangents = flat, _one_hot(size, flat)
@@ -213,14 +213,14 @@ def _is_direct(use: MatrixUse, output: Tensor) -> bool:
     return handed_on.next_functions[0][0] is made_by and same_input
 
 
-def _head_scales(uses: Sequence[Use], head: MatrixUse, spreads: Sequence[Spread]) -> Tensor:
+def _head_scales(uses: Sequence[Use], head: MatrixUse, variances: Sequence[VarianceOf]) -> Tensor:
     bias = next((use for use in uses if use.output is head.output and use is not head), None)
-    return torch.stack([_affine_scale(head, bias, spread) for spread in spreads])
+    return torch.stack([_affine_scale(head, bias, variance) for variance in variances])
 
 
-def _affine_scale(use: MatrixUse, bias: Use | None, spread: Spread) -> Tensor:
-    own = None if bias is None else bias.of(spread(bias.name))
-    return contract.affine_scale(use, use.of(spread(use.name)), own)
+def _affine_scale(use: MatrixUse, bias: Use | None, variance: VarianceOf) -> Tensor:
+    own = None if bias is None else bias.of(variance(bias.name))
+    return contract.affine_scale(use, use.of(variance(use.name)), own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +232,7 @@ class _Share:
 
 
 def _shares(
-    uses: Sequence[Use], layouts: Sequence[Layout | None], spreads: Sequence[Spread], size: int, covariance: bool
+    uses: Sequence[Use], layouts: Sequence[Layout | None], variances: Sequence[VarianceOf], size: int, covariance: bool
 ) -> list[_Share]:
     """Uses of one parameter belong together, since their gradients add before they are squared."""
     groups: dict[tuple[str, int | None], list[int]] = {}
@@ -247,16 +247,18 @@ def _shares(
         use, layout = uses[index], layouts[index]
         if isinstance(use, MatrixUse) and layout is not None and contract.one_position(use, layout, size):
             bias = biases.get(id(use.output))
-            shares.append(_affine_share(use, index, None if bias is None else uses[bias], spreads, covariance))
+            shares.append(_affine_share(use, index, None if bias is None else uses[bias], variances, covariance))
             joined |= {index} if bias is None else {index, bias}
     for indices in groups.values():
         if indices[0] not in joined:
-            shares.append(_general_share(uses, indices, layouts, spreads, size, covariance))
+            shares.append(_general_share(uses, indices, layouts, variances, size, covariance))
     return shares
 
 
-def _affine_share(use: MatrixUse, index: int, bias: Use | None, spreads: Sequence[Spread], covariance: bool) -> _Share:
-    scales = [_affine_scale(use, bias, spread) for spread in spreads]
+def _affine_share(
+    use: MatrixUse, index: int, bias: Use | None, variances: Sequence[VarianceOf], covariance: bool
+) -> _Share:
+    scales = [_affine_scale(use, bias, variance) for variance in variances]
 
     def of(ds: Mapping[int, Tensor]) -> Tensor:
         d = ds[index].to(scales[0].dtype)
@@ -272,18 +274,18 @@ def _general_share(
     uses: Sequence[Use],
     indices: Sequence[int],
     layouts: Sequence[Layout | None],
-    spreads: Sequence[Spread],
+    variances: Sequence[VarianceOf],
     size: int,
     covariance: bool,
 ) -> _Share:
-    spread = [s(uses[indices[0]].name) for s in spreads]
+    variance = [s(uses[indices[0]].name) for s in variances]
 
     def of(ds: Mapping[int, Tensor]) -> Tensor:
         mine = [uses[i] for i in ds]
         ways = [layout for i in ds if (layout := layouts[i]) is not None]
         if covariance:
-            return contract.covariance(mine, list(ds.values()), ways, size, spread[0])
-        return contract.variances(mine, list(ds.values()), ways, size, spread)
+            return contract.covariance(mine, list(ds.values()), ways, size, variance[0])
+        return contract.variances(mine, list(ds.values()), ways, size, variance)
 
     return _Share(tuple(indices), of)
 

@@ -87,7 +87,7 @@ def predict(
     check_options(likelihood, method, link, n_samples, memory_budget)
     inputs = plain(inputs)
     posterior.require_proper()
-    posterior.warn_of_doubt()
+    posterior.warn_of_limits()
     if posterior.is_sharded:
         generator = common_generator(posterior, generator)
         if fits(posterior, method, memory_budget):
@@ -111,7 +111,7 @@ def predict(
             found = moments(
                 call,
                 params,
-                [posterior.spread.__getitem__],
+                [posterior.coordinate_variance.__getitem__],
                 inputs,
                 covariance=covariance,
                 budget=memory_budget,
@@ -183,7 +183,7 @@ def _draws(
     if method == "linearised-sampled":
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
     elif posterior.structure.kind == "diagonal" and allows_local_reparameterisation(call, plan, params, inputs):
-        variances = {name: v.to(params[name]) for name, v in posterior.spread.items()}
+        variances = {name: v.to(params[name]) for name, v in posterior.coordinate_variance.items()}
         drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
     else:
         drawn = weight_draws(call, draw, inputs, n, **bounds)

@@ -11,14 +11,14 @@ from torch import Tensor
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.contract import gram
-from bayesadam.predict.generic import Spread, jacobians
+from bayesadam.predict.generic import VarianceOf, jacobians
 from bayesadam.structures.structure import Directions
 
 
 def projected_moments(
     call: Call,
     params: Mapping[str, Tensor],
-    spreads: Sequence[Spread],
+    variances: Sequence[VarianceOf],
     directions: Sequence[Directions | None],
     inputs: Any,
     *,
@@ -38,26 +38,26 @@ def projected_moments(
             f"a low-rank posterior needs the gradients of every output, {needed:,} bytes an example, and the memory budget is "
             f"{budget:,}: raise memory_budget, or use method='linearised-sampled', which needs less"
         )
-    variances, blocks = [], []
+    found_variances, blocks = [], []
     chunk = max(1, budget // (4 * needed))
     for start in range(0, size, chunk):
         found = jacobians(call, dict(params), {}, examples(inputs, start, start + chunk))
         wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
-        parts = [_parts(wide, spread, each) for spread, each in zip(spreads, directions, strict=True)]
-        variances.append(torch.stack([_sum_of_squares(part) for part in parts]))
+        parts = [_parts(wide, variance, each) for variance, each in zip(variances, directions, strict=True)]
+        found_variances.append(torch.stack([_sum_of_squares(part) for part in parts]))
         if covariance:
             blocks.append(torch.stack([gram(rows) for rows in parts[0]]).sum(dim=0))
-    return torch.cat(variances, dim=1), torch.cat(blocks) if covariance else None
+    return torch.cat(found_variances, dim=1), torch.cat(blocks) if covariance else None
 
 
-def _parts(rows: Mapping[str, Tensor], spread: Spread, directions: Directions | None) -> list[Tensor]:
+def _parts(rows: Mapping[str, Tensor], variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
     """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
-    white = {name: row * spread(name).sqrt().to(row) for name, row in rows.items()}
+    white = {name: row * variance(name).sqrt().to(row) for name, row in rows.items()}
     if directions is None:
         return [row.unsqueeze(-1).flatten(2) for row in white.values()]
     inside = directions.coordinates(white)
-    outside = directions.scaled(white, torch.zeros_like(directions.kept))
-    return [*(row.unsqueeze(-1).flatten(2) for row in outside.values()), inside * directions.kept.sqrt().to(inside)]
+    outside = directions.scaled(white, torch.zeros_like(directions.variance))
+    return [*(row.unsqueeze(-1).flatten(2) for row in outside.values()), inside * directions.variance.sqrt().to(inside)]
 
 
 def _sum_of_squares(parts: Sequence[Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ class Diagonal:
         """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
         return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
 
-    def spread(self, settings: Settings) -> dict[str, Tensor]:
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances themselves: the weights are the coordinates."""
         return self.variance(settings)
 
@@ -71,7 +71,7 @@ class Diagonal:
             total += float(whole(share.sum(dtype=_wide(share))))
         return total
 
-    def doubt(self, settings: Settings) -> None:
+    def limits(self, settings: Settings) -> None:
         """None."""
 
     def sample(

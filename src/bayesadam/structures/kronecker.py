@@ -70,7 +70,7 @@ class Kronecker:
             return dict(mode)
         return self._out_of(self._inner.mean(self._into(mode), self._checked(settings)))
 
-    def spread(self, settings: Settings) -> dict[str, Tensor]:
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/(w v̂ᵖ + δ), the variances of the coordinates."""
         return self._inner.variance(self._checked(settings))
 
@@ -78,7 +78,7 @@ class Kronecker:
         """The marginal variances of the weights."""
         return {
             name: self.bases[name].diagonal(values) if name in self.bases else values
-            for name, values in self.spread(settings).items()
+            for name, values in self.coordinate_variance(settings).items()
         }
 
     def directions(self, settings: Settings) -> None:
@@ -92,7 +92,7 @@ class Kronecker:
         """That of the coordinates."""
         return self._inner.effective_dimension(self._checked(settings))
 
-    def doubt(self, settings: Settings) -> None:
+    def limits(self, settings: Settings) -> None:
         """None."""
 
     def sample(

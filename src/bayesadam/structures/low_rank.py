@@ -65,7 +65,7 @@ class LowRank:
         """sᵖ, and rᵖ where there is any."""
         return [self.values.pow(power), *(r.pow(power) for r in self.rest.values() if bool(r.any()))]
 
-    def spread(self, settings: Settings) -> dict[str, Tensor]:
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/D, the variances outside the directions."""
         return self._outside.variance(settings)
 
@@ -87,9 +87,9 @@ class LowRank:
         if self.kind == "low-rank" and len(numbers) == 1 and not whole:
             # D is a number: U is Q.
             return Directions(self.rows, (1 + inside / numbers.pop()).reciprocal())
-        spread = self.spread(settings)
+        variance = self.coordinate_variance(settings)
         rows, singular = _orthonormal(
-            {name: rows * _column(inside.sqrt(), rows) * spread[name].sqrt() for name, rows in self.rows.items()}
+            {name: rows * _column(inside.sqrt(), rows) * variance[name].sqrt() for name, rows in self.rows.items()}
         )
         return Directions(rows, (1 + singular.square()).reciprocal())
 
@@ -106,8 +106,8 @@ class LowRank:
         """The marginal variances diag Σ."""
         found = self.directions(settings)
         return {
-            name: spread * (1 - _weighted(1 - found.kept, found.rows[name].square())).clamp(min=0)
-            for name, spread in self.spread(settings).items()
+            name: variance * (1 - _weighted(1 - found.variance, found.rows[name].square())).clamp(min=0)
+            for name, variance in self.coordinate_variance(settings).items()
         }
 
     def sample(
@@ -122,16 +122,16 @@ class LowRank:
             dtypes={name: theta.dtype for name, theta in mode.items()},
         )
         found, mean = self.directions(settings), self.mean(mode, settings)
-        shrunk = found.scaled(white, found.kept.sqrt())
-        spread = self.spread(settings)
-        return {name: (mean[name] + shrunk[name] * spread[name].sqrt()).to(dtypes[name]) for name in mode}
+        shrunk = found.scaled(white, found.variance.sqrt())
+        variance = self.coordinate_variance(settings)
+        return {name: (mean[name] + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name in mode}
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """−½ (|z|² + Σ σ² (Qᵀz)² + P log 2π − log det Λ), z = D^½ (θ − μ); sums in float64."""
-        found, mean, spread = self.directions(settings), self.mean(mode, settings), self.spread(settings)
-        white = {name: (values[name].to(mu) - mu) / spread[name].sqrt() for name, mu in mean.items()}
+        found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
+        white = {name: (values[name].to(mu) - mu) / variance[name].sqrt() for name, mu in mean.items()}
         inside = found.coordinates(white).double()
-        quadratic = (inside.square() * (found.kept.double().reciprocal() - 1)).sum(dim=-1)
+        quadratic = (inside.square() * (found.variance.double().reciprocal() - 1)).sum(dim=-1)
         for name, z in white.items():
             squares = z.double().square().unsqueeze(-1)
             quadratic = quadratic + squares.flatten(z.dim() - mean[name].dim()).sum(dim=-1)
@@ -146,20 +146,20 @@ class LowRank:
 
     def _log_det(self, settings: Settings) -> Tensor:
         """log det Λ = log det D + Σ log(1 + σ²)."""
-        outside = sum(-float(s.double().log().sum()) for s in self.spread(settings).values())
-        return outside - self.directions(settings).kept.double().log().sum()
+        outside = sum(-float(s.double().log().sum()) for s in self.coordinate_variance(settings).values())
+        return outside - self.directions(settings).variance.double().log().sum()
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik, the number of directions that the data determine."""
-        found, spread = self.directions(settings), self.spread(settings)
+        found, variance = self.directions(settings), self.coordinate_variance(settings)
         total = self._outside.effective_dimension(settings)
         for name, rows in found.rows.items():
-            share = _times(spread[name], settings.prior_precision[name])
+            share = _times(variance[name], settings.prior_precision[name])
             shares = (rows.square() * share).unsqueeze(-1).flatten(1).sum(dim=1)
-            total += float(((1 - found.kept) * shares).sum(dtype=torch.float64))
+            total += float(((1 - found.variance) * shares).sum(dtype=torch.float64))
         return total
 
-    def doubt(self, settings: Settings) -> str | None:
+    def limits(self, settings: Settings) -> str | None:
         """Whether γ comes near K, so that the rest passes for unknown what was only not kept."""
         if self.kind != "low-rank":
             return None
@@ -199,9 +199,9 @@ class LowRank:
         return self
 
     def _times_covariance(self, named: Named, settings: Settings) -> dict[str, Tensor]:
-        spread, found = self.spread(settings), self.directions(settings)
-        white = {name: tensor * spread[name].sqrt() for name, tensor in named.items()}
-        return {name: z * spread[name].sqrt() for name, z in found.scaled(white, found.kept).items()}
+        variance, found = self.coordinate_variance(settings), self.directions(settings)
+        white = {name: tensor * variance[name].sqrt() for name, tensor in named.items()}
+        return {name: z * variance[name].sqrt() for name, z in found.scaled(white, found.variance).items()}
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:

@@ -70,7 +70,7 @@ def check_prior(name: str, delta: object) -> None:
         raise SettingError(f"the prior precision of {name!r} must be finite and at least 0, got {delta!r}")
 
 
-def spread_prior(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Precision]:
+def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Precision]:
     """δ by parameter name from one number for all, or from a mapping that names every parameter."""
     if not isinstance(prior, Mapping):
         if isinstance(prior, Tensor) and prior.numel() == 1:
@@ -82,7 +82,7 @@ def spread_prior(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Prec
         raise SettingError(
             f"prior_precision must name each parameter of the posterior once: missing {missing[:4]}, unknown {unknown[:4]}"
         )
-    spread: dict[str, Precision] = {}
+    found: dict[str, Precision] = {}
     for name, shape in shapes.items():
         delta = prior[name]
         check_prior(name, delta)
@@ -91,10 +91,10 @@ def spread_prior(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Prec
                 raise SettingError(
                     f"the prior precision of {name!r} has shape {tuple(delta.shape)}, the parameter {tuple(shape)}"
                 )
-            spread[name] = delta.detach()
+            found[name] = delta.detach()
         else:
-            spread[name] = float(delta)
-    return spread
+            found[name] = float(delta)
+    return found
 
 
 def _positive(name: str, value: object, meaning: str) -> None:

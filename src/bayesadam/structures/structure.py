@@ -25,18 +25,18 @@ class Directions:
 
     Attributes:
         rows: Qᵀ by parameter name, (K, *shape).
-        kept: the variance along each, at most 1, (K,).
+        variance: along each, at most 1, (K,).
     """
 
     rows: Named
-    kept: Tensor
+    variance: Tensor
 
     def coordinates(self, white: Named) -> Tensor:
         """Qᵀ z, (..., K), of z by parameter name with any leading dimensions."""
         parts = []
         for name, rows in self.rows.items():
             z = white[name].unsqueeze(-1).flatten(white[name].dim() - rows.dim() + 1)
-            parts.append((z @ rows.unsqueeze(-1).flatten(1).T.to(z)).to(self.kept.device))
+            parts.append((z @ rows.unsqueeze(-1).flatten(1).T.to(z)).to(self.variance.device))
         return reduce(torch.add, parts)
 
     def scaled(self, white: Named, factors: Tensor) -> dict[str, Tensor]:
@@ -70,12 +70,12 @@ class Structure(Protocol):
         """Those coordinates, of the parameters whose own they are not."""
         ...
 
-    def spread(self, settings: Settings) -> dict[str, Tensor]:
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances of the coordinates."""
         ...
 
     def directions(self, settings: Settings) -> Directions | None:
-        """Directions over all coordinates together that are narrower than `spread` says; None where there are none."""
+        """Directions over all coordinates together that are narrower than `coordinate_variance` says; None where there are none."""
         ...
 
     def curvatures(self, power: float) -> list[Tensor]:
@@ -86,7 +86,7 @@ class Structure(Protocol):
         """γ = tr(w c Σ), the number of directions that the data determine and not the prior."""
         ...
 
-    def doubt(self, settings: Settings) -> str | None:
+    def limits(self, settings: Settings) -> str | None:
         """What is wrong with the structure at these settings, and what to do; None where nothing is."""
         ...
 
