@@ -114,7 +114,7 @@ FLOORS = (
     {"_extras", "_files", "_shards"},
     {"_storage", "curvature", "data"},
     {"_alone", "checkpoint", "structures"},
-    {"engine"},
+    {"engine", "likelihoods"},
     {"posterior"},
     {"predict", "pruning", "diagnosis", "optim"},
     {"held_out", "inspect", "sample", "scores"},

@@ -1,0 +1,164 @@
+"""Heteroscedastic regression: y = m + N(0, exp g), a network's outputs being the means m and then the log-variances g."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import MatchError
+from bayesadam.likelihoods.predictive import (
+    Link,
+    NumericMixture,
+    NumericPredictive,
+    level_quantile,
+    mixed_moments,
+    nodes_like,
+    normal_like,
+    place_blocks,
+    summed,
+)
+from bayesadam.likelihoods.record import Likelihood
+
+_NODES_PER_UNIT = 2
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticPredictive(NumericPredictive):
+    """p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian.
+
+    The last dimension of the outputs holds k means m, then k log-variances g; so do `mean`, `variance`, `covariance` and
+    `draws`. m is integrated in closed form, g by quadrature, or over its draws where the prediction sampled. m and g are
+    independent unless the prediction was made with `covariance=True`; the k targets of an example always are, but for
+    `sample`.
+    """
+
+    @property
+    def predicted_mean(self) -> Tensor:
+        """E[y] = E[m], (batch, ..., k)."""
+        return self.mean.chunk(2, dim=-1)[0]
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """E[exp g], the expected observation noise; exp(E[g] + Var[g]/2) where g is Gaussian."""
+        if self.draws is not None:
+            return self.draws.chunk(2, dim=-1)[1].exp().mean(dim=0)
+        return (self.mean + self.variance / 2).chunk(2, dim=-1)[1].exp()
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Var[y] = Var[m] + E[exp g]."""
+        return self.variance.chunk(2, dim=-1)[0] + self.noise_variance
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y, (n, batch, ..., k)."""
+        mean, log_variance = self._function_draws(n, generator).chunk(2, dim=-1)
+        return mean + normal_like(self.predicted_mean, n, generator) * (log_variance / 2).exp()
+
+    @cached_property
+    def _components(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, means and standard deviations of the Gaussians that p(y) is a mixture of, (nodes, batch, ..., k)."""
+        (mean, centre), (variance, width) = self.mean.chunk(2, dim=-1), self.variance.chunk(2, dim=-1)
+        if self.draws is None:
+            z, weights = nodes_like(_NODES_PER_UNIT, centre)
+            away = z * width.sqrt()
+        else:
+            away = self.draws.chunk(2, dim=-1)[1] - centre
+            weights = torch.full_like(away[:, :1], 1 / len(away))
+        if self.covariance is not None:
+            k = mean.shape[-1]
+            cross = place_blocks(self.covariance, self.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
+            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
+        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
+
+    def _log_density(self) -> Callable[[Tensor], Tensor]:
+        weights, means, stddevs = self._components
+        constant = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi)
+
+        def density(y: Tensor) -> Tensor:
+            found = torch.logsumexp(
+                constant - 0.5 * ((y.unsqueeze(-means.dim()) - means) / stddevs).square(), -means.dim()
+            )
+            return summed(found, self.mean.dim())
+
+        return density
+
+    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
+        weights, means, stddevs = (part.double() for part in self._components)
+        sign = -1 if upper else 1
+        return lambda y: (weights * torch.special.ndtr(sign * (y - means) / stddevs)).sum(dim=0)
+
+    def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        _, means, stddevs = self._components
+        ends = means + (1 if upper else -1) * level_quantile(1 - 2 * tail) * stddevs
+        return ends.amin(dim=0), ends.amax(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticMixture(NumericMixture, HeteroscedasticPredictive):
+    """p(y) = Σ π_m p_m(y), each member a mixture of Gaussians itself."""
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Σ π_m E_m[exp g]."""
+        return self._averaged(lambda member: member.noise_variance)
+
+
+@dataclass(frozen=True)
+class Heteroscedastic(Likelihood):
+    """Gaussian with a variance of its own for every input; 2 k outputs for k targets, means first.
+
+    The Hessian in (m, g) is taken in expectation over y, diag(exp(−g), ½): at a single y it is not positive.
+    """
+
+    name: str = "heteroscedastic"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance).mean(dim=(1, 2))
+
+    def n_outputs(self, targets: Tensor) -> int:
+        """Two per target."""
+        return 2 * super().n_outputs(targets)
+
+    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """exp(−g) for the means, ½ for the log-variances."""
+        precision = (-outputs.chunk(2, dim=-1)[1]).exp()
+        return torch.cat([precision, torch.full_like(precision, 0.5)], dim=-1)
+
+    def predictive(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        covariance: Tensor | None = None,
+        draws: Tensor | None = None,
+        *,
+        link: Link = "probit",
+        noise_variance: Tensor | None = None,
+    ) -> HeteroscedasticPredictive:
+        """A Gaussian whose variance is uncertain, too, for every target."""
+        _check_outputs(mean)
+        return HeteroscedasticPredictive(mean, variance, covariance, draws)
+
+    def mixture(self, members: Sequence[HeteroscedasticPredictive], weights: Sequence[float]) -> HeteroscedasticMixture:
+        """The mixture of the members' densities."""
+        return HeteroscedasticMixture(**mixed_moments(members, weights))
+
+    def locations(self, outputs: Tensor) -> Tensor:
+        """The means."""
+        _check_outputs(outputs)
+        return outputs.chunk(2, dim=-1)[0]
+
+
+def _check_outputs(outputs: Tensor) -> None:
+    if outputs.dim() < 2 or outputs.shape[-1] % 2:
+        raise MatchError(
+            f"heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, but the "
+            f"outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
+        )

@@ -1,0 +1,396 @@
+"""What all predictive distributions share: moments of the outputs, quantiles of numbers, probabilities of classes, mixtures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import MatchError, SettingError
+
+Link = Literal["probit", "sampling"]
+_LOGIT_DRAWS = 200
+_ENTROPY_DRAWS = 256
+_HALVINGS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Predictive:
+    """The outputs of a network under a weight posterior.
+
+    Attributes:
+        mean: E[f], of the network's output shape, (batch, ...).
+        variance: Var[f], without observation noise, of the same shape.
+        covariance: (batch, outputs, outputs), where it was asked for.
+        draws: (n, batch, ...), draws of f where the method sampled. Those of `"linearised-sampled"` are functions: one draw
+            of the weights for the whole batch. Those of `"sampled"` have the right distribution example by example and
+            need not be: where every weight sits in a linear layer, activations are drawn instead of weights, independently
+            from example to example. For functions at drawn weights use `sampled()`.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
+    draws: Tensor | None = None
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y), one number per example."""
+        raise NotImplementedError
+
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats."""
+        raise NotImplementedError
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y, a leading dimension."""
+        raise NotImplementedError
+
+    def _function_draws(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """n draws of f: those at hand, or Gaussian ones."""
+        if self.draws is not None and len(self.draws) >= n:
+            return self.draws[:n]
+        noise = normal_like(self.mean, n, generator)
+        if self.covariance is None:
+            return self.mean + noise * self.variance.sqrt()
+        # Positive semi-definite: a jitter of rounding size makes it factorise.
+        scale = self.covariance.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
+        eye = torch.eye(self.covariance.shape[-1], dtype=scale.dtype, device=scale.device)
+        root = torch.linalg.cholesky(self.covariance + 10 * torch.finfo(scale.dtype).eps * scale.clamp(min=1e-30) * eye)
+        flat = torch.einsum("bcd,nbd->nbc", root, noise.reshape(n, len(self.mean), -1))
+        return self.mean + flat.view_as(noise)
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class NumericPredictive(Predictive):
+    """Targets that are numbers: they have moments and quantiles."""
+
+    # Quantiles are found to this precision; 0 is as near as halving gets.
+    _resolution: ClassVar[float] = 0.0
+
+    @property
+    def predicted_mean(self) -> Tensor:
+        """E[y]."""
+        return self.mean
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Var[y], observation noise included."""
+        raise NotImplementedError
+
+    @property
+    def stddev(self) -> Tensor:
+        """The standard deviation of y, observation noise included."""
+        return self.total_variance.sqrt()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y), one number per example; outputs are taken as independent unless the covariance is known."""
+        return self._log_density()(self._targets(y))
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval of each output: at most (1 − level)/2 of the probability lies on either side of it."""
+        if not 0 < level < 1:
+            raise SettingError(f"level must lie between 0 and 1, got {level!r}")
+        return self._quantile((1 - level) / 2, upper=False), self._quantile((1 - level) / 2, upper=True)
+
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, one number per example: the mean of −log p over 256 draws, always the same ones."""
+        return -self._log_density()(_fixed_draws(self, 0)).mean(dim=0)
+
+    def _targets(self, y: Tensor) -> Tensor:
+        """Targets in the shape of the predicted mean, checked."""
+        return like(y, self.predicted_mean)
+
+    def _log_density(self) -> Callable[[Tensor], Tensor]:
+        """y, (..., batch, ...) → log p(y), (..., batch); what need be factorised is factorised once."""
+        raise NotImplementedError
+
+    def _quantile(self, tail: float, upper: bool) -> Tensor:
+        """The least y with P(Y ≤ y) ≥ `tail`, or with P(Y > y) ≤ `tail`, by halving."""
+        mass = self._mass(upper)
+        low, high = (end.double() for end in self._bracket(tail, upper))
+        for _ in range(_HALVINGS):
+            if self._resolution and bool((high - low <= self._resolution).all()):
+                break
+            middle = (low + high) / 2
+            below = mass(middle) > tail if upper else mass(middle) < tail
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return (high.round() if self._resolution else (low + high) / 2).to(self.mean)
+
+    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
+        """y → P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64."""
+        raise NotImplementedError
+
+    def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        """Two bounds between which the quantile lies."""
+        raise NotImplementedError
+
+
+# --- logits ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LogitPredictive(Predictive):
+    """Targets that are classes: they have probabilities.
+
+    Attributes:
+        link: how logits become probabilities where f is Gaussian.
+        seed: of the draws of `link="sampling"`.
+    """
+
+    link: Link = "probit"
+    seed: int = 0
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The probabilities."""
+        if self.draws is not None or self.link == "sampling":
+            return self._draw_probs().mean(dim=0)
+        return self._probit_probs()
+
+    @property
+    def class_probs(self) -> Tensor:
+        """The probability of every class, in the last dimension."""
+        return self._of_classes(self.probs)
+
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats: all uncertainty."""
+        return _entropy(self.class_probs)
+
+    def mutual_information(self) -> Tensor:
+        """H[E p] − E[H p], what more data could still teach: uncertainty of the weights alone.
+
+        By draws, which know the correlations between logits only where the prediction was made with `covariance=True`.
+        """
+        probs = self._of_classes(self._draw_probs())
+        return (_entropy(probs.mean(dim=0)) - _entropy(probs).mean(dim=0)).clamp(min=0)
+
+    def _draw_probs(self) -> Tensor:
+        draws = self.draws
+        if draws is None:
+            generator = torch.Generator(device=self.mean.device).manual_seed(self.seed)
+            draws = self._function_draws(_LOGIT_DRAWS, generator)
+        return self._probs_at(draws)
+
+    def _of_classes(self, probs: Tensor) -> Tensor:
+        return probs
+
+    def _probs_at(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _probit_probs(self) -> Tensor:
+        raise NotImplementedError
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    entropy: Tensor = torch.special.entr(probs).sum(dim=-1)
+    return entropy
+
+
+# --- mixtures -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PredictiveMixture(Predictive):
+    """p(y) = Σ π_m p_m(y), the predictives of several networks; one network speaks for all outputs of an example.
+
+    `mean` and `variance` are its moments; probabilities, densities, intervals and draws are the mixture's own.
+
+    Attributes:
+        members: the predictives.
+        weights: π.
+    """
+
+    members: tuple[Any, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log Σ π_m p_m(y), one number per example; within a member as its own `log_prob`."""
+        return pooled(self.weights, torch.stack([member.log_prob(y) for member in self.members]))
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y, each from one member for the whole batch."""
+        shares = torch.tensor(self.weights, dtype=torch.float64, device=self.mean.device)
+        picks = torch.multinomial(shares, n, replacement=True, generator=generator)
+        places = [(picks == number).nonzero().flatten() for number in range(len(self.members))]
+        drawn = [
+            member.sample(len(where), generator=generator)
+            for member, where in zip(self.members, places, strict=True)
+            if len(where)
+        ]
+        return torch.cat(drawn)[torch.cat(places).argsort()]
+
+    def _averaged(self, of: Callable[[Any], Tensor]) -> Tensor:
+        """Σ π_m x_m."""
+        return average(self.weights, [of(member) for member in self.members])
+
+
+@dataclass(frozen=True, eq=False)
+class NumericMixture(PredictiveMixture, NumericPredictive):
+    """A mixture whose targets are numbers."""
+
+    @property
+    def predicted_mean(self) -> Tensor:
+        """E[y] = Σ π_m E_m[y]."""
+        return self._averaged(lambda member: member.predicted_mean)
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Var[y] = Σ π_m (Var_m[y] + (E_m[y] − E[y])²), observation noise included."""
+        centre = self.predicted_mean
+        return self._averaged(lambda m: m.total_variance + (m.predicted_mean - centre).square())
+
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, one number per example: Σ π_m H_m + I(y; m).
+
+        What y tells about the member, I = Σ π_m E_m[log p_m(y)/p(y)], lies between 0 and −Σ π_m log π_m and has no closed
+        form: it is the average over 256 draws of each member, always the same ones, and is right to some hundredths.
+        """
+        known = self._averaged(lambda member: member.entropy())
+        densities = [member._log_density() for member in self.members]
+        told = torch.zeros_like(known)
+        for number, (member, weight) in enumerate(zip(self.members, self.weights, strict=True)):
+            y = _fixed_draws(member, number)
+            scores = torch.stack([density(y) for density in densities])
+            told += weight * (scores[number] - pooled(self.weights, scores)).mean(dim=0)
+        return known + told.clamp(min=0).minimum(torch.special.entr(told.new_tensor(self.weights)).sum())
+
+    def _log_density(self) -> Callable[[Tensor], Tensor]:
+        densities = [member._log_density() for member in self.members]
+        return lambda y: pooled(self.weights, torch.stack([density(y) for density in densities]))
+
+    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
+        masses = [member._mass(upper) for member in self.members]
+        return lambda y: average(self.weights, [mass(y) for mass in masses])
+
+    def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        # A quantile of the mixture lies between the least and the greatest of the members'.
+        ends = torch.stack([member._quantile(tail, upper) for member in self.members]).double()
+        return ends.amin(dim=0) - self._resolution, ends.amax(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class LogitMixture(PredictiveMixture, LogitPredictive):
+    """A mixture whose targets are classes, each member's probabilities by its own link or draws."""
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Σ π_m p_m."""
+        return self._averaged(lambda member: member.probs)
+
+    def mutual_information(self) -> Tensor:
+        """I(y; m, θ) = I(y; m) + Σ π_m I_m(y; θ): what members disagree on, and what each does not know of its weights."""
+        between = self.entropy() - self._averaged(lambda member: member.entropy())
+        return between.clamp(min=0) + self._averaged(lambda member: member.mutual_information())
+
+
+def mixed_moments(members: Sequence[Predictive], weights: Sequence[float]) -> dict[str, Any]:
+    """E[f] = Σ π_m E_m[f] and Var[f] = Σ π_m (Var_m[f] + (E_m[f] − E[f])²), the fields of a mixture.
+
+    The covariance alike, where every member has one. Draws are the members', in turn and in proportion to π.
+    """
+    mean = average(weights, [member.mean for member in members])
+    away = [member.mean - mean for member in members]
+    blocks = [
+        member.covariance + d.reshape(len(d), -1, 1) * d.reshape(len(d), 1, -1)
+        for member, d in zip(members, away, strict=True)
+        if member.covariance is not None
+    ]
+    drawn = [member.draws for member in members if member.draws is not None]
+    return {
+        "mean": mean,
+        "variance": average(weights, [m.variance + d.square() for m, d in zip(members, away, strict=True)]),
+        "covariance": average(weights, blocks) if len(blocks) == len(members) else None,
+        "draws": _interleaved(weights, drawn) if len(drawn) == len(members) else None,
+        "members": tuple(members),
+        "weights": tuple(weights),
+    }
+
+
+# --- the maths ------------------------------------------------------------------------------------------------------
+
+
+def average(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
+    """Σ π_m x_m."""
+    total = weights[0] * values[0]
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        total = total + weight * value
+    return total
+
+
+def pooled(weights: Sequence[float], scores: Tensor) -> Tensor:
+    """log Σ π_m exp(scores_m), members first."""
+    logs = scores.new_tensor(weights).log().view(-1, *[1] * (scores.dim() - 1))
+    return torch.logsumexp(scores + logs, dim=0)
+
+
+def _interleaved(weights: Sequence[float], drawn: Sequence[Tensor]) -> Tensor:
+    """As many draws of each member as its weight allows, all of the heaviest's, so mixed that any run of them is fair."""
+    parts = [draws[: round(len(draws) * weight / max(weights))] for weight, draws in zip(weights, drawn, strict=True)]
+    places = torch.cat([(torch.arange(len(draws)) + 0.5) / len(draws) for draws in parts])
+    return torch.cat(parts)[places.argsort(stable=True).to(parts[0].device)]
+
+
+def normal_like(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers, (n, *mean.shape)."""
+    return torch.randn(n, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+
+
+def _fixed_draws(predictive: Predictive, seed: int) -> Tensor:
+    generator = torch.Generator(device=predictive.mean.device).manual_seed(seed)
+    return replace(predictive, draws=None).sample(_ENTROPY_DRAWS, generator=generator)
+
+
+@cache
+def normal_nodes(per_unit: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """z and w with Σ w h(z) ≈ E[h(z)], z ~ N(0, 1): the trapezoidal rule on [−8, 8], `per_unit` nodes to the unit.
+
+    For integrands that are smooth on the scale of a step its error falls faster than any power of that step.
+    """
+    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64) / per_unit
+    w = (-0.5 * z.square()).softmax(dim=0)
+    return tuple(z.tolist()), tuple(w.tolist())
+
+
+def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """`normal_nodes` as tensors that broadcast against `mean` with a leading dimension."""
+    return tuple(mean.new_tensor(part).view(-1, *[1] * mean.dim()) for part in normal_nodes(per_unit))  # type: ignore[return-value]
+
+
+def summed(terms: Tensor, dims: int) -> Tensor:
+    """(..., batch, ...) of which the last `dims` are an example's and the batch, summed over outputs: (..., batch)."""
+    return terms.unsqueeze(-1).flatten(terms.dim() - dims + 1).sum(dim=-1)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """(batch, ...) as (batch, outputs), also where an output is a single number, (batch,)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def place_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
+    """The covariance within the last dimension at each place, (batch, ..., o, o), out of that of all outputs of an example."""
+    size = mean.shape[-1]
+    places = mean[0].numel() // size
+    blocks = covariance.view(-1, places, size, places, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return blocks.reshape(*mean.shape, size)
+
+
+def like(y: Tensor, mean: Tensor) -> Tensor:
+    """Targets in the outputs' shape: (batch,) serves (batch, 1), and the other way round."""
+    if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
+        y = y.reshape(mean.shape)
+    if y.shape != mean.shape:
+        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")
+    return y.to(mean)
+
+
+def level_quantile(level: float) -> float:
+    """z with P(|N(0, 1)| ≤ z) = level."""
+    return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item()

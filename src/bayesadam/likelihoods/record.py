@@ -1,0 +1,112 @@
+"""What a likelihood must be able to do: one frozen record each, looked up by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesadam.likelihoods.predictive import Link, Predictive, PredictiveMixture, like
+
+CalibrationMethod = Literal["validation", "evidence"]
+# A few examples, or equal ones, do not show how far apart outputs are.
+_FEWEST_TO_JUDGE = 8
+
+
+@dataclass(frozen=True)
+class Likelihood(ABC):
+    """p(y | f) of targets y given a network's outputs f.
+
+    Attributes:
+        name: what users call it.
+        noise: whether it has an observation noise σ² besides the outputs, which is estimated.
+        calibration: the default method of `calibrate`.
+        coupled: whether the Hessian couples the outputs in the last dimension; else it is diagonal.
+    """
+
+    name: str
+    noise: bool = False
+    calibration: CalibrationMethod = "validation"
+    coupled: bool = False
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The training loss of every network of a stack, a mean over its batch: (s, b, o), (s, b, ...) → (s,)."""
+
+    def n_outputs(self, targets: Tensor) -> int:
+        """How many outputs a network needs for the targets of a data set, (n,) or (n, k)."""
+        return targets[0].numel()
+
+    def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
+        """Targets of a data set, checked, as `loss` takes them: (n, k) numbers in the type and on the device of `like`."""
+        return targets.reshape(len(targets), -1).to(like)
+
+    # --- curvature ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """The diagonal of the Hessian of −log p(y | f) in f, of the outputs' shape; its expectation where y matters."""
+
+    def hessian_root(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """A, (..., o, k), with A Aᵀ the Hessian of −log p(y | f) in f, or its expectation over y where it depends on y."""
+        return torch.diag_embed(self.hessian_diagonal(outputs, noise_variance).sqrt())
+
+    # --- predicting ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def predictive(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        covariance: Tensor | None = None,
+        draws: Tensor | None = None,
+        *,
+        link: Link = "probit",
+        noise_variance: Tensor | None = None,
+    ) -> Predictive:
+        """Moments and draws of f as a predictive distribution of y."""
+
+    @abstractmethod
+    def mixture(self, members: Sequence[Any], weights: Sequence[float]) -> PredictiveMixture:
+        """Predictives of this likelihood, of the same batch, as one distribution."""
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | slice:
+        """The places in the batch whose targets count."""
+        return slice(None)
+
+    def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Targets in the shape that goes with the outputs, (batch, ...)."""
+        return like(targets, self.locations(outputs))
+
+    def locations(self, outputs: Tensor) -> Tensor:
+        """Those outputs that say where the targets are."""
+        return outputs
+
+    def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
+        """How averaging over draws changed the answer of the network at the mean out of recognition; None if it did not.
+
+        Without targets "worse" shows as another answer: a mean farther off than the outputs are from each other.
+        """
+        draws, at_mean = self.locations(draws), self.locations(at_mean)
+        drift = (draws.mean(dim=0) - at_mean).square().mean().sqrt()
+        scale = at_mean.std() if at_mean.numel() > 1 else torch.zeros_like(drift)
+        if len(at_mean) < _FEWEST_TO_JUDGE or not bool(drift > scale > 0):
+            return None
+        return (
+            f"the averaged prediction is {float(drift):.3g} from the mean network's, whose outputs have a standard deviation "
+            f"of {float(scale):.3g}"
+        )
+
+
+def changed_answers(changed: Tensor) -> str | None:
+    """`collapse` of classes, by which answers changed."""
+    share = float(changed.double().mean())
+    if share <= 0.1 or int(changed.sum()) <= 1:
+        return None
+    return f"averaging over weight draws changes the answer for {share:.0%} of the examples"
