@@ -1,15 +1,19 @@
 """What may import what: the library from outside, and its floors from each other."""
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import bayesadam
 from bayesadam import __version__
 from bayesadam._extras import EXTRA_OF, require
 from bayesadam.errors import MissingExtraError
@@ -33,6 +37,11 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 """
+
+
+def modules() -> dict[str, Path]:
+    package = SOURCE / "bayesadam"
+    return {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +73,37 @@ def test_the_refusal_above_is_real():
 def test_the_command_runs_from_a_plain_checkout():
     done = python("-m", "bayesadam", "--version")
     assert (done.returncode, done.stdout) == (0, f"bayesadam {__version__}\n"), done.stderr
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def public_modules() -> list[str]:
+    parts = [Path(relative.removesuffix("/__init__.py")).with_suffix("").parts for relative in modules()]
+    return [".".join(("bayesadam", *path)) for path in parts if not any(part.startswith("_") for part in path)]
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_public_module_is_what_its_name_gives(name):
+    try:
+        module = importlib.import_module(name)
+    except MissingExtraError as missing:
+        pytest.skip(str(missing))
+    # As `import a.b.c as x` finds it: a function of the same name, imported by the parent, would come instead.
+    assert reduce(getattr, name.split(".")[1:], bayesadam) is module
+
+
+def test_no_public_name_is_a_function_and_a_module():
+    assert {"bayesadam.calibration", "bayesadam.pruning", "bayesadam.diagnosis"} <= set(public_modules())
+    for name in bayesadam.__all__:
+        is_module = f"bayesadam.{name}" in public_modules()
+        assert isinstance(getattr(bayesadam, name), ModuleType) == is_module, name
+
+
+def test_public_names_are_sorted_and_complete():
+    assert bayesadam.__all__ == sorted(bayesadam.__all__)
+    errors = {name for name, value in vars(bayesadam.errors).items() if isinstance(value, type)}
+    assert errors <= set(bayesadam.__all__)
 
 
 # --- extras ---------------------------------------------------------------------------------------------------------
@@ -111,7 +151,7 @@ def test_extras_agree_with_the_packaging():
 # Lowest first; "" is the package's own __init__. A module may import from floors below its own, and from itself.
 FLOORS = (
     {"errors", "_version"},
-    {"_extras", "_files", "_shards"},
+    {"_extras", "_files", "_shards", "_warnings"},
     {"_storage", "curvature", "data"},
     {"_alone", "checkpoint", "structures"},
     {"engine", "likelihoods"},
@@ -149,11 +189,6 @@ def imports(tree: ast.AST, package: str) -> set[str]:
                 part = rest.partition(".")[0]
                 found.add(part if part in FLOOR else "")
     return found
-
-
-def modules() -> dict[str, Path]:
-    package = SOURCE / "bayesadam"
-    return {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
 
 
 def part_of(relative: str) -> str:

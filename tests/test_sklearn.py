@@ -21,9 +21,8 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bayesadam import BayesAdamError, BayesAdamWarning, Posterior
-from bayesadam.calibration import CalibrationError
-from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, ParameterError, estimators, training
+from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Posterior, SettingError
+from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators, training
 from bayesadam.sklearn.estimators import split
 from bayesadam.sklearn.training import Data, Part, Recipe
 
@@ -357,7 +356,7 @@ def test_draws_follow_their_random_state():
     first = model.sample_y(X[:3], 5)
     assert np.array_equal(first, model.sample_y(X[:3], 5, random_state=np.random.RandomState(0)))
     assert not np.array_equal(first, model.sample_y(X[:3], 5, random_state=1))
-    with pytest.raises(ParameterError, match="n_samples must be a positive whole number, got 0"):
+    with pytest.raises(SettingError, match="n_samples must be a positive whole number, got 0"):
         model.sample_y(X, 0)
 
 
@@ -508,7 +507,7 @@ def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
 )
 def test_bad_arguments_are_refused_by_name(name, value, message):
     X, y = sine(20)
-    with pytest.raises(ParameterError, match=message) as caught:
+    with pytest.raises(SettingError, match=message) as caught:
         BadamRegressor(**{name: value}).fit(X, y)
     assert isinstance(caught.value, BayesAdamError)
     assert isinstance(caught.value, ValueError)

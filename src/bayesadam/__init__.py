@@ -5,7 +5,25 @@ from bayesadam._version import __version__
 from bayesadam.calibration import calibrate, log_marginal_likelihood
 from bayesadam.curvature.recorder import Recorder
 from bayesadam.diagnosis import Diagnosis, Finding, doctor
-from bayesadam.errors import BayesAdamError, BayesAdamWarning
+from bayesadam.errors import (
+    BayesAdamError,
+    BayesAdamWarning,
+    CalibrationError,
+    CollapsedPredictionWarning,
+    DataError,
+    DivergedError,
+    FileError,
+    ImproperError,
+    MatchError,
+    MemoryBudgetError,
+    MissingExtraError,
+    MissingFileError,
+    NoPosteriorWarning,
+    SettingError,
+    StateError,
+    StructureWarning,
+)
+from bayesadam.inspect import inspect_checkpoint
 from bayesadam.optim import Badam
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import Predictive
@@ -30,13 +48,27 @@ __all__ = [
     "Badam",
     "BayesAdamError",
     "BayesAdamWarning",
+    "CalibrationError",
+    "CollapsedPredictionWarning",
+    "DataError",
     "Diagnosis",
+    "DivergedError",
+    "FileError",
     "Finding",
+    "ImproperError",
+    "MatchError",
+    "MemoryBudgetError",
+    "MissingExtraError",
+    "MissingFileError",
     "Mixture",
+    "NoPosteriorWarning",
     "Posterior",
     "Predictive",
     "PruningReport",
     "Recorder",
+    "SettingError",
+    "StateError",
+    "StructureWarning",
     "__version__",
     "bandits",
     "calibrate",
@@ -44,6 +76,7 @@ __all__ = [
     "curvature",
     "doctor",
     "from_torch_prune",
+    "inspect_checkpoint",
     "keep_pruned",
     "load_masks",
     "log_marginal_likelihood",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MissingFileError
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place on success and vanishes otherwise."""
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
+        raise MissingFileError(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.is_dir():
         raise FileError(f"cannot save to {target}: it is a folder")
     try:
@@ -31,6 +31,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(f"cannot save to {target}: {error.strerror or error}") from error
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam.errors import FileError, MatchError
+from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
 HEADER = "bayesadam"
@@ -33,7 +33,7 @@ def read(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write` made."""
     if not Path(path).is_file():
-        raise FileError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             text = (file.metadata() or {}).get(HEADER)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from bayesadam.errors import BayesAdamError, BayesAdamWarning, SettingError
+from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError
 from bayesadam.held_out import aligned
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.mixture import require_one_network
@@ -32,10 +32,6 @@ _RATIOS = 25
 _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
-
-
-class CalibrationError(BayesAdamError):
-    """No setting gave a finite score; the posterior is as it was."""
 
 
 def calibrate(

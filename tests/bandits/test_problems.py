@@ -10,7 +10,7 @@ import pytest
 from bayesadam.bandits import classification_problem, problem, problem_from_file, problems, reward_problem, wheel
 from bayesadam.bandits.problems import PROBLEMS
 from bayesadam.data import Table, data_set, find
-from bayesadam.errors import DataError, MatchError, MissingExtraError, SettingError
+from bayesadam.errors import DataError, MatchError, MissingExtraError, MissingFileError, SettingError
 
 X = np.array([[1.0, 5.0, 0.0], [3.0, 5.0, 1.0], [5.0, 5.0, 0.5], [7.0, 5.0, 9.0]])
 
@@ -247,7 +247,7 @@ def test_bad_files_are_refused(tmp_path):
         problem_from_file(path, label="y")
     with pytest.raises(SettingError, match="either label"):
         problem_from_file(path)
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(MissingFileError, match="no file"):
         problem_from_file(tmp_path / "absent.csv", label="y")
     (tmp_path / "t.txt").write_text("1")
     with pytest.raises(DataError, match="neither"):

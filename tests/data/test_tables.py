@@ -19,7 +19,7 @@ from bayesadam.data.tables import (
     read_mushroom,
     read_statlog,
 )
-from bayesadam.errors import DataError, SettingError
+from bayesadam.errors import DataError, MissingFileError, SettingError
 
 ADULT_TEXT = {0: "39", 2: "77516", 4: "13", 10: "2174", 11: "0", 12: "40"}
 CENSUS_HEADER = ",".join(["caseid", *(f"i{number}" for number in range(34)), "dOccup", *(f"d{n}" for n in range(33))])
@@ -218,7 +218,7 @@ def test_a_damaged_file_is_named(tmp_path, suffix, damage):
 
 
 def test_nonsense_is_refused_by_name(tmp_path):
-    with pytest.raises(DataError, match="no file at"):
+    with pytest.raises(MissingFileError, match="no file at"):
         read_statlog(tmp_path / "absent")
     with pytest.raises(SettingError, match="'mnist' is not a table: choose from mushroom"):
         load_table("mnist")

@@ -177,7 +177,7 @@ def on_both(structure: str) -> tuple[ba.Posterior | ba.Mixture, ba.Posterior | b
 STRUCTURES = ["kronecker", "low-rank", "low-rank+diagonal", "mixture"]
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_structures_are_what_they_are_on_the_cpu(structure, tmp_path):
     on_cpu, on_cuda = on_both(structure)
@@ -202,7 +202,7 @@ def test_structures_are_what_they_are_on_the_cpu(structure, tmp_path):
         torch.testing.assert_close(again.variance[name], variance, rtol=1e-8, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_structured_draws_have_the_marginal_variances(structure):
     posterior = on_both(structure)[1]

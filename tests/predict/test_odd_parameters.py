@@ -20,7 +20,7 @@ STRUCTURES = ["diagonal", "kronecker", "low-rank", "low-rank+diagonal"]
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
-    pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning"),
+    pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning"),
     pytest.mark.filterwarnings("ignore::bayesadam.predict.CollapsedPredictionWarning"),
 ]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.errors import FileError, ImproperError, MatchError, SettingError
-from bayesadam.posterior.posterior import StructureWarning
+from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.structures.low_rank import LowRank, low_rank_of
 
 N, BATCH, KEEP = 50, 8, 6
@@ -123,7 +122,7 @@ def test_it_is_the_dense_gaussian(structure, delta, power, form):
 @pytest.mark.parametrize("structure", KINDS)
 @pytest.mark.parametrize("delta", ["one", "several"])
 @pytest.mark.parametrize("covariance", [False, True])
-@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 def test_the_linearised_prediction_is_that_of_the_dense_gaussian(structure, delta, covariance):
     posterior, recorder = trained(structure, delta)
     sigma = torch.linalg.inv(dense(posterior, recorder)[0])
@@ -200,7 +199,7 @@ def posterior_file(posterior, folder):
 
 @pytest.mark.parametrize("structure", KINDS)
 @pytest.mark.parametrize("method", ["validation", "evidence"])
-@pytest.mark.filterwarnings("ignore::bayesadam.posterior.posterior.StructureWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 def test_calibration_raises_the_held_out_likelihood(structure, method):
     posterior, _ = trained(structure)
     x = torch.randn(40, 2, 5).double()

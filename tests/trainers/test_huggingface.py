@@ -19,9 +19,8 @@ pytest.importorskip("accelerate")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
-from bayesadam.errors import SettingError, StateError  # noqa: E402
+from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
-from bayesadam.trainers.keeper import NoPosteriorWarning  # noqa: E402
 
 N, LENGTH, VOCABULARY = 40, 6, 12
 

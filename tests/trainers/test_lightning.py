@@ -20,8 +20,8 @@ pl = pytest.importorskip("lightning.pytorch")
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
 from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
-from bayesadam.errors import BayesAdamError, FileError, SettingError, StateError  # noqa: E402
-from bayesadam.trainers.keeper import NoPosteriorWarning, count_examples  # noqa: E402
+from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, SettingError, StateError  # noqa: E402
+from bayesadam.trainers.keeper import count_examples  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bayesadam._extras import require
 from bayesadam.data import load_table
-from bayesadam.errors import DataError, MatchError, SettingError
+from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from bayesadam.structures.noise import stream_seed
 
 Numbers = npt.NDArray[Any]
@@ -114,6 +114,8 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
     if kind == "wheel":
         try:
             return wheel(float(option)) if option else wheel()
+        except SettingError:
+            raise
         except ValueError:
             raise SettingError(f"the wheel's δ must be a number, as in 'wheel:0.95', got {name!r}") from None
     if name not in _TABLES:
@@ -407,7 +409,7 @@ def _read_frame(path: Path) -> Any:
     """The file as a pandas table."""
     pandas = require("pandas")
     if not path.is_file():
-        raise DataError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     parquet = path.suffix in (".parquet", ".pq")
     if not parquet and ".csv" not in path.suffixes:
         raise DataError(f"{path} is neither a .csv nor a .parquet file")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MissingFileError
 
 FORMAT_VERSION = 1
 _HEADER = "bayesadam.bandits"
@@ -36,7 +36,7 @@ def read(
         way_out: what to do where it is not.
     """
     if not path.is_file():
-        raise FileError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_HEADER)

@@ -174,6 +174,8 @@ def stored_entries(folder: Path) -> list[Stored]:
     try:
         located = {(index["fqn"], _corner(index.get("offset"))): place for index, place in places.items()}
         return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
+    except FileError:
+        raise
     except _DAMAGED as error:
         raise _damaged(source, error) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents
-from bayesadam.errors import FileError, SettingError
+from bayesadam.errors import FileError, MissingFileError, SettingError
 
 _HEAD = 16
 
@@ -64,7 +64,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     """The format of a file or folder, by its content."""
     path = Path(path)
     if not path.exists():
-        raise FileError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     try:
         head = b"" if path.is_dir() else _head(path)
     except OSError as error:

@@ -246,12 +246,12 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
                     reasons[url] = str(error)
                 except _UnansweredError as error:
                     reasons[url] = str(error)
-    except OSError as error:
-        raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
     except DataError:
         raise
     except FileError as error:
         raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
     answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
     raise DataError(f"{_absent(record, file, folder)}; no source delivered it ({answers})")
 

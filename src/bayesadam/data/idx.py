@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MissingFileError
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -20,7 +20,7 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
     """The array in an IDX file: two zero bytes, a type, the number of dimensions, their sizes, then the entries."""
     path = Path(path)
     if not path.is_file():
-        raise FileError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from bayesadam.data.fetching import locate
 from bayesadam.data.registry import data_set
-from bayesadam.errors import DataError, SettingError
+from bayesadam.errors import DataError, MissingFileError, SettingError
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -174,8 +174,10 @@ def _open(path: Path) -> Iterator[TextIO]:
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="ascii") as stream:
             yield stream
+    except DataError:
+        raise
     except FileNotFoundError:
-        raise DataError(f"no file at {path}") from None
+        raise MissingFileError(f"no file at {path}") from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
@@ -223,6 +225,8 @@ def _numbers(path: Path, separator: str | None, width: int, dtype: npt.DTypeLike
             rows = np.loadtxt(stream, dtype, comments=None, delimiter=separator, skiprows=skip, ndmin=2)
         if len(rows) and rows.shape[1] == width:
             return rows
+    except DataError:
+        raise
     except ValueError as error:
         problem = error
     # Slower, but it names the line.

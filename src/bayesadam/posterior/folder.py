@@ -21,7 +21,7 @@ from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, wrapped
 from bayesadam._storage import FORMAT_VERSION, HEADER, check_owner, check_version
 from bayesadam.checkpoint.distributed import stored_entries
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MissingFileError
 
 _HEADER_FILE = f"{HEADER}.json"
 
@@ -86,7 +86,7 @@ def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _prepare(target: Path, unfinished: Path) -> None:
     if not target.parent.is_dir():
-        raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
+        raise MissingFileError(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.exists() and not (target / _HEADER_FILE).is_file():
         raise FileError(f"cannot save to {target}: it exists and is not the folder of a saved posterior")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -113,7 +113,7 @@ def _by_first(work: Callable[[], None]) -> None:
     if dist.get_rank() == 0:
         try:
             work()
-        except (FileError, OSError) as error:
+        except OSError as error:
             told = [str(error)]
     dist.broadcast_object_list(told, src=0)
     if told[0] is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 
 from bayesadam import _storage as storage
 from bayesadam._version import __version__
+from bayesadam._warnings import warn
 from bayesadam.curvature.match import unwrap
-from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.posterior.posterior import Posterior
 from bayesadam.structures.noise import fresh_seed, stream_seed
 
@@ -324,11 +324,9 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
         ]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
-            warnings.warn(
+            warn(
                 f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
                 "are right for one network alone: give each member a model of its own",
-                BayesAdamWarning,
-                stacklevel=3,
             )
             return
 

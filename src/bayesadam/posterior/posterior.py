@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ from bayesadam import _storage as storage
 from bayesadam._alone import alone_with
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
+from bayesadam._warnings import warn
 from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature
 from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
 from bayesadam.curvature.match import (
@@ -31,7 +31,7 @@ from bayesadam.curvature.match import (
 )
 from bayesadam.curvature.read import working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
-from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
+from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.posterior import folder
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
@@ -44,10 +44,6 @@ from bayesadam.structures.structure import Directions, Structure
 
 _STRUCTURES = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
-
-
-class StructureWarning(BayesAdamWarning):
-    """The structure of a posterior cannot hold what its settings ask of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -617,7 +613,7 @@ class Posterior:
         """Warn where the structure cannot hold what the settings ask of it."""
         doubt = self._filled.limits(self.settings)
         if doubt is not None:
-            warnings.warn(doubt, StructureWarning, stacklevel=3)
+            warn(doubt, StructureWarning)
 
     def require_whole(self, what: str) -> None:
         """Raise where the posterior is sharded, for `what` needs whole tensors."""

@@ -1,8 +1,8 @@
 """Predictive distributions from a weight posterior: linearised without a Jacobian, or sampled."""
 
-from bayesadam.errors import MemoryBudgetError
+from bayesadam.errors import CollapsedPredictionWarning, MemoryBudgetError
 from bayesadam.predict.mixture import BinaryMixture, ClassificationMixture, RegressionMixture
-from bayesadam.predict.predict import CollapsedPredictionWarning, predict
+from bayesadam.predict.predict import predict
 from bayesadam.predict.predictive import (
     BinaryPredictive,
     ClassificationPredictive,

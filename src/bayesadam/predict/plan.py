@@ -89,6 +89,8 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
     try:
         with torch.enable_grad():
             output = call(leaves, examples(inputs, 0, 1))
+    except BayesAdamError:
+        raise
     except (RuntimeError, ValueError, IndexError):
         # Told of by `make_plan`.
         return ()
@@ -185,6 +187,8 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     try:
         with torch.no_grad():
             alone = call(leaves, examples(probe, size - 1, size))
+    except BayesAdamError:
+        raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise BayesAdamError(f"{told} ({error})") from error
     among = output[-1:].detach()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from bayesadam._alone import alone_with
-from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from bayesadam._warnings import warn
+from bayesadam.errors import CollapsedPredictionWarning, MatchError, SettingError
 from bayesadam.predict.call import Call, Forward, evaluating, plain
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.plan import plan_for
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 Method = Literal["linearised", "sampled", "linearised-sampled"]
 _FEWEST_TO_JUDGE = 8
-
-
-class CollapsedPredictionWarning(BayesAdamWarning):
-    """Averaging over weight draws changed the prediction out of recognition."""
 
 
 def predict(
@@ -209,11 +205,10 @@ def _warn_if_collapsed(draws: Tensor, at_mean: Tensor, likelihood: Likelihood) -
         told = f"averaging over weight draws changes the answer for {share:.0%} of the examples"
         collapsed = share > 0.1 and int(changed.sum()) > 1
     if collapsed:
-        warnings.warn(
+        warn(
             f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
             "prior_precision, or use method='linearised'",
             CollapsedPredictionWarning,
-            stacklevel=4,
         )
 
 

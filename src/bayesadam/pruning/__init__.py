@@ -8,7 +8,7 @@ from bayesadam.pruning.paths import path_scores
 from bayesadam.pruning.rankings import RANKINGS, Ranking, Weights, powered, weight_scores
 from bayesadam.pruning.report import PrunedParameter, PruningReport, pruning_report
 from bayesadam.pruning.saved import prune_checkpoint
-from bayesadam.pruning.shrink import shrink
+from bayesadam.pruning.shrinking import shrink
 
 __all__ = [
     "RANKINGS",

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam.errors import FileError, MatchError
+from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
 _HEADER = "bayesadam-masks"
@@ -35,7 +35,7 @@ def save_masks(path: str | os.PathLike[str], masks: Mapping[str, Tensor]) -> Non
 def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The masks that `save_masks` wrote, on the CPU; whatever takes masks moves them."""
     if not Path(path).is_file():
-        raise FileError(f"no file at {path}")
+        raise MissingFileError(f"no file at {path}")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_HEADER)

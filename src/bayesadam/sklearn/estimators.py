@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,8 +17,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor
 
-from bayesadam.calibration import CalibrationError, calibrate
-from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam._warnings import warn
+from bayesadam.calibration import calibrate
+from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.predict.predictive import Likelihood
 from bayesadam.sklearn.training import (
@@ -44,10 +44,6 @@ _DTYPES = (np.float64, np.float32)
 _LARGEST_SEED = 2**31 - 1
 # Chosen on made-up tables. A cross-entropy goes on falling as weights grow, a squared error does not.
 _WEIGHT_DECAY = {"regression": 0.01, "classification": 0.3}
-
-
-class ParameterError(SettingError, ValueError):
-    """An argument of an estimator is not what it may be; a ValueError too, as scikit-learn's users expect."""
 
 
 # --- the estimators -------------------------------------------------------------------------------------------------
@@ -201,7 +197,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         """
         inputs = self._inputs(X)
         if not _is_count(n_samples):
-            raise ParameterError(f"n_samples must be a positive whole number, got {n_samples!r}")
+            raise SettingError(f"n_samples must be a positive whole number, got {n_samples!r}")
         random = check_random_state(random_state)
         chosen = random.randint(len(self.posteriors_), size=n_samples)
         seeds = random.randint(_LARGEST_SEED, size=len(self.posteriors_))
@@ -341,8 +337,7 @@ def calibrated(
     try:
         return calibrate(posterior, (held_out.x, held_out.y), likelihood=likelihood, method=method)
     except CalibrationError as error:
-        # From here: _learn, fit, the caller.
-        warnings.warn(f"the posterior is not calibrated: {error}", BayesAdamWarning, stacklevel=5)
+        warn(f"the posterior is not calibrated: {error}")
         return posterior
 
 
@@ -391,7 +386,7 @@ def _check(estimator: _Badam) -> None:
     for name, (fits, wanted) in _RULES.items():
         value = getattr(estimator, name)
         if not fits(value):
-            raise ParameterError(f"{name} must be {wanted}, got {value!r}")
+            raise SettingError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _is_count(value: object) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bayesadam.errors import BayesAdamError
+from bayesadam.errors import DivergedError
 
 Schedule = Literal["cosine", "constant"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -30,10 +30,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "sigmoid": nn.Sigmoid,
 }
-
-
-class DivergedError(BayesAdamError, ArithmeticError):
-    """The loss was never finite."""
 
 
 @dataclass(frozen=True)

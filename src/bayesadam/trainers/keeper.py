@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +11,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.utils.data import SubsetRandomSampler
 
+from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
-from bayesadam.errors import BayesAdamWarning, SettingError, StateError
+from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Forward
@@ -24,10 +24,6 @@ from bayesadam.trainers.summary import held_out_numbers, snr_numbers
 FILE_NAME = "posterior.safetensors"
 T = TypeVar("T")
 Log = Callable[[dict[str, float]], None]
-
-
-class NoPosteriorWarning(BayesAdamWarning):
-    """Training went well, but no posterior came of it; `callback.posterior` raises the reason."""
 
 
 class PosteriorKeeper:
@@ -146,10 +142,9 @@ class PosteriorKeeper:
         # Hours of training must not be lost to whatever the user's loader or model raises here.
         except Exception as error:
             self._posterior = error
-            warnings.warn(
+            warn(
                 f"training is over, but there is no posterior: {type(error).__name__}: {error}{told}",
                 NoPosteriorWarning,
-                stacklevel=3,
             )
 
     def _calibration(self, posterior: Posterior, batches: list[Batch]) -> tuple[dict[str, Any], dict[str, float]]:
