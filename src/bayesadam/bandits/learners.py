@@ -17,8 +17,8 @@ from bayesadam.bandits.agents import AgentSettings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.gradients import ChosenArmGradient, Layers, layers_of, outputs, sampled_outputs
 from bayesadam.engine.network import Network, flatten, initial
+from bayesadam.engine.stack import captured
 from bayesadam.engine.streams import Streams
-from bayesadam.methods.training import captured
 from bayesadam.structures.formulas import precision, shrunk_mean
 from bayesadam.structures.noise import stream_seed
 
@@ -249,7 +249,7 @@ class NetworkLearner(Learner):
         """t_s mini-batches; on CUDA the second training and all later ones are replays of one graph."""
         self._prepare()
         if self.device.type == "cuda" and self._run_steps == self._all_steps and int(self._steps):
-            self._run_steps = captured(self._all_steps)
+            self._run_steps = captured(self._all_steps, [])
         self._run_steps()
         self._steps += self.settings.train_steps
         self._moments = None
