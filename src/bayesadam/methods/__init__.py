@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesadam.engine.network import Network
 from bayesadam.errors import SettingError
+from bayesadam.likelihoods import LikelihoodName as Likelihood
 from bayesadam.methods.base import Fitted, Method, Problem
 from bayesadam.methods.gaussian_process import fit_gp
 from bayesadam.methods.optimum import (
@@ -22,7 +23,6 @@ from bayesadam.methods.optimum import (
 )
 from bayesadam.methods.training import Data, Training
 from bayesadam.methods.variational import fit_bbb, fit_ivon, fit_mc_dropout, fit_vadam
-from bayesadam.predict.predictive import Likelihood
 from bayesadam.structures.noise import stream_seed
 
 METHODS: Mapping[str, Method] = {

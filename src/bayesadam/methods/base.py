@@ -12,16 +12,17 @@ from torch import Tensor
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError
-from bayesadam.methods.training import Data, Rate, Training, adam, descend, negative_log_likelihood
-from bayesadam.posterior import Posterior
-from bayesadam.predict.predictive import (
+from bayesadam.likelihoods import (
     BinaryPredictive,
     ClassificationPredictive,
-    Likelihood,
+    Predictive,
     RegressionPredictive,
 )
+from bayesadam.likelihoods import LikelihoodName as Likelihood
+from bayesadam.methods.training import Data, Rate, Training, adam, descend, negative_log_likelihood
+from bayesadam.posterior import Posterior
 
-AnyPredictive = RegressionPredictive | ClassificationPredictive | BinaryPredictive
+AnyPredictive = Predictive
 # Noise is at least this share of the held-out squared residual, however wide the function's own spread.
 _LEAST_NOISE = 0.05
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import SettingError
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods.base import AnyPredictive, Fitted, Problem
-from bayesadam.predict.predictive import RegressionPredictive
 
 
 def fit_gp(problem: Problem, *, steps: int = 200, lr: float = 0.1) -> Fitted:

@@ -13,6 +13,7 @@ from torch.func import functional_call, jacrev
 from bayesadam.calibration import calibrate
 from bayesadam.engine.network import Network, flatten, forward, member, unflatten
 from bayesadam.engine.streams import Streams
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods.base import (
     AnyPredictive,
     Fitted,
@@ -25,7 +26,6 @@ from bayesadam.methods.base import (
 )
 from bayesadam.methods.training import descend, negative_log_likelihood
 from bayesadam.posterior import Posterior
-from bayesadam.predict.predictive import RegressionPredictive
 
 N_MEMBERS = 5
 

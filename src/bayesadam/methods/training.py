@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict.predictive import Likelihood
+from bayesadam.likelihoods import LikelihoodName as Likelihood
 from bayesadam.structures.noise import stream_seed
 
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
