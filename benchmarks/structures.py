@@ -49,9 +49,9 @@ from bayesadam.calibration import CalibrationMethod
 from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.experiments.regression import RegressionSettings, drawn
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods.base import Problem, Stack
 from bayesadam.methods.training import Data, Training
-from bayesadam.predict.predictive import RegressionPredictive
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8
 FAR = torch.tensor([[-0.4], [0.7], [1.1]])

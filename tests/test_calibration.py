@@ -493,11 +493,11 @@ def test_a_network_too_wide_to_be_sampled_is_mended_as_the_warning_advises():
         y = model(x) + 0.1 * torch.randn(60, 1)
     wide = posterior_over(model, n_data=1.0, prior_precision=1.0)
     with pytest.warns(CollapsedPredictionWarning, match="predictive='sampled'"):
-        predict(wide, x, method="sampled", generator=seeded())
+        predict(wide, x, predictive="sampled", generator=seeded())
     mended = calibrate(wide, (x, y), likelihood="regression", predictive="sampled", generator=seeded(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        predict(mended, x, method="sampled", generator=seeded())
+        predict(mended, x, predictive="sampled", generator=seeded())
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
