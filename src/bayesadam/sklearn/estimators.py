@@ -21,7 +21,7 @@ from bayesadam.calibration import calibrate
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules.adam import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import Likelihood, LikelihoodName, NumericPredictive, likelihood
+from bayesadam.likelihoods import LikelihoodName, NumericPredictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.sklearn.training import Recipe, Schedule, Trained, fit_networks, split
 
@@ -102,7 +102,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         for one, part in zip(trained, parts, strict=True):
             posterior = read_posterior(one, network, n, float(self.power))
             held_out = x[part.held_out], y[part.held_out]
-            self.posteriors_.append(calibrated(posterior, held_out, kind, self.calibration))
+            self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
         self.best_epochs_ = [one.best_epoch for one in trained]
@@ -242,8 +242,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found: Array = self._predictive(inputs).log_prob(scaled).numpy()
-        return found - np.log(self.target_scaler_.scale_).sum()
+        found: Array = self._predictive(inputs).log_prob(scaled).numpy() - np.log(self.target_scaler_.scale_).sum()
+        return found
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
@@ -264,7 +264,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return np.moveaxis(self._in_units(found.sample(int(n_samples), generator=generator)), 0, -1)
 
     def _predictive(self, inputs: Tensor, **options: Any) -> NumericPredictive:
-        found: NumericPredictive = self.posterior_.predict(inputs, likelihood=self.likelihood, **options)
+        found = self.posterior_.predict(inputs, likelihood=self.likelihood, **options)
+        assert isinstance(found, NumericPredictive)
         return found
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
@@ -345,10 +346,10 @@ def read_posterior(trained: Trained, network: Network, n_data: int, power: float
 
 
 def calibrated(
-    posterior: Posterior, held_out: tuple[Tensor, Tensor], kind: Likelihood, calibration: Calibration | None
+    posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
 ) -> Posterior:
     """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be had."""
-    if kind.noise:
+    if likelihood(name).noise:
         x, y = held_out
         with torch.no_grad():
             posterior = posterior.replace(noise_variance=(y - posterior.model(x)).square().mean(dim=0))
@@ -356,7 +357,7 @@ def calibrated(
         return posterior
     method = None if calibration == "auto" else calibration
     try:
-        return calibrate(posterior, held_out, likelihood=kind.name, method=method)
+        return calibrate(posterior, held_out, likelihood=name, method=method)
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
         return posterior
