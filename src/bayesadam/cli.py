@@ -17,7 +17,7 @@ from bayesadam.errors import SettingError
 
 
 class _Group(TyperGroup):
-    """Ends Ctrl-C in one line and exit code 130: what typer itself makes of it differs between its versions."""
+    """Ends Ctrl-C in one line and exit code 130; typer's own handling differs between its versions."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,19 +40,15 @@ app.add_typer(data_app, name="data")
 
 Seed = Annotated[int, typer.Option("--seed", help="Fixes every random number: same seed, same results.")]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write to; made if absent.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one a line.")]
-
-
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one per line.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
-
-
-Jobs = Annotated[int, typer.Option(min=1, help="Processes side by side, on a CPU.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes, on a CPU.")]
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
 OptimizerFile = Annotated[
     Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
 ]
 OptimizerName = Annotated[
-    str, typer.Option("--optimizer", help="The optimiser that wrote the state; told by its keys if absent.")
+    str, typer.Option("--optimizer", help="The optimiser that wrote the state; identified by its keys if absent.")
 ]
 GroupsInOrder = Annotated[
     bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
@@ -78,12 +74,12 @@ def _chosen(option: str, text: str | None) -> tuple[str, ...] | None:
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
-    """`name=value` by name: values are read as Python's numbers, tuples, True, False and None, all else as text."""
+    """`name=value` by name: values are Python's numbers, tuples, True, False and None, all else is text."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
-            raise SettingError(f"--set wants name=value, such as epsilon=0.02, got {text!r}")
+            raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
         if name in found:
             raise SettingError(f"--set {name} is given twice")
         try:
@@ -140,7 +136,7 @@ def regression(
     out: Out = Path("out/regression"),
     quiet: Quiet = False,
 ) -> None:
-    """Figure 1: the paper's toy regression, every method beside the others."""
+    """Figure 1: the paper's toy regression with every method."""
     require("matplotlib")
     from bayesadam.experiments.regression import RegressionSettings, run_regression
 
@@ -164,7 +160,7 @@ def pruning(
     out: Out = Path("out/pruning"),
     quiet: Quiet = False,
 ) -> None:
-    """Figure 2: accuracy after pruning by signal to noise, every method beside the others."""
+    """Figure 2: accuracy after pruning by signal-to-noise ratio, with every method."""
     require("matplotlib")
     from bayesadam.experiments import pruning as experiment
 
@@ -197,13 +193,13 @@ def bandits(
             "--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable."
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster.")] = "local",
+    engine: Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
     device: Device = "",
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
     quiet: Quiet = False,
 ) -> None:
-    """Table 1: Thompson sampling on the bandit problems, every agent beside the others."""
+    """Table 1: Thompson sampling on the bandit problems with every agent."""
     require("matplotlib")
     from bayesadam.experiments.bandits import BanditSettings, run_bandits
 
@@ -329,7 +325,7 @@ def inspect(
     out: Out = Path("out/inspect"),
     quiet: Quiet = False,
 ) -> None:
-    """What a saved optimiser state says about a model's weights, without the model and without data."""
+    """Report what a saved optimiser state says about the weights, without the model and without data."""
     require("matplotlib")
     from bayesadam.experiments.inspection import InspectSettings, run_inspect
 

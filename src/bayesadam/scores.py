@@ -1,6 +1,6 @@
-"""Scores of predictive distributions: calibration, sharpness, and telling strangers from friends.
+"""Scores of predictive distributions: calibration, sharpness, out-of-distribution detection.
 
-Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
+Plain functions of tensors on any device, tested against scikit-learn and torchmetrics.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bayesadam.predict.predictive import (
 
 
 def nll(predictive: RegressionPredictive | ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
-    """Mean negative log-likelihood in nats an example."""
+    """Mean negative log-likelihood in nats per example."""
     return -float(predictive.log_prob(y).mean(dtype=torch.float64))
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
-    """Share of examples whose likeliest class is the right one."""
+    """Share of examples whose most probable class is the true one."""
     _check_classes(probs, y)
     return float((probs.argmax(dim=-1) == y).double().mean())
 
@@ -48,10 +48,10 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
     probs, y = probs.flatten(0, -2), y.flatten()
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
-    confidence, answer = probs.double().max(dim=-1)
-    right = (answer == y).double()
+    confidence, predicted = probs.double().max(dim=-1)
+    correct = (predicted == y).double()
     index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, right - confidence)
+    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, correct - confidence)
     return float(gaps.abs().sum() / len(y))
 
 
@@ -68,11 +68,11 @@ def coverage(predictive: RegressionPredictive, y: Tensor, *, level: float = 0.95
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The chance that a stranger scores higher than a friend, ties counting half: the area under the ROC curve.
+    """The area under the ROC curve of out-of-distribution detection: P(outside > inside), a tie counting half.
 
     Args:
-        inside: scores (entropy, say) of examples like the training data.
-        outside: scores of examples from elsewhere; higher should mean stranger.
+        inside: scores, such as the entropy, of in-distribution examples.
+        outside: scores of out-of-distribution examples, which should be higher.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
@@ -82,20 +82,20 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
     n_in, n_out = inside.numel(), outside.numel()
     if not n_in or not n_out:
-        raise MatchError(f"AUROC needs scores of both kinds, got {n_in} inside and {n_out} outside")
+        raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {n_in} inside and {n_out} outside")
     return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
-    """Share of friends taken for strangers at the threshold that catches at least 95 % of the strangers."""
+    """False positives among the in-distribution examples where 95 % of the out-of-distribution ones are detected."""
     if not inside.numel() or not outside.numel():
-        raise MatchError("FPR95 needs scores of both kinds")
+        raise MatchError("FPR95 needs in- and out-of-distribution scores")
     ordered = outside.flatten().double().sort(descending=True).values
-    caught = -(-95 * ordered.numel() // 100)
-    return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())
+    detected = -(-95 * ordered.numel() // 100)
+    return float((inside.flatten().double() >= ordered[detected - 1]).double().mean())
 
 
 def _check_classes(probs: Tensor, y: Tensor) -> None:
     if probs.shape[:-1] != y.shape:
-        raise MatchError(f"expected class numbers of shape {tuple(probs.shape[:-1])}, got {tuple(y.shape)}")
+        raise MatchError(f"expected class indices of shape {tuple(probs.shape[:-1])}, got {tuple(y.shape)}")
     require_classes(y, probs.shape[-1])
