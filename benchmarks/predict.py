@@ -257,7 +257,7 @@ def bench_draws(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
     posterior, inputs = prepared("mlp")
 
     def ours() -> Tensor:
-        drawn = posterior.predict(inputs, likelihood="classification", method="sampled", n_samples=draws)
+        drawn = posterior.predict(inputs, likelihood="classification", predictive="sampled", n_samples=draws)
         return drawn.probs
 
     calls = {}
@@ -313,7 +313,7 @@ def _sweep_point(
     torch.manual_seed(0)
     inputs = torch.randn(batch, 784)
     posterior = posterior_of(mlp((784, width, width, classes)), torch.randn(32, 784), classes)
-    how: dict[str, Any] = {"method": "sampled", "n_samples": draws} if draws else {}
+    how: dict[str, Any] = {"predictive": "sampled", "n_samples": draws} if draws else {}
 
     def call() -> object:
         return posterior.predict(inputs, likelihood="classification", **how)

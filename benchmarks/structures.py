@@ -50,8 +50,8 @@ from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.engine.stack import Stack
 from bayesadam.experiments.regression import RegressionSettings, drawn
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods import Data, Problem, Training
-from bayesadam.predict.predictive import RegressionPredictive
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8
 FAR = torch.tensor([[-0.4], [0.7], [1.1]])

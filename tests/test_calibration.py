@@ -20,6 +20,7 @@ import bayesadam as ba
 from bayesadam.calibration import CalibrationError, calibrate, log_marginal_likelihood
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.predict import CollapsedPredictionWarning, predict
+from bayesadam.predict.options import Options
 from bayesadam.structures.diagonal import Diagonal
 from cases import mlp
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over
@@ -447,13 +448,13 @@ def test_the_marginal_likelihood_needs_noise_a_prior_and_data():
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dict[str, Any]]]:
     """Every candidate that calibration predicted with, and how."""
     seen: list[tuple[ba.Posterior, dict[str, Any]]] = []
-    original = module.predict
+    original = module.predictive_of
 
-    def recorded(posterior: ba.Posterior, inputs: Any, **options: Any) -> Any:
-        seen.append((posterior, {**options, "seed": options["generator"].initial_seed()}))
-        return original(posterior, inputs, **options)
+    def recorded(posterior: ba.Posterior, inputs: Any, options: Options) -> Any:
+        seen.append((posterior, {**vars(options), "seed": options.generator.initial_seed()}))
+        return original(posterior, inputs, options)
 
-    monkeypatch.setattr(module, "predict", recorded)
+    monkeypatch.setattr(module, "predictive_of", recorded)
     return seen
 
 
@@ -467,7 +468,7 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
     found = calibrate(posterior, batch, generator=seeded(4), **options)
     assert predictions, "the predictive asked for was never used"
     (seed,) = {used["seed"] for _, used in predictions}
-    assert {(used["method"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
+    assert {(used["predictive"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
         (predictive, 6, likelihood)
     }
 
@@ -475,7 +476,7 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CollapsedPredictionWarning)
             return log_likelihood(
-                candidate, batch, likelihood=likelihood, method=predictive, n_samples=6, generator=seeded(seed)
+                candidate, batch, likelihood=likelihood, predictive=predictive, n_samples=6, generator=seeded(seed)
             )
 
     start = calibrate(posterior, batch, likelihood=likelihood)
@@ -493,11 +494,11 @@ def test_a_network_too_wide_to_be_sampled_is_mended_as_the_warning_advises():
         y = model(x) + 0.1 * torch.randn(60, 1)
     wide = posterior_over(model, n_data=1.0, prior_precision=1.0)
     with pytest.warns(CollapsedPredictionWarning, match="predictive='sampled'"):
-        predict(wide, x, method="sampled", generator=seeded())
+        predict(wide, x, predictive="sampled", generator=seeded())
     mended = calibrate(wide, (x, y), likelihood="regression", predictive="sampled", generator=seeded(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        predict(mended, x, method="sampled", generator=seeded())
+        predict(mended, x, predictive="sampled", generator=seeded())
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -679,7 +680,7 @@ def test_a_single_logit_is_no_choice_of_classes(method: str, shape: tuple[int, .
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"likelihood": "poisson"}, r"likelihood must be one of .*'poisson'"),
+        ({"likelihood": "counts"}, r"likelihood must be one of .*'counts'"),
         ({"method": "grid"}, r"method must be one of .*'grid'"),
         ({"predictive": "mcmc"}, r"predictive must be one of .*'mcmc'"),
         ({"link": "softmax"}, r"link must be one of .*'softmax'"),

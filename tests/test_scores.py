@@ -84,7 +84,7 @@ def test_numbers_that_are_no_class_are_refused(classified, score, bad):
     assert probs.shape[-1] <= 7
     y = y.clone()
     y[3] = bad
-    with pytest.raises(MatchError, match="class numbers must be 0 to"):
+    with pytest.raises(MatchError, match="class indices must be 0 to"):
         score(probs, y)
 
 

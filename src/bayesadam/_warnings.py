@@ -11,7 +11,7 @@ from bayesadam.errors import BayesAdamWarning
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
-def warn(message: str, category: type[BayesAdamWarning] = BayesAdamWarning) -> None:
+def warn(message: str, category: type[Warning] = BayesAdamWarning) -> None:
     """Warn at the line from which the library was called.
 
     That is the frame outside the outermost one of this package: torch's decorators and generated methods may lie between.

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError
 from bayesadam.held_out import aligned
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive
+from bayesadam.likelihoods.predictive import place_blocks
+from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Call, Forward, evaluating, to_device
+from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
-from bayesadam.predict.predict import Method, check_options, parameters_at_mean, predict, wrap
-from bayesadam.predict.predictive import Likelihood, Link, like
-from bayesadam.predict.targets import counted, log_probs
+from bayesadam.predict.options import Options, PredictiveKind
+from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.low_rank import LowRank
 from bayesadam.structures.noise import fresh_seed
 from bayesadam.structures.structure import Directions
 
-CalibrationMethod = Literal["validation", "evidence"]
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # Ratios δ/w tried in one pass over the data, and decades of scale around the best.
 _RATIOS = 25
@@ -38,9 +40,9 @@ def calibrate(
     posterior: AnyPosterior,
     batches: Any,
     *,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     method: CalibrationMethod | None = None,
-    predictive: Method = "linearised",
+    predictive: PredictiveKind = "linearised",
     n_samples: int = 30,
     link: Link = "probit",
     forward: Forward | None = None,
@@ -54,17 +56,17 @@ def calibrate(
     r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c equals that of the generalised Gauss-Newton matrix,
     N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see
     what δ does outside it and shrinks the uncertainty there to nothing, so regression defaults to evidence; for
-    classification evidence fails where validation works, so that is the default there. Either way δ comes out as one number
-    for all parameters, whatever it was before.
+    classification evidence fails where validation works, so that is the default there, as for every likelihood without a
+    noise of its own to estimate. Either way δ comes out as one number for all parameters, whatever it was before.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
             belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
             which for a causal language model is one place further on. Classes of −100 are left out.
-        likelihood: `"regression"`, `"classification"` or `"binary"`.
+        likelihood: as in `predict`.
         method: `"validation"` or `"evidence"`; None takes the default above.
-        predictive: the method that `predict` will be called with.
+        predictive: what `predict` will be called with.
         n_samples: its draws, where it samples.
         link: its link.
         forward: as in `predict`.
@@ -75,34 +77,30 @@ def calibrate(
         CalibrationError: nothing tried gave a finite score.
         MatchError: it cannot be told which output a label belongs to: pass `forward`, and targets to match its outputs.
     """
-    chosen = method or ("evidence" if likelihood == "regression" else "validation")
-    for name, value, allowed in (
-        ("method", chosen, get_args(CalibrationMethod)),
-        ("predictive", predictive, get_args(Method)),
-    ):
-        if value not in allowed:
-            raise SettingError(f"{name} must be one of {allowed}, got {value!r}")
-    check_options(likelihood, predictive, link, n_samples, memory_budget)
+    if method is not None and method not in get_args(CalibrationMethod):
+        raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
+    options = Options(
+        likelihood=likelihood,
+        predictive=predictive,
+        n_samples=n_samples,
+        link=link,
+        forward=forward,
+        generator=generator,
+        memory_budget=memory_budget,
+    )
     if isinstance(posterior, Mixture):
-        held_out = list(aligned(next(iter(posterior)), batches, likelihood=likelihood, forward=forward))
-        options: dict[str, Any] = {"likelihood": likelihood, "method": chosen, "predictive": predictive}
-        options |= {"n_samples": n_samples, "link": link, "forward": forward}
-        options |= {"generator": generator, "memory_budget": memory_budget}
-        return Mixture([calibrate(member, held_out, **options) for member in posterior], posterior.weights)
+        held_out = list(aligned(posterior.members[0], batches, likelihood=likelihood, forward=forward))
+        members = [_calibrated(_Data(member, held_out, options), method) for member in posterior]
+        return Mixture(members, posterior.weights)
     held_out = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
-    data = _Data(posterior, held_out, likelihood, link, forward, memory_budget)
-    best = _by_evidence(posterior, data) if chosen == "evidence" else _by_validation(posterior, data)
-    if predictive != "linearised":
-        best = _by_repeated_prediction(best, data, predictive, n_samples, generator)
-    best.warn_of_limits()
-    return best
+    return _calibrated(_Data(posterior, held_out, options), method)
 
 
 def log_marginal_likelihood(
     posterior: Posterior,
     batches: Any,
     *,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     forward: Forward | None = None,
 ) -> Tensor:
     """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
@@ -112,6 +110,9 @@ def log_marginal_likelihood(
     """
     require_one_network(posterior, "a marginal likelihood")
     data = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
+    options = Options(likelihood=likelihood, forward=forward)
+    if options.record.noise and posterior.noise_variance is None:
+        raise SettingError("the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)")
     call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
@@ -119,12 +120,8 @@ def log_marginal_likelihood(
             device = next(iter(params.values())).device
             mean = call(params, to_device(inputs, device))
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            if likelihood == "regression" and posterior.noise_variance is None:
-                raise SettingError(
-                    "the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)"
-                )
-            found = wrap(posterior, likelihood, "probit", mean, torch.zeros_like(mean), None, None)
-            scores = log_probs(found, y.to(device))
+            found = _predictive(options, posterior, mean, torch.zeros_like(mean))
+            scores = options.record.log_probs(found, y.to(device))
             total += scores.sum(dtype=torch.float64).cpu()
             count += len(scores)
     fit = posterior.n_data / count * total
@@ -145,10 +142,7 @@ class _Data:
 
     posterior: Posterior
     batches: Sequence[tuple[Any, Tensor]]
-    likelihood: Likelihood
-    link: Link
-    forward: Forward | None
-    budget: int
+    options: Options
 
     def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
@@ -166,7 +160,8 @@ class _Data:
 
         Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,).
         """
-        call = Call(self.posterior.model, self.forward)
+        record = self.options.record
+        call = Call(self.posterior.model, self.options.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
         with evaluating(self.posterior.model):
@@ -177,26 +172,39 @@ class _Data:
                     variances,
                     to_device(inputs, device),
                     covariance=covariance,
-                    budget=self.budget,
+                    budget=self.options.memory_budget,
                     bases=posterior.structure.bases,
                     directions=directions,
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
-                variance, block, y = found.variance.reshape(-1, *shape), found.covariance, y.to(device)
-                if self.likelihood == "regression":
-                    y = like(y, mean)
-                elif self.likelihood == "classification":
-                    keep = counted(wrap(posterior, self.likelihood, self.link, mean, variance[0], None, None).mean, y)
-                    block = None if block is None else _place_blocks(block, mean)[keep]
-                    mean, variance, y = mean[keep], variance[:, keep], y[keep]
-                yield mean, variance, block, y
+                variance = found.variance.reshape(-1, *shape)
+                # Refuses outputs that are none of this likelihood's.
+                _predictive(self.options, posterior, mean, variance[0])
+                y = record.matched(y.to(device), mean)
+                keep = record.counted(mean, y)
+                block = None if found.covariance is None else place_blocks(found.covariance, mean)[keep]
+                yield mean[keep], variance[:, keep], block, y[keep]
 
     def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
         """Mean log-likelihood of the targets, −∞ where it is not finite."""
-        found = wrap(posterior, self.likelihood, self.link, mean, variance, None, None).log_prob(y)
+        found = _predictive(self.options, posterior, mean, variance).log_prob(y)
         value = float(found.mean(dtype=torch.float64))
         return value if math.isfinite(value) else -math.inf
+
+
+def _predictive(options: Options, posterior: Posterior, mean: Tensor, variance: Tensor) -> Predictive:
+    noise = posterior.noise_variance
+    return options.record.predictive(mean, variance, link=options.link, noise_variance=noise)
+
+
+def _calibrated(data: _Data, method: CalibrationMethod | None) -> Posterior:
+    by_evidence = (method or data.options.record.calibration) == "evidence"
+    best = (_by_evidence if by_evidence else _by_validation)(data.posterior, data)
+    if data.options.predictive != "linearised":
+        best = _by_repeated_prediction(best, data)
+    best.warn_of_limits()
+    return best
 
 
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
@@ -229,7 +237,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
         noises: list[Tensor | None] = [None]
-        if data.likelihood == "regression":
+        if data.options.record.noise:
             noises = list(_noise_candidates(mean, y))
         # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
         middle = float(table.mean()) / _output_scale(mean)
@@ -256,9 +264,10 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
 
 def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     ones: VarianceOf = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
-    if data.likelihood != "regression":
-        parts = list(data.moments(posterior, [ones], covariance=data.likelihood == "classification"))
-        curvature = torch.cat([_output_curvature(mean, variance, block) for mean, variance, block, _ in parts])
+    record = data.options.record
+    if not record.noise:
+        parts = list(data.moments(posterior, [ones], covariance=record.coupled))
+        curvature = torch.cat([_output_curvature(record, mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
     def residuals(
@@ -285,21 +294,12 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     return found
 
 
-def _output_curvature(mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Tensor:
-    """Σ J² Λ an example, Λ the Hessian of the negative log-likelihood in the logits."""
+def _output_curvature(record: Likelihood, mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Tensor:
+    """tr(J Jᵀ Λ) per example, Λ = A Aᵀ the Hessian of the negative log-likelihood in the outputs."""
     if covariance is None:
-        p = mean.sigmoid()
-        return (variance[0] * p * (1 - p)).reshape(len(mean), -1).sum(dim=1)
-    p = mean.softmax(dim=-1)
-    return (covariance * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])).flatten(1).sum(dim=1)
-
-
-def _place_blocks(covariance: Tensor, mean: Tensor) -> Tensor:
-    """The covariance of the classes at each place, (b, ..., c, c), out of that of all outputs of an example."""
-    classes = mean.shape[-1]
-    places = mean[0].numel() // classes
-    blocks = covariance.view(-1, places, classes, places, classes).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    return blocks.reshape(*mean.shape, classes)
+        return (variance[0] * record.hessian_diagonal(mean)).reshape(len(mean), -1).sum(dim=1)
+    root = record.hessian_root(mean)
+    return ((covariance @ root) * root).flatten(1).sum(dim=1)
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
@@ -328,32 +328,22 @@ def _at_fixed_point(posterior: Posterior) -> Posterior:
     return posterior
 
 
-def _by_repeated_prediction(
-    posterior: Posterior, data: _Data, method: Method, n_samples: int, generator: torch.Generator | None
-) -> Posterior:
+def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
     """Start from what suits the linearised network, then search along the scale and the prior under the real predictive.
 
     Every candidate sees the same random numbers, so that they differ by their settings alone.
     """
-    seed = fresh_seed(generator)
+    options = data.options
+    seed = fresh_seed(options.generator)
 
     def score(candidate: Posterior) -> float:
         total, count = 0.0, 0
         for inputs, y in data.batches:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", BayesAdamWarning)
-                found = predict(
-                    candidate,
-                    inputs,
-                    likelihood=data.likelihood,
-                    method=method,
-                    n_samples=n_samples,
-                    link=data.link,
-                    forward=data.forward,
-                    generator=torch.Generator().manual_seed(seed),
-                    memory_budget=data.budget,
-                )
-            scores = log_probs(found, y.to(found.mean.device))
+                same = replace(options, generator=torch.Generator().manual_seed(seed))
+                found = predictive_of(candidate, inputs, same)
+            scores = options.record.log_probs(found, y.to(found.mean.device))
             total += float(scores.sum(dtype=torch.float64))
             count += len(scores)
         return total / count if math.isfinite(total) else -math.inf
@@ -374,7 +364,7 @@ def _by_repeated_prediction(
                     best, value = candidate, found
     if not math.isfinite(value):
         raise CalibrationError(
-            f"no scale or prior precision gives a finite log-likelihood under method={method!r}; the posterior is "
+            f"no scale or prior precision gives a finite log-likelihood under predictive={options.predictive!r}; the posterior is "
             "unchanged. Use predictive='linearised'"
         )
     return best
@@ -390,7 +380,7 @@ def _output_scale(mean: Tensor) -> float:
     return scale if math.isfinite(scale) and scale > 0 else 1.0
 
 
-def _refined(score: Any, weight: float) -> float:
+def _refined(score: Callable[[float], float], weight: float) -> float:
     """Golden-section search over half a decade to either side, in the logarithm."""
     golden = (math.sqrt(5) - 1) / 2
     low, high = math.log(weight) - 1.2, math.log(weight) + 1.2

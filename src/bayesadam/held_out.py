@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
+from bayesadam.likelihoods import LikelihoodName
+from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
-from bayesadam.predict.predict import parameters_at_mean
-from bayesadam.predict.predictive import Likelihood
+from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.targets import (
-    IGNORED,
     has_places,
     moves_labels,
     next_places,
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 def aligned(
-    posterior: Posterior, batches: Any, *, likelihood: Likelihood, forward: Forward | None = None
+    posterior: Posterior, batches: Any, *, likelihood: LikelihoodName, forward: Forward | None = None
 ) -> Iterator[tuple[Any, Tensor]]:
     """(inputs, targets) whose targets belong to the outputs at the same places; what comes out may be put in again.
 
@@ -49,9 +49,10 @@ def aligned(
     split = list(batches_of(batches))
     if not split:
         raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
-    if likelihood == "classification" and not any(bool((y != IGNORED).any()) or not y.numel() for _, y, _ in split):
-        raise MatchError(f"there is nothing to score: every class is {IGNORED}, which is left out")
-    if likelihood != "classification" or forward is not None:
+    ignored = record_of(likelihood).ignored
+    if ignored is not None and not any(bool((y != ignored).any()) or not y.numel() for _, y, _ in split):
+        raise MatchError(f"there is nothing to score: every class is {ignored}, which is left out")
+    if ignored is None or forward is not None:
         yield from ((inputs, y) for inputs, y, _ in split)
         return
     model = posterior.model

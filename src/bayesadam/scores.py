@@ -1,6 +1,6 @@
-"""Scores of predictive distributions: calibration, sharpness, out-of-distribution detection.
+"""Scores of predictive distributions: calibration, sharpness, detection of out-of-distribution inputs.
 
-Plain functions of tensors on any device, tested against scikit-learn and torchmetrics.
+Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict.predictive import (
-    BinaryPredictive,
-    ClassificationPredictive,
-    RegressionPredictive,
-    require_classes,
-)
+from bayesadam.likelihoods import NumericPredictive, Predictive
+from bayesadam.likelihoods.classification import check_classes
 
 
-def nll(predictive: RegressionPredictive | ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
+def nll(predictive: Predictive, y: Tensor) -> float:
     """Mean negative log-likelihood in nats per example."""
     return -float(predictive.log_prob(y).mean(dtype=torch.float64))
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
-    """Share of examples whose most probable class is the true one."""
-    _check_classes(probs, y)
+    """Share of examples whose likeliest class is the right one."""
+    check_classes(probs, y)
     return float((probs.argmax(dim=-1) == y).double().mean())
 
 
@@ -34,7 +30,7 @@ def brier(probs: Tensor, y: Tensor) -> float:
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
     """
-    _check_classes(probs, y)
+    check_classes(probs, y)
     target = torch.nn.functional.one_hot(y.long(), probs.shape[-1])
     return float((probs.double() - target).square().sum(dim=-1).mean())
 
@@ -44,14 +40,14 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
 
     Probabilities may have further leading dimensions, such as a sequence's, which the labels then have too.
     """
-    _check_classes(probs, y)
+    check_classes(probs, y)
     probs, y = probs.flatten(0, -2), y.flatten()
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
-    confidence, predicted = probs.double().max(dim=-1)
-    correct = (predicted == y).double()
+    confidence, answer = probs.double().max(dim=-1)
+    right = (answer == y).double()
     index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, correct - confidence)
+    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, right - confidence)
     return float(gaps.abs().sum() / len(y))
 
 
@@ -60,7 +56,7 @@ def rmse(mean: Tensor, y: Tensor) -> float:
     return float((mean - y.reshape(mean.shape)).double().square().mean().sqrt())
 
 
-def coverage(predictive: RegressionPredictive, y: Tensor, *, level: float = 0.95) -> float:
+def coverage(predictive: NumericPredictive, y: Tensor, *, level: float = 0.95) -> float:
     """Share of targets inside the central interval of the given level."""
     low, high = predictive.interval(level)
     y = y.reshape(low.shape).to(low)
@@ -68,11 +64,13 @@ def coverage(predictive: RegressionPredictive, y: Tensor, *, level: float = 0.95
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The area under the ROC curve of out-of-distribution detection: P(outside > inside), a tie counting half.
+    """The chance that an out-of-distribution example scores higher than an in-distribution one, ties counting half.
+
+    The area under the ROC curve.
 
     Args:
-        inside: scores, such as the entropy, of in-distribution examples.
-        outside: scores of out-of-distribution examples, which should be higher.
+        inside: scores (entropy, say) of examples like the training data.
+        outside: scores of examples from elsewhere; higher should mean less familiar.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
@@ -82,20 +80,14 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
     n_in, n_out = inside.numel(), outside.numel()
     if not n_in or not n_out:
-        raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {n_in} inside and {n_out} outside")
+        raise MatchError(f"AUROC needs scores of both kinds, got {n_in} inside and {n_out} outside")
     return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
-    """False positives among the in-distribution examples where 95 % of the out-of-distribution ones are detected."""
+    """Share of in-distribution examples above the threshold that at least 95 % of the out-of-distribution ones reach."""
     if not inside.numel() or not outside.numel():
-        raise MatchError("FPR95 needs in- and out-of-distribution scores")
+        raise MatchError("FPR95 needs scores of both kinds")
     ordered = outside.flatten().double().sort(descending=True).values
-    detected = -(-95 * ordered.numel() // 100)
-    return float((inside.flatten().double() >= ordered[detected - 1]).double().mean())
-
-
-def _check_classes(probs: Tensor, y: Tensor) -> None:
-    if probs.shape[:-1] != y.shape:
-        raise MatchError(f"expected class indices of shape {tuple(probs.shape[:-1])}, got {tuple(y.shape)}")
-    require_classes(y, probs.shape[-1])
+    caught = -(-95 * ordered.numel() // 100)
+    return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())

@@ -95,7 +95,7 @@ def predictions(posterior: ba.Posterior, methods: tuple[str, ...] = PREDICTIONS,
     return {
         method: {"mean": p.mean.detach(), "variance": p.variance.detach()}
         for method in methods
-        for p in [posterior.predict(inputs(), method=method, n_samples=6, generator=seeded(), **options)]
+        for p in [posterior.predict(inputs(), predictive=method, n_samples=6, generator=seeded(), **options)]
     }
 
 
@@ -154,7 +154,9 @@ class Checks:
         for budget in (1 << 30, TINY):
             for forward, outcome in ((None, nullcontext()), (breaking, pytest.raises(ValueError, match="on purpose"))):
                 with outcome:
-                    posterior.predict(inputs(), method="sampled", n_samples=2, memory_budget=budget, forward=forward)
+                    posterior.predict(
+                        inputs(), predictive="sampled", n_samples=2, memory_budget=budget, forward=forward
+                    )
                 parameters = posterior.parameters()
                 assert all(torch.equal(own_part(parameters[name]), bits) for name, bits in before.items())
                 assert hooks == [(type(m), len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
@@ -267,7 +269,7 @@ class Checks:
                 for name, expected in truth.items():
                     assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
             for method, budget in (("linearised", 1 << 30), ("linearised-sampled", 1 << 30), ("sampled", TINY)):
-                asked = {"method": method, "n_samples": 3, "memory_budget": budget}
+                asked = {"predictive": method, "n_samples": 3, "memory_budget": budget}
                 found = posterior.predict(ids, generator=seeded(), **asked)
                 expected = plain.predict(ids, generator=seeded(), **asked | {"memory_budget": 1 << 30})
                 torch.testing.assert_close(found.variance, expected.variance)

@@ -18,7 +18,7 @@ from cases import mlp
 from predict.cases_networks import Lambda, Then, normal, posterior_over
 
 METHODS = ["linearised", "sampled", "linearised-sampled"]
-every_method = pytest.mark.parametrize("method", METHODS)
+every_predictive = pytest.mark.parametrize("predictive", METHODS)
 
 
 def two_inputs(self: Any, left: Tensor, right: Tensor, offset: Tensor | float = 0.0) -> Tensor:
@@ -42,9 +42,9 @@ def right() -> Tensor:
     return torch.linspace(2, 0.5, 36, dtype=torch.float64).view(9, 4).sin()
 
 
-def outcome(posterior: ba.Posterior, inputs: Any, method: str, **options: Any) -> Tensor:
+def outcome(posterior: ba.Posterior, inputs: Any, predictive: str, **options: Any) -> Tensor:
     found = predict(
-        posterior, inputs, method=method, n_samples=4, generator=torch.Generator().manual_seed(0), **options
+        posterior, inputs, predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(0), **options
     )
     return torch.cat([found.mean, found.variance], dim=1)
 
@@ -52,9 +52,9 @@ def outcome(posterior: ba.Posterior, inputs: Any, method: str, **options: Any) -
 # --- kinds of batches -----------------------------------------------------------------------------------------------
 
 
-@every_method
-def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, method: str):
-    expected = outcome(posterior, (left, right), method)
+@every_predictive
+def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, predictive: str):
+    expected = outcome(posterior, (left, right), predictive)
     pair = namedtuple("pair", ["first", "second"])(left, right)
     for inputs in (
         [left, right],
@@ -64,44 +64,44 @@ def test_tuples_are_spread_and_mappings_become_keywords(posterior, left, right, 
         OrderedDict(left=left, right=right),
         UserDict(left=left, right=right),
     ):
-        assert torch.equal(outcome(posterior, inputs, method), expected)
+        assert torch.equal(outcome(posterior, inputs, predictive), expected)
 
 
-@every_method
-def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right, method: str):
-    expected = outcome(posterior, (left, right), method, memory_budget=2_000)
+@every_predictive
+def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right, predictive: str):
+    expected = outcome(posterior, (left, right), predictive, memory_budget=2_000)
     for offset in (1.5, torch.tensor(1.5), torch.tensor([1.0, 2.0])):
-        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, method, memory_budget=2_000)
+        found = outcome(posterior, {"left": left, "right": right, "offset": offset}, predictive, memory_budget=2_000)
         torch.testing.assert_close(found[:, :2] - torch.as_tensor(offset), expected[:, :2], rtol=0, atol=1e-8)
         torch.testing.assert_close(found[:, 2:], expected[:, 2:])
 
 
-@every_method
-def test_a_forward_of_the_users_own(posterior, left, right, method: str):
-    expected = outcome(posterior, (left, right), method)
+@every_predictive
+def test_a_forward_of_the_users_own(posterior, left, right, predictive: str):
+    expected = outcome(posterior, (left, right), predictive)
     found = outcome(
         posterior,
         {"tokens": left, "extra": {"mask": right}},
-        method,
+        predictive,
         forward=lambda model, batch: {"logits": model(batch["tokens"], right=batch["extra"]["mask"])},
     )
     assert torch.equal(found, expected)
-    scaled = outcome(posterior, (left, right), method, forward=lambda model, batch: 2 * model(*batch))
+    scaled = outcome(posterior, (left, right), predictive, forward=lambda model, batch: 2 * model(*batch))
     torch.testing.assert_close(scaled[:, :2], 2 * expected[:, :2])
     torch.testing.assert_close(scaled[:, 2:], 4 * expected[:, 2:])
 
 
-@every_method
-def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, method: str):
+@every_predictive
+def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, predictive: str):
     """The way out for inputs as long as the batch that are not one row an example."""
     mixing = torch.linspace(0, 1, 16, dtype=torch.float64).view(4, 4)
     found = outcome(
         posterior,
         left[:4],
-        method,
+        predictive,
         forward=lambda model, x: model(x, torch.ones(len(x), 4, dtype=x.dtype) @ mixing),
     )
-    expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), method)
+    expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), predictive)
     torch.testing.assert_close(found, expected)
 
 
@@ -116,12 +116,12 @@ def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, metho
     ],
     ids=["object", "dict", "mapping", "tuple", "list"],
 )
-@every_method
-def test_the_outputs_are_found_in_what_a_model_returns(wrapped: Any, method: str):
+@every_predictive
+def test_the_outputs_are_found_in_what_a_model_returns(wrapped: Any, predictive: str):
     torch.manual_seed(0)
     net, x = mlp(3, 4, 2), torch.randn(9, 3)
-    expected = outcome(posterior_over(Then(net, lambda z: z), n_data=1e5), x, method)
-    assert torch.equal(outcome(posterior_over(Then(net, wrapped), n_data=1e5), x, method), expected)
+    expected = outcome(posterior_over(Then(net, lambda z: z), n_data=1e5), x, predictive)
+    assert torch.equal(outcome(posterior_over(Then(net, wrapped), n_data=1e5), x, predictive), expected)
 
 
 # --- what changes between calls -------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class Switched(nn.Module):
 
 @pytest.mark.parametrize("way", ["one", "wide", "swapped", "also", "alone", "places"])
 @pytest.mark.parametrize("inside", [True, False], ids=["model", "forward"])
-@every_method
-def test_a_forward_may_change_between_calls(way: str, inside: bool, method: str):
+@every_predictive
+def test_a_forward_may_change_between_calls(way: str, inside: bool, predictive: str):
     torch.manual_seed(0)
     model = Switched().double()
     found = posterior_over(model)
@@ -164,20 +164,20 @@ def test_a_forward_may_change_between_calls(way: str, inside: bool, method: str)
         return model(batch)
 
     options: dict[str, Any] = {} if inside else {"forward": forward}
-    predict(found, x, method=method, n_samples=3, **options)
+    predict(found, x, predictive=predictive, n_samples=3, **options)
     key = model.switch["way"] = way
-    again = predict(found, x, method=method, n_samples=3, generator=torch.Generator().manual_seed(2), **options)
+    again = predict(found, x, predictive=predictive, n_samples=3, generator=torch.Generator().manual_seed(2), **options)
     fresh = Switched().double()
     fresh.switch["way"] = way
     twin = replace(found, model=fresh)
-    expected = predict(twin, x, method=method, n_samples=3, generator=torch.Generator().manual_seed(2))
+    expected = predict(twin, x, predictive=predictive, n_samples=3, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(again.mean, expected.mean)
     torch.testing.assert_close(again.variance, expected.variance)
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["in-place", "a-part"])
-@every_method
-def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
+@every_predictive
+def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
     """Dynamo would compile it anew for every hook that is put in; the user's own calls stay compiled."""
     torch.manual_seed(0)
     compiled: list[int] = []
@@ -195,11 +195,11 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
     x = torch.randn(6, 3)
     model(x)
     assert len(compiled) == 1
-    found = predict(posterior_over(model), x, method=method, generator=torch.Generator().manual_seed(0))
+    found = predict(posterior_over(model), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
     assert len(compiled) == 1
-    expected = predict(posterior_over(plain), x, method=method, generator=torch.Generator().manual_seed(0))
+    expected = predict(posterior_over(plain), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(found.mean, expected.mean)
-    if not (inner and method == "linearised-sampled"):
+    if not (inner and predictive == "linearised-sampled"):
         # Draws depend on the parameters' names, which torch.compile changes.
         torch.testing.assert_close(found.variance, expected.variance)
     model(torch.randn(2, 7, 3))
@@ -210,7 +210,7 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@every_method
+@every_predictive
 @pytest.mark.parametrize(
     ("function", "match"),
     [
@@ -226,37 +226,37 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, method: str):
     ],
     ids=["text", "dict", "empty-tuple", "none", "number", "one-row", "batch-last", "classes", "no-outputs"],
 )
-def test_outputs_that_are_none_are_named(function: Any, match: str, method: str):
+def test_outputs_that_are_none_are_named(function: Any, match: str, predictive: str):
     torch.manual_seed(0)
     with pytest.raises(BayesAdamError, match=match):
-        predict(posterior_over(Then(mlp(3, 4, 2), function)), torch.randn(5, 3), method=method)
+        predict(posterior_over(Then(mlp(3, 4, 2), function)), torch.randn(5, 3), predictive=predictive)
 
 
-@every_method
+@every_predictive
 @pytest.mark.parametrize("inputs", [torch.empty(0, 3), (torch.empty(0, 3),), {"input": torch.empty(0, 3)}])
-def test_an_empty_batch_is_named(inputs: Any, method: str):
+def test_an_empty_batch_is_named(inputs: Any, predictive: str):
     with pytest.raises(MatchError, match="the batch is empty"):
-        predict(posterior_over(nn.Linear(3, 2)), inputs, method=method)
+        predict(posterior_over(nn.Linear(3, 2)), inputs, predictive=predictive)
 
 
-@every_method
+@every_predictive
 @pytest.mark.parametrize("inputs", [3.0, "text", torch.tensor(1.0), {}, (), None], ids=repr)
-def test_inputs_without_a_batch_are_named(inputs: Any, method: str):
+def test_inputs_without_a_batch_are_named(inputs: Any, predictive: str):
     with pytest.raises(MatchError, match="no tensor with a batch dimension"):
-        predict(posterior_over(nn.Linear(3, 2)), inputs, method=method)
+        predict(posterior_over(nn.Linear(3, 2)), inputs, predictive=predictive)
 
 
-@every_method
-def test_the_models_own_errors_come_through(posterior, left, method: str):
+@every_predictive
+def test_the_models_own_errors_come_through(posterior, left, predictive: str):
     with pytest.raises(TypeError, match="right"):
-        predict(posterior, left, method=method)
+        predict(posterior, left, predictive=predictive)
     with pytest.raises(RuntimeError, match="size of tensor"):
-        predict(posterior, (left, normal(9, 7)()), method=method)
+        predict(posterior, (left, normal(9, 7)()), predictive=predictive)
 
 
-@every_method
+@every_predictive
 @pytest.mark.parametrize("instead", [nn.Linear(3, 5).double(), nn.Identity()], ids=["wider", "none"])
-def test_a_model_that_lost_a_parameter_is_named(posterior, left, right, method: str, instead: nn.Module):
+def test_a_model_that_lost_a_parameter_is_named(posterior, left, right, predictive: str, instead: nn.Module):
     posterior.model.a = instead
     with pytest.raises(MatchError, match=r"no longer has a parameter 'a\.weight' of shape \(4, 3\)"):
-        predict(posterior, (left, right), method=method)
+        predict(posterior, (left, right), predictive=predictive)

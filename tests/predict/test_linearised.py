@@ -19,8 +19,8 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError
 from bayesadam.predict import MemoryBudgetError, contract, linearised, plan, predict
 from bayesadam.predict.call import Call, evaluating
+from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.plan import Plan, make_plan
-from bayesadam.predict.predict import parameters_at_mean
 from cases import mlp
 from predict.cases_networks import (
     NETWORKS,
@@ -549,7 +549,7 @@ def test_the_model_is_as_before(fragile, method: str):
     model, posterior, x, calls = fragile
     before = state_of(model)
     with torch.random.fork_rng():
-        predict(posterior, x, method=method, n_samples=5, generator=torch.Generator().manual_seed(0))
+        predict(posterior, x, predictive=method, n_samples=5, generator=torch.Generator().manual_seed(0))
     assert state_of(model) == before
     assert calls
 
@@ -557,7 +557,7 @@ def test_the_model_is_as_before(fragile, method: str):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_model_is_as_before_whichever_of_its_calls_fails(fragile, method: str):
     model, posterior, x, _ = fragile
-    options = {"method": method, "n_samples": 3, "generator": torch.Generator().manual_seed(0)}
+    options = {"predictive": method, "n_samples": 3, "generator": torch.Generator().manual_seed(0)}
     start = model.seen
     predict(posterior, x, **options)
     calls = model.seen - start
@@ -576,7 +576,8 @@ def test_dropout_is_off_and_the_global_random_numbers_are_left_alone(fragile, me
     _, posterior, x, _ = fragile
     state = torch.get_rng_state()
     found = [
-        predict(posterior, x, method=method, n_samples=5, generator=torch.Generator().manual_seed(0)) for _ in range(2)
+        predict(posterior, x, predictive=method, n_samples=5, generator=torch.Generator().manual_seed(0))
+        for _ in range(2)
     ]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(found[0].mean, found[1].mean)
@@ -593,9 +594,9 @@ def test_results_carry_no_graph_and_any_gradient_mode_will_do(method: str, mode:
         # Made here, the batch is an inference tensor in inference mode.
         x = torch.linspace(-1, 1, 12).view(4, 3)
         found = predict(
-            posterior, x, method=method, covariance=True, n_samples=3, generator=torch.Generator().manual_seed(0)
+            posterior, x, predictive=method, covariance=True, n_samples=3, generator=torch.Generator().manual_seed(0)
         )
-    expected = predict(posterior, torch.linspace(-1, 1, 12).view(4, 3).requires_grad_(), method=method, covariance=True, n_samples=3, generator=torch.Generator().manual_seed(0))  # fmt: skip
+    expected = predict(posterior, torch.linspace(-1, 1, 12).view(4, 3).requires_grad_(), predictive=method, covariance=True, n_samples=3, generator=torch.Generator().manual_seed(0))  # fmt: skip
     for name in ("mean", "variance", "covariance"):
         assert not getattr(found, name).requires_grad
         assert not getattr(expected, name).requires_grad

@@ -12,16 +12,31 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Mul
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import Predictive, PredictiveMixture
+from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.optim import SOAP
 from bayesadam.posterior.mixture import Mixture
-from bayesadam.predict import BinaryPredictive, ClassificationPredictive, RegressionPredictive
-from bayesadam.predict.mixture import BinaryMixture, ClassificationMixture, RegressionMixture, mixed
+from bayesadam.predict import (
+    BinaryMixture,
+    BinaryPredictive,
+    ClassificationMixture,
+    ClassificationPredictive,
+    RegressionMixture,
+    RegressionPredictive,
+)
 from cases import mlp, train, trained
 
 WEIGHTS = (0.5, 0.2, 0.3)
 SHAPES = [(5,), (5, 1), (5, 3), (5, 2, 3)]
 LIKELIHOODS = ["regression", "classification", "binary"]
 METHODS = ["linearised", "sampled", "linearised-sampled"]
+
+
+KINDS = dict(zip((RegressionPredictive, ClassificationPredictive, BinaryPredictive), LIKELIHOODS, strict=True))
+
+
+def mixed(members: list[Predictive], weights: tuple[float, ...]) -> PredictiveMixture:
+    return likelihood_of(KINDS[type(members[0])]).mixture(members, weights)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -214,7 +229,7 @@ def test_probabilities_of_classes_are_averaged(link, shape):
     torch.testing.assert_close(found.entropy(), entropy(probs), rtol=1e-10, atol=0)
     y = torch.randint(4, shape[:-1], generator=seeded())
     torch.testing.assert_close(found.log_prob(y), probs.log().gather(-1, y[..., None])[..., 0], rtol=1e-12, atol=0)
-    with pytest.raises(MatchError, match="class numbers must be"):
+    with pytest.raises(MatchError, match="class indices must be"):
         found.log_prob(y + 4)
     draws = found.sample(20_000, generator=seeded())
     assert draws.shape == (20_000, *shape[:-1])
@@ -289,11 +304,11 @@ def test_draws_are_the_members_in_turn_and_in_proportion():
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("method", METHODS)
-def test_predict_mixes_what_the_members_predict(likelihood, method):
+@pytest.mark.parametrize("predictive", METHODS)
+def test_predict_mixes_what_the_members_predict(likelihood, predictive):
     mixture = Mixture(posteriors(), WEIGHTS)
     x = random(6, 3, seed=5)
-    options = {"likelihood": likelihood, "method": method, "covariance": True, "n_samples": 100}
+    options = {"likelihood": likelihood, "predictive": predictive, "covariance": True, "n_samples": 100}
     before = [{k: v.clone() for k, v in m.model.state_dict().items()} for m in mixture]
     found = mixture.predict(x, generator=seeded(), **options)
     kinds = dict(zip(LIKELIHOODS, (RegressionMixture, ClassificationMixture, BinaryMixture), strict=True))
@@ -302,7 +317,7 @@ def test_predict_mixes_what_the_members_predict(likelihood, method):
     assert torch.equal(found.variance, again.variance)
     exact = [m.predict(x, likelihood=likelihood, covariance=True) for m in mixture]
     expected = mixed(exact, WEIGHTS)
-    slack = 0.0 if method == "linearised" else 0.2
+    slack = 0.0 if predictive == "linearised" else 0.2
     torch.testing.assert_close(found.mean, expected.mean, rtol=slack, atol=slack / 4)
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=2 * slack, atol=slack / 4)
     if likelihood == "regression":
@@ -314,7 +329,7 @@ def test_predict_mixes_what_the_members_predict(likelihood, method):
         torch.testing.assert_close(found.log_prob(y), density.log(), rtol=0, atol=max(1e-10, slack))
     else:
         torch.testing.assert_close(found.probs, expected.probs, rtol=0, atol=slack / 4)
-    if method == "linearised":
+    if predictive == "linearised":
         assert found.draws is None
     else:
         assert found.draws.shape == (100 + 40 + 60, 6, 2)
@@ -363,12 +378,12 @@ def test_members_on_one_model_predict_as_on_their_own():
 
 def test_members_draw_different_weights():
     one = posteriors()[0]
-    found = Mixture([one, one]).predict(random(6, 3), method="sampled", n_samples=5, generator=seeded())
+    found = Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5, generator=seeded())
     assert not torch.equal(found.members[0].draws, found.members[1].draws)
     torch.manual_seed(3)
-    first = Mixture([one, one]).predict(random(6, 3), method="sampled", n_samples=5)
+    first = Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5)
     torch.manual_seed(3)
-    assert torch.equal(Mixture([one, one]).predict(random(6, 3), method="sampled", n_samples=5).draws, first.draws)
+    assert torch.equal(Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5).draws, first.draws)
 
 
 def test_mappings_and_forward_reach_every_member():
@@ -420,9 +435,9 @@ def test_models_come_back_when_a_member_fails():
     mixture = Mixture(parts)
     before = [{k: v.clone() for k, v in m.model.state_dict().items()} for m in mixture]
     parts[1].model.broken = True
-    for method in METHODS:
+    for predictive in METHODS:
         with pytest.raises(RuntimeError, match="broken"):
-            mixture.predict(random(6, 3), method=method)
+            mixture.predict(random(6, 3), predictive=predictive)
     for member, old in zip(mixture, before, strict=True):
         assert member.model.training
         assert all(torch.equal(value, old[name]) for name, value in member.model.state_dict().items())
@@ -431,8 +446,8 @@ def test_models_come_back_when_a_member_fails():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"likelihood": "poisson"}, "likelihood must be one of"),
-        ({"method": "exact"}, "method must be one of"),
+        ({"likelihood": "counts"}, "likelihood must be one of"),
+        ({"predictive": "exact"}, "predictive must be one of"),
         ({"n_samples": 1}, "n_samples"),
         ({"link": "logit"}, "link must be one of"),
         ({"memory_budget": 0}, "memory_budget"),

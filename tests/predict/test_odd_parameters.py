@@ -149,7 +149,7 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
                 found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max())
             )
     for method in ("sampled", "linearised-sampled"):
-        found = posterior.predict(ids, method=method, n_samples=3, generator=torch.Generator().manual_seed(7))
+        found = posterior.predict(ids, predictive=method, n_samples=3, generator=torch.Generator().manual_seed(7))
         generator = torch.Generator().manual_seed(7)
         for drawn in found.draws:
             theta = posterior.sample(generator=generator)

@@ -259,7 +259,7 @@ def test_impossible_classes_have_a_finite_log_probability():
 
 @pytest.mark.parametrize("shape", [(6, 4), (5,), (), (6, 1), (4, 6)])
 def test_class_numbers_of_another_shape_are_refused(shape: tuple[int, ...]):
-    with pytest.raises(MatchError, match=r"expected class numbers of shape \(6,\), got"):
+    with pytest.raises(MatchError, match=r"expected class indices of shape \(6,\), got"):
         gaussian(ClassificationPredictive, (6, 4), whole=False).log_prob(torch.zeros(shape, dtype=torch.long))
 
 
@@ -318,7 +318,7 @@ def test_every_shape_of_output_works_with_every_method(method: str, shape: tuple
     model = Then(mlp(3, 4, math.prod(shape[1:])), lambda z: z.reshape(-1, *shape[1:])).double()
     posterior = posterior_over(model, n_data=1e5, prior_precision=1e4).replace(noise_variance=0.1)
     request: Callable[[], Predictive] = lambda: predict(  # noqa: E731
-        posterior, normal(9, 3)(), likelihood=likelihood, method=method, covariance=True, generator=seeded()
+        posterior, normal(9, 3)(), likelihood=likelihood, predictive=method, covariance=True, generator=seeded()
     )
     if likelihood == "classification" and shape in ((9,), (9, 1)):
         with pytest.raises(MatchError, match=r"two classes.*likelihood='binary'"):

@@ -68,7 +68,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 @pytest.fixture
 def activations_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows when activations are drawn in place of weights."""
-    module = sys.modules["bayesadam.predict.predict"]
+    module = sys.modules["bayesadam.predict.prediction"]
     original, calls = module.activation_draws, []
 
     def noted(*args: Any, **options: Any) -> Tensor:
@@ -104,7 +104,7 @@ def test_draws_of_the_linearised_network_are_its_jacobian_times_the_drawn_weight
 ):
     model, inputs = network.make()
     posterior = narrow(model)
-    found = predict(posterior, inputs, method="linearised-sampled", n_samples=2, generator=seeded())
+    found = predict(posterior, inputs, predictive="linearised-sampled", n_samples=2, generator=seeded())
     assert found.draws.shape == (2, *found.mean.shape)
     output = spread_inputs(model, inputs)
     j = jacobian(model, list(posterior.mean), output)
@@ -123,7 +123,7 @@ def test_draws_of_the_network_are_the_network_at_the_drawn_weights(
     with warnings.catch_warnings():
         # Three draws of a network that hardly varies over the batch may well differ more than it does.
         warnings.simplefilter("ignore", CollapsedPredictionWarning)
-        found = predict(posterior, inputs, method="sampled", n_samples=3, generator=seeded())
+        found = predict(posterior, inputs, predictive="sampled", n_samples=3, generator=seeded())
     assert found.draws.shape == (3, *found.mean.shape)
     if activations_drawn:
         assert not drawn
@@ -136,12 +136,12 @@ def test_draws_of_the_network_are_the_network_at_the_drawn_weights(
         torch.testing.assert_close(draw, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["sampled", "linearised-sampled"])
-def test_mean_variance_and_covariance_are_those_of_the_draws(method: str):
+@pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
+def test_mean_variance_and_covariance_are_those_of_the_draws(predictive: str):
     torch.manual_seed(0)
     posterior, x = narrow(Then(mlp(3, 4, 4), lambda z: z.view(-1, 2, 2)).double()), normal(5, 3)()
-    found = predict(posterior, x, method=method, n_samples=7, covariance=True, generator=seeded())
-    if method == "sampled":
+    found = predict(posterior, x, predictive=predictive, n_samples=7, covariance=True, generator=seeded())
+    if predictive == "sampled":
         mean, count = found.draws.mean(dim=0), 6
     else:
         # The mean of the linearised network is known, so that no degree of freedom is spent on it.
@@ -161,7 +161,7 @@ def test_ten_thousand_linearised_draws_have_the_exact_covariance():
     model = Then(nn.Linear(3, 4, bias=False), few_outputs).double()
     posterior, x, count = posterior_over(model), normal(4, 3)(), 10_000
     _, expected = brute_force(posterior, lambda model: model(x))
-    found = predict(posterior, x, method="linearised-sampled", n_samples=count, covariance=True, generator=seeded())
+    found = predict(posterior, x, predictive="linearised-sampled", n_samples=count, covariance=True, generator=seeded())
     variance = expected.diagonal(dim1=1, dim2=2)
     error = ((variance[:, :, None] * variance[:, None, :] + expected.square()) / count).sqrt()
     assert ((found.covariance - expected).abs() / error).max() < 5
@@ -221,7 +221,7 @@ def test_drawn_activations_are_distributed_as_drawn_weights_make_them(
     posterior = posterior_over(model, n_data=20, prior_precision=4.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CollapsedPredictionWarning)
-        found = predict(posterior, x, method="sampled", n_samples=count, generator=seeded())
+        found = predict(posterior, x, predictive="sampled", n_samples=count, generator=seeded())
     assert activations_drawn
     assert not drawn
     assert found.draws.shape == (count, *found.mean.shape)
@@ -232,7 +232,7 @@ def test_examples_have_weights_of_their_own_where_activations_are_drawn():
     """Two equal examples differ within one draw, and are not correlated over draws: marginals are what is promised."""
     torch.manual_seed(0)
     x = torch.ones(2, 3, dtype=torch.float64)
-    found = predict(narrow(mlp(3, 6, 1).double()), x, method="sampled", n_samples=4_000, generator=seeded())
+    found = predict(narrow(mlp(3, 6, 1).double()), x, predictive="sampled", n_samples=4_000, generator=seeded())
     both = found.draws.squeeze(2).T
     assert abs(torch.corrcoef(both)[0, 1]) < 5 / math.sqrt(4_000)
 
@@ -266,7 +266,7 @@ def test_weights_are_drawn_where_activations_would_not_do(
     model, x = build().double().eval(), normal(*shape)()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CollapsedPredictionWarning)
-        predict(narrow(model), x, method="sampled", n_samples=4, generator=seeded())
+        predict(narrow(model), x, predictive="sampled", n_samples=4, generator=seeded())
     assert not activations_drawn
     assert len(drawn) == 4
 
@@ -325,31 +325,31 @@ def with_item(x: Tensor) -> Tensor:
     return x.sin() if math.isfinite(x.sum().item()) else x
 
 
-@pytest.mark.parametrize("method", ["linearised", "linearised-sampled", "sampled"])
+@pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled", "sampled"])
 @pytest.mark.parametrize(
     "sine",
     [OldSine.apply, Sine.apply, BatchableSine.apply, SineOnceDifferentiable.apply, with_item],
     ids=["old-function", "function", "batchable-function", "once-differentiable", "item"],
 )
 def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(
-    sine: Callable[[Tensor], Tensor], method: str
+    sine: Callable[[Tensor], Tensor], predictive: str
 ):
     x = normal(3, 2, 3)()
-    options = {"method": method, "n_samples": 4, "covariance": True}
+    options = {"predictive": predictive, "n_samples": 4, "covariance": True}
     expected = predict(narrow(sequences(torch.sin)), x, generator=seeded(), **options)
     found = predict(narrow(sequences(sine)), x, generator=seeded(), **options)
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-10, atol=0)
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-14)
-    if method != "linearised":
+    if predictive != "linearised":
         torch.testing.assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["linearised-sampled", "sampled"])
+@pytest.mark.parametrize("predictive", ["linearised-sampled", "sampled"])
 @pytest.mark.parametrize("budget", [1, 3_000, 30_000])
-def test_draws_do_not_depend_on_the_memory_they_are_made_in(method: str, budget: int):
+def test_draws_do_not_depend_on_the_memory_they_are_made_in(predictive: str, budget: int):
     x, posterior = normal(5, 2, 3)(), narrow(sequences(torch.sin))
-    expected = predict(posterior, x, method=method, n_samples=6, generator=seeded())
-    found = predict(posterior, x, method=method, n_samples=6, generator=seeded(), memory_budget=budget)
+    expected = predict(posterior, x, predictive=predictive, n_samples=6, generator=seeded())
+    found = predict(posterior, x, predictive=predictive, n_samples=6, generator=seeded(), memory_budget=budget)
     torch.testing.assert_close(found.draws, expected.draws, rtol=1e-10, atol=1e-14)
 
 
@@ -358,22 +358,22 @@ def test_a_small_budget_cuts_the_batch_of_drawn_activations():
     torch.manual_seed(0)
     model = Lambda(lambda self, x: rows.append(len(x)) or self.net(x), net=mlp(3, 6, 2)).double()
     posterior, x = posterior_over(model, n_data=1e3, prior_precision=100.0), normal(20, 3)()
-    found = predict(posterior, x, method="sampled", n_samples=500, generator=seeded(), memory_budget=1_000_000)
+    found = predict(posterior, x, predictive="sampled", n_samples=500, generator=seeded(), memory_budget=1_000_000)
     # The last call is the mean network's; the ones before it drew.
     assert 1 <= rows[-2] < 20
     assert_same_distribution(found.draws, weight_draws(posterior, x, 2_000))
 
 
-@pytest.mark.parametrize("method", ["linearised-sampled", "sampled"])
+@pytest.mark.parametrize("predictive", ["linearised-sampled", "sampled"])
 @pytest.mark.parametrize("build", [lambda: mlp(3, 4, 2), lambda: sequences(torch.sin)], ids=["mlp", "sequences"])
-def test_draws_are_reproducible(method: str, build: Callable[[], nn.Module]):
+def test_draws_are_reproducible(predictive: str, build: Callable[[], nn.Module]):
     torch.manual_seed(0)
     model = build()
     posterior = narrow(model.float())
     x = torch.randn(4, 3) if isinstance(model, nn.Sequential) else torch.randn(4, 2, 3)
 
     def draws(generator: torch.Generator | None) -> Tensor:
-        return predict(posterior, x, method=method, n_samples=3, generator=generator).draws
+        return predict(posterior, x, predictive=predictive, n_samples=3, generator=generator).draws
 
     generator = seeded(1)
     first, second = draws(generator), draws(generator)
@@ -387,12 +387,12 @@ def test_draws_are_reproducible(method: str, build: Callable[[], nn.Module]):
     assert torch.equal(unseeded, draws(None))
 
 
-@pytest.mark.parametrize("method", ["linearised-sampled", "sampled"])
-def test_half_precision_draws_are_given_in_float32(method: str):
+@pytest.mark.parametrize("predictive", ["linearised-sampled", "sampled"])
+def test_half_precision_draws_are_given_in_float32(predictive: str):
     torch.manual_seed(0)
     model, x = mlp(3, 8, 2).to(torch.bfloat16), torch.randn(4, 3).to(torch.bfloat16)
     posterior = posterior_over(model, n_data=100, prior_precision=10.0)
-    found = predict(posterior, x, method=method, n_samples=300, generator=seeded())
+    found = predict(posterior, x, predictive=predictive, n_samples=300, generator=seeded())
     assert found.draws.dtype == found.mean.dtype == found.variance.dtype == torch.float32
     exact = predict(posterior, x).variance
     assert (found.variance / exact).log().abs().max() < 0.7
@@ -412,9 +412,9 @@ def test_a_posterior_too_wide_to_be_sampled_is_pointed_out(classifier, likelihoo
     model, x = classifier
     wide = posterior_over(model, n_data=1e-2, prior_precision=1e-2)
     with pytest.warns(
-        CollapsedPredictionWarning, match=r"too wide.*predictive='sampled'.*method='linearised'"
+        CollapsedPredictionWarning, match=r"too wide.*predictive='sampled'.*predictive='linearised'"
     ) as caught:
-        wide.predict(x, likelihood=likelihood, method="sampled", generator=seeded())
+        wide.predict(x, likelihood=likelihood, predictive="sampled", generator=seeded())
     # It points at the user's line.
     assert caught[0].filename == __file__
 
@@ -425,7 +425,7 @@ def test_a_posterior_that_can_be_sampled_is_not(classifier, likelihood: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         posterior_over(model, n_data=1e6, prior_precision=1e5).predict(
-            x, likelihood=likelihood, method="sampled", generator=seeded()
+            x, likelihood=likelihood, predictive="sampled", generator=seeded()
         )
 
 
@@ -435,7 +435,7 @@ def test_predictions_without_a_spread_of_their_own_raise_no_alarm(x: Tensor):
     model = mlp(3, 4, 1)
     with torch.no_grad():
         model[2].bias -= model(x[:1]).squeeze()
-    narrow(model).predict(x, method="sampled", generator=seeded())
+    narrow(model).predict(x, predictive="sampled", generator=seeded())
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
@@ -444,7 +444,7 @@ def test_linearised_draws_cannot_collapse(classifier, likelihood: str):
     wide = posterior_over(model, n_data=1e-2, prior_precision=1e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = wide.predict(x, likelihood=likelihood, method="linearised-sampled", generator=seeded())
+        found = wide.predict(x, likelihood=likelihood, predictive="linearised-sampled", generator=seeded())
     torch.testing.assert_close(found.mean, model(x).detach())
 
 
@@ -454,8 +454,8 @@ def test_linearised_draws_cannot_collapse(classifier, likelihood: str):
         ({"n_samples": 1}, "n_samples must be at least 2, got 1"),
         ({"n_samples": 2.5}, r"got 2\.5"),
         ({"n_samples": True}, "got True"),
-        ({"method": "mcmc"}, r"method must be one of .*got 'mcmc'"),
-        ({"likelihood": "poisson"}, r"likelihood must be one of .*got 'poisson'"),
+        ({"predictive": "mcmc"}, r"predictive must be one of .*got 'mcmc'"),
+        ({"likelihood": "counts"}, r"likelihood must be one of .*got 'counts'"),
         ({"link": "softmax"}, r"link must be one of .*got 'softmax'"),
         ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, got 0"),
     ],

@@ -316,9 +316,9 @@ def test_labels_that_are_none_are_named():
     batch = sentences(4, LENGTH, 0)
     for labels, match in (
         (torch.full((4, LENGTH), -100), "every class is -100"),
-        (torch.full((4, LENGTH), WORDS), f"class numbers must be 0 to {WORDS - 1}"),
-        (torch.full((4, LENGTH), -1), f"class numbers must be 0 to {WORDS - 1}"),
-        (batch["labels"][:, 1:], r"expected class numbers of shape \(4, 5\), got \(4, 4\)"),
+        (torch.full((4, LENGTH), WORDS), f"class indices must be 0 to {WORDS - 1}"),
+        (torch.full((4, LENGTH), -1), f"class indices must be 0 to {WORDS - 1}"),
+        (batch["labels"][:, 1:], r"expected class indices of shape \(4, 5\), got \(4, 4\)"),
         # The first place has no output before it.
         (F.pad(batch["labels"][:, :1], (0, LENGTH - 1), value=-100), "cannot be matched"),
     ):

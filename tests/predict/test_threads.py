@@ -67,10 +67,10 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_predictions_of_one_model_from_several_threads(posterior, x, method: str):
+@pytest.mark.parametrize("predictive", METHODS)
+def test_predictions_of_one_model_from_several_threads(posterior, x, predictive: str):
     def outcome(_: int) -> Tensor:
-        found = posterior.predict(x, method=method, n_samples=4, generator=torch.Generator().manual_seed(3))
+        found = posterior.predict(x, predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(3))
         return torch.stack([found.mean, found.variance])
 
     posterior.model.train()

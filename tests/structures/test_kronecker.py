@@ -137,10 +137,10 @@ def test_the_linearised_predictive_is_the_dense_one(power, max_side):
     torch.testing.assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(posterior.predict(x).variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-12)
     sampled = posterior.predict(
-        x, method="linearised-sampled", n_samples=4000, generator=torch.Generator().manual_seed(3)
+        x, predictive="linearised-sampled", n_samples=4000, generator=torch.Generator().manual_seed(3)
     )
     torch.testing.assert_close(sampled.variance, found.variance, rtol=0.15, atol=1e-4)
-    assert posterior.predict(x, method="sampled", n_samples=5).mean.shape == (6, 2)
+    assert posterior.predict(x, predictive="sampled", n_samples=5).mean.shape == (6, 2)
 
 
 def test_saving_and_loading(tmp_path):

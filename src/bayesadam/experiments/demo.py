@@ -172,9 +172,10 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     posterior = Posterior.from_optimizer(model, optimizer, n_data=len(train))
     posterior = calibrate(posterior, (held_out.x, held_out.y), likelihood="regression")
     drawn = posterior.predict(
-        grid.x, method="linearised-sampled", n_samples=settings.draws, generator=generator(seed, "draws")
+        grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=generator(seed, "draws")
     )
-    tested: RegressionPredictive = posterior.predict(test.x)
+    assert drawn.draws is not None  # by predictive=
+    tested = posterior.predict(test.x)
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
     return Demo(
         train=train,

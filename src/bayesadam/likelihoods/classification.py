@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import Link, LogitMixture, LogitPredictive, mixed_moments
+from bayesadam.likelihoods.predictive import Link, LogitMixture, LogitPredictive, Predictive, mixed_moments
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 # What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
@@ -33,8 +33,7 @@ class ClassificationPredictive(LogitPredictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of class indices, one number per example."""
-        _check_shape(y, self.mean)
-        require_classes(y, self.mean.shape[-1])
+        check_classes(self.mean, y)
         tiny = torch.finfo(self.probs.dtype).tiny
         return self.probs.clamp(min=tiny).log().gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
@@ -63,6 +62,7 @@ class Classification(Likelihood):
 
     name: str = "classification"
     coupled: bool = True
+    ignored: int | None = IGNORED
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""
@@ -121,6 +121,13 @@ class Classification(Likelihood):
         _check_shape(targets, outputs)
         return targets != IGNORED
 
+    def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
+        """log p of every class index but −100, whatever their shape."""
+        keep = self.counted(predictive.mean, targets)
+        draws = None if predictive.draws is None else predictive.draws[:, keep]
+        mean, variance = predictive.mean[keep], predictive.variance[keep]
+        return replace(predictive, mean=mean, variance=variance, covariance=None, draws=draws).log_prob(targets[keep])
+
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
         _check_shape(targets, outputs)
@@ -131,8 +138,10 @@ class Classification(Likelihood):
         return changed_answers(draws.softmax(dim=-1).mean(dim=0).argmax(dim=-1) != at_mean.argmax(dim=-1))
 
 
-def require_classes(y: Tensor, classes: int) -> None:
-    """Raise unless every number is that of a class."""
+def check_classes(scores: Tensor, y: Tensor) -> None:
+    """Raise unless y holds one class index for each row of scores."""
+    _check_shape(y, scores)
+    classes = scores.shape[-1]
     if y.numel() and not bool(((y >= 0) & (y < classes)).all()):
         raise MatchError(
             f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}: leave out what is padding"

@@ -19,6 +19,7 @@ from bayesadam.likelihoods.predictive import (
     mixed_moments,
     nodes_like,
     normal_like,
+    normal_mass,
     place_blocks,
     summed,
 )
@@ -90,8 +91,7 @@ class HeteroscedasticPredictive(NumericPredictive):
 
     def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
         weights, means, stddevs = (part.double() for part in self._components)
-        sign = -1 if upper else 1
-        return lambda y: (weights * torch.special.ndtr(sign * (y - means) / stddevs)).sum(dim=0)
+        return lambda y: (weights * normal_mass((y - means) / stddevs, upper)).sum(dim=0)
 
     def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
         _, means, stddevs = self._components

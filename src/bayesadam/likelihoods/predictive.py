@@ -391,6 +391,12 @@ def like(y: Tensor, mean: Tensor) -> Tensor:
     return y.to(mean)
 
 
+def normal_mass(z: Tensor, upper: bool) -> Tensor:
+    """P(N(0, 1) > z) if `upper`, else P(N(0, 1) ≤ z); `torch.special.ndtr` loses the digits of small ones."""
+    mass: Tensor = torch.special.erfc((z if upper else -z) / math.sqrt(2)) / 2
+    return mass
+
+
 def level_quantile(level: float) -> float:
     """z with P(|N(0, 1)| ≤ z) = level."""
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item()

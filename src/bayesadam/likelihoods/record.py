@@ -26,12 +26,14 @@ class Likelihood(ABC):
         noise: whether it has an observation noise σ² besides the outputs, which is estimated.
         calibration: the default method of `calibrate`.
         coupled: whether the Hessian couples the outputs in the last dimension; else it is diagonal.
+        ignored: the target that is left out of every score, of likelihoods whose targets are class indices, one per place.
     """
 
     name: str
     noise: bool = False
     calibration: CalibrationMethod = "validation"
     coupled: bool = False
+    ignored: int | None = None
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -79,6 +81,10 @@ class Likelihood(ABC):
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | slice:
         """The places in the batch whose targets count."""
         return slice(None)
+
+    def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
+        """log p of every target that counts, one number each."""
+        return predictive.log_prob(targets)
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Targets in the shape that goes with the outputs, (batch, ...)."""

@@ -18,6 +18,7 @@ from bayesadam.likelihoods.predictive import (
     level_quantile,
     mixed_moments,
     normal_like,
+    normal_mass,
     rows,
     summed,
 )
@@ -84,9 +85,8 @@ class RegressionPredictive(NumericPredictive):
 
     def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
         mean, stddev = self.mean.double(), self.stddev.double()
-        sign = -1 if upper else 1
         stddev = stddev.clamp(min=torch.finfo(stddev.dtype).tiny)
-        return lambda y: torch.special.ndtr(sign * (y - mean) / stddev)
+        return lambda y: normal_mass((y - mean) / stddev, upper)
 
     def _quantile(self, tail: float, upper: bool) -> Tensor:
         return self.interval(1 - 2 * tail)[upper]

@@ -7,8 +7,8 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -19,8 +19,25 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.likelihoods import (
+    BinaryMixture,
+    ClassificationMixture,
+    HeteroscedasticMixture,
+    LikelihoodName,
+    Link,
+    PoissonMixture,
+    Predictive,
+    RegressionMixture,
+)
 from bayesadam.posterior.posterior import Posterior
+from bayesadam.predict.call import Forward
+from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.noise import fresh_seed, stream_seed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -149,12 +166,70 @@ class Mixture:
         with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
 
-    def predict(self, inputs: Any, **options: Any) -> Any:
-        """The mixture of the members' predictive distributions: see `bayesadam.predict.predict`, whose options it takes."""
-        # As in `Posterior`, one floor up at call time alone.
-        from bayesadam.predict.mixture import predict_mixture
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
+    ) -> RegressionMixture: ...
 
-        return predict_mixture(self, inputs, **options)
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
+    ) -> ClassificationMixture: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
+    ) -> BinaryMixture: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
+    ) -> HeteroscedasticMixture: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
+    ) -> PoissonMixture: ...
+
+    @overload
+    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        likelihood: LikelihoodName = "regression",
+        predictive: PredictiveKind = "linearised",
+        n_samples: int = 30,
+        covariance: bool = False,
+        link: Link = "probit",
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        method: PredictiveKind | None = None,
+    ) -> Predictive:
+        """p(y) = Σ π_m p_m(y), the members' predictives of one batch mixed; the options are those of `Posterior.predict`.
+
+        They are the same for every member; `n_samples` are drawn from each, from a stream of its own.
+        """
+        options = Options(
+            likelihood=likelihood,
+            predictive=predictive,
+            n_samples=n_samples,
+            covariance=covariance,
+            link=link,
+            forward=forward,
+            generator=generator,
+            memory_budget=memory_budget,
+            method=method,
+        )
+        self.require_proper()
+        seed = fresh_seed(generator)
+        members = [
+            predictive_of(member, inputs, replace(options, generator=_stream(seed, number)))
+            for number, member in enumerate(self.members)
+        ]
+        return options.record.mixture(members, self.weights)
 
     # --- changing, moving, saving -------------------------------------------------------------------------------
 

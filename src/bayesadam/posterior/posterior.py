@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,21 @@ from bayesadam.curvature.match import (
 from bayesadam.curvature.read import working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
+from bayesadam.likelihoods import (
+    BinaryPredictive,
+    ClassificationPredictive,
+    HeteroscedasticPredictive,
+    LikelihoodName,
+    Link,
+    PoissonPredictive,
+    Predictive,
+    RegressionPredictive,
+)
 from bayesadam.posterior import folder
+from bayesadam.predict.call import Forward
+from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.kronecker import kronecker_from_gradients, kronecker_of
@@ -41,6 +55,9 @@ from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name
 from bayesadam.structures.stored import stored_structure, stored_weights
 from bayesadam.structures.structure import Directions, Structure
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _STRUCTURES = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
@@ -435,12 +452,93 @@ class Posterior:
             for name, mu in self.mean.items():
                 own_part(parameters[name]).copy_(own_part(mu))
 
-    def predict(self, inputs: Any, **options: Any) -> Any:
-        """The predictive distribution of a batch: see `bayesadam.predict.predict`, whose options it takes."""
-        # The face of the library reaches up one floor here, at call time alone.
-        from bayesadam.predict import predict
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
+    ) -> RegressionPredictive: ...
 
-        return predict(self, inputs, **options)
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
+    ) -> ClassificationPredictive: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
+    ) -> BinaryPredictive: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
+    ) -> HeteroscedasticPredictive: ...
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
+    ) -> PoissonPredictive: ...
+
+    @overload
+    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        likelihood: LikelihoodName = "regression",
+        predictive: PredictiveKind = "linearised",
+        n_samples: int = 30,
+        covariance: bool = False,
+        link: Link = "probit",
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        method: PredictiveKind | None = None,
+    ) -> Predictive:
+        """The predictive distribution of a batch; the model is as before when it returns, or raises.
+
+        Of a model sharded by FSDP2 every process asks, each for its own batch, with equal options and generators. Where the
+        whole posterior fits the memory budget it is gathered for the call, and nothing else is different. Where it does
+        not, the sampling predictives gather one FSDP module at a time, and run each draw on all of the batch. Either way
+        the model runs in the types of its parameters, without FSDP2's mixed precision.
+
+        | predictive             | f                                        | cost                                       |
+        |------------------------|------------------------------------------|--------------------------------------------|
+        | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one per output  |
+        | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product per draw            |
+        | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass per draw                    |
+
+        The draws of `"sampled"` are of each example by itself: a network of linear layers alone, under a diagonal
+        posterior, has its activations drawn, independently from example to example, and not one θ for the batch.
+
+        Other threads that ask for the same model wait for this call to end.
+
+        Args:
+            inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes first.
+            likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
+                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one log-rate
+                per target).
+            predictive: see the table.
+            n_samples: draws of the sampling predictives.
+            covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
+                `mutual_information()` and a heteroscedastic density take outputs as independent of each other.
+            link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
+            forward: `forward(model, inputs)` for models whose call is unusual.
+            generator: makes the draws reproducible.
+            memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
+            method: the old name of `predictive`.
+        """
+        options = Options(
+            likelihood=likelihood,
+            predictive=predictive,
+            n_samples=n_samples,
+            covariance=covariance,
+            link=link,
+            forward=forward,
+            generator=generator,
+            memory_budget=memory_budget,
+            method=method,
+        )
+        return predictive_of(self, inputs, options)
 
     # --- changing, moving, saving -------------------------------------------------------------------------------
 

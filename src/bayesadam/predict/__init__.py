@@ -1,14 +1,21 @@
-"""Predictive distributions from a weight posterior: linearised without a Jacobian, or sampled."""
+"""Predictive distributions from a Gaussian over weights: linearised without a Jacobian, or sampled."""
 
 from bayesadam.errors import CollapsedPredictionWarning, MemoryBudgetError
-from bayesadam.predict.mixture import BinaryMixture, ClassificationMixture, RegressionMixture
-from bayesadam.predict.predict import predict
-from bayesadam.predict.predictive import (
+from bayesadam.likelihoods import (
+    BinaryMixture,
     BinaryPredictive,
+    ClassificationMixture,
     ClassificationPredictive,
+    HeteroscedasticMixture,
+    HeteroscedasticPredictive,
+    PoissonMixture,
+    PoissonPredictive,
     Predictive,
+    RegressionMixture,
     RegressionPredictive,
 )
+from bayesadam.predict.gaussian import Gaussian
+from bayesadam.predict.prediction import predict
 
 __all__ = [
     "BinaryMixture",
@@ -16,7 +23,12 @@ __all__ = [
     "ClassificationMixture",
     "ClassificationPredictive",
     "CollapsedPredictionWarning",
+    "Gaussian",
+    "HeteroscedasticMixture",
+    "HeteroscedasticPredictive",
     "MemoryBudgetError",
+    "PoissonMixture",
+    "PoissonPredictive",
     "Predictive",
     "RegressionMixture",
     "RegressionPredictive",

@@ -41,7 +41,7 @@ def generic_moments(
         raise MemoryBudgetError(
             f"the gradients of {len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need "
             f"{needed:,} bytes an example, the memory budget is {budget:,}: raise memory_budget, or use "
-            "method='linearised-sampled', which needs less"
+            "predictive='linearised-sampled', which needs less"
         )
     variance, blocks = [], []
     chunk = max(1, budget // (4 * needed))

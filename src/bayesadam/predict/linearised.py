@@ -97,7 +97,7 @@ def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int
             return min(per_chunk, size), at_once
         if covariance or at_once == 1:
             needed = unit * (4 + 2 * at_once)
-            cheaper = "variances alone (covariance=False)" if covariance else "method='linearised-sampled'"
+            cheaper = "variances alone (covariance=False)" if covariance else "predictive='linearised-sampled'"
             raise MemoryBudgetError(
                 f"one example needs about {needed:,} bytes, the memory budget is {budget:,}: raise memory_budget, or use "
                 f"{cheaper}, which needs less"

@@ -36,7 +36,7 @@ def projected_moments(
     if needed > budget:
         raise MemoryBudgetError(
             f"a low-rank posterior needs the gradients of every output, {needed:,} bytes an example, and the memory budget is "
-            f"{budget:,}: raise memory_budget, or use method='linearised-sampled', which needs less"
+            f"{budget:,}: raise memory_budget, or use predictive='linearised-sampled', which needs less"
         )
     found_variances, blocks = [], []
     chunk = max(1, budget // (4 * needed))

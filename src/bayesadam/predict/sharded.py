@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,8 @@ from bayesadam._shards import fsdp_modules, is_sharded, whole
 from bayesadam.curvature.match import own_parameters
 from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
 from bayesadam.predict.call import Call
+from bayesadam.predict.gaussian import Gaussian
 from bayesadam.structures.sharded import common_seed
-
-if TYPE_CHECKING:
-    from bayesadam.posterior import Posterior
 
 # θ, v̂, σ², μ in the parameters' type, and a draw.
 _COPIES = 5
@@ -31,45 +29,45 @@ Gather = Callable[[str], Tensor]
 Groups = list[tuple[nn.Module, dict[str, Tensor]]]
 
 
-def fits(posterior: Posterior, method: str, budget: int) -> bool:
+def fits(gaussian: Gaussian, predictive: str, budget: int) -> bool:
     """Whether the whole posterior may be gathered on every process; the exact method cannot do without.
 
     Raises:
         MemoryBudgetError: it may not, and must.
     """
-    needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in posterior.mode.values())
-    if needed > budget and method == "linearised":
+    needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
+    if needed > budget and predictive == "linearised":
         raise MemoryBudgetError(
-            f"method='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the memory "
-            f"budget is {budget:,}: raise memory_budget, or use method='linearised-sampled', which gathers one FSDP "
+            f"predictive='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the memory "
+            f"budget is {budget:,}: raise memory_budget, or use predictive='linearised-sampled', which gathers one FSDP "
             "module at a time"
         )
     return needed <= budget
 
 
-def common_generator(posterior: Posterior, generator: torch.Generator | None) -> torch.Generator:
+def common_generator(gaussian: Gaussian, generator: torch.Generator | None) -> torch.Generator:
     """The user's generator, or without one a generator that is the same on all processes."""
     if generator is not None:
         return generator
-    return torch.Generator().manual_seed(common_seed(None, posterior.mode))
+    return torch.Generator().manual_seed(common_seed(None, gaussian.mode))
 
 
 @contextmanager
-def gathered(posterior: Posterior) -> Iterator[Posterior]:
+def gathered(gaussian: Gaussian) -> Iterator[Gaussian]:
     """The posterior and its model in whole tensors on every process; the model's shards are back when it ends."""
-    model = posterior.model
+    model = gaussian.model
     _check_fsdp(model)
     with without_fsdp(model):
         named = {name: p for name, p in model.named_parameters() if is_sharded(p)}
 
         def gather(name: str) -> Tensor:
-            if name not in posterior.mode:
+            if name not in gaussian.mode:
                 return whole(named[name].detach())
             # Replaced at every call: it needs a shape, a type and a place, no values.
             return torch.zeros((), dtype=named[name].dtype, device=named[name].device).expand(named[name].shape)
 
         with _holding(model, named, gather):
-            yield posterior.gathered(model)
+            yield gaussian.gathered(model)
 
 
 @contextmanager
@@ -150,10 +148,10 @@ def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> 
 
 
 def draws_by_module(
-    posterior: Posterior,
+    gaussian: Gaussian,
     call: Call,
     inputs: Any,
-    method: str,
+    predictive: str,
     n: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
@@ -161,7 +159,7 @@ def draws_by_module(
 
     Every process runs 1 + n forwards, each on all of its own batch.
     """
-    model, mean = posterior.model, posterior.mean
+    model, mean = gaussian.model, gaussian.mean
     _check_fsdp(model)
     groups = _groups(model)
     named = {name: p for _, own in groups for name, p in own.items()}
@@ -180,8 +178,8 @@ def draws_by_module(
     outputs = []
     with without_fsdp(model), torch.no_grad():
         for _ in range(n):
-            theta = posterior.sample(generator=generator)
-            if method == "sampled":
+            theta = gaussian.sample(generator=generator)
+            if predictive == "sampled":
                 outputs.append(_forward(call, inputs, groups, partial(at, theta)))
             else:
                 outputs.append(_forward_mode(call, inputs, groups, partial(along, theta)))
@@ -206,7 +204,7 @@ def _forward_mode(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Te
         except NotImplementedError as error:
             raise BayesAdamError(
                 f"an operation of the model has no forward-mode derivative ({error}): raise memory_budget, so that the "
-                "whole posterior is gathered and other ways can be taken, or use method='sampled'"
+                "whole posterior is gathered and other ways can be taken, or use predictive='sampled'"
             ) from error
         value, tangent = forward_ad.unpack_dual(output)  # type: ignore[no-untyped-call]
         total: Tensor = value if tangent is None else value + tangent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,33 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesadam.curvature.match import unwrap
-from bayesadam.errors import MatchError
+from bayesadam.likelihoods.classification import IGNORED, Classification
 from bayesadam.predict.call import Call
-from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, RegressionPredictive
 
-# What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
-IGNORED = -100
 # By so much of itself may a model's own loss differ from ours: bfloat16 leaves it that much.
 _SAME = 0.01
-
-
-def counted(outputs: Tensor, y: Tensor) -> Tensor:
-    """Where class numbers count: every place but those with −100."""
-    if y.shape != outputs.shape[:-1]:
-        raise MatchError(f"expected class numbers of shape {tuple(outputs.shape[:-1])}, got {tuple(y.shape)}")
-    return y != IGNORED
-
-
-def log_probs(predictive: RegressionPredictive | ClassificationPredictive | BinaryPredictive, y: Tensor) -> Tensor:
-    """log p of every target that counts: of classes all but −100, whatever their shape; else one number an example."""
-    if not isinstance(predictive, ClassificationPredictive):
-        return predictive.log_prob(y)
-    keep = counted(predictive.mean, y)
-    draws = None if predictive.draws is None else predictive.draws[:, keep]
-    kept = replace(
-        predictive, mean=predictive.mean[keep], variance=predictive.variance[keep], covariance=None, draws=draws
-    )
-    return kept.log_prob(y[keep])
+_CLASSES = Classification()
 
 
 def next_places(labels: Tensor) -> Tensor:
@@ -89,7 +67,7 @@ def moves_labels(call: Call, params: Mapping[str, Tensor], inputs: Any, labels: 
     be the mean negative log-likelihood of its outputs.
     """
     logits = call(params, inputs)
-    keep = counted(logits, labels)
+    keep = _CLASSES.counted(logits, labels)
     if not keep.any():
         return None
     first = torch.full_like(labels, IGNORED)
@@ -129,9 +107,9 @@ def _loss_in(output: Any) -> Tensor | None:
 
 def _mean_nll(logits: Tensor, y: Tensor) -> float:
     """Over the places that count; not a number where none does."""
-    keep = counted(logits, y)
+    keep = _CLASSES.counted(logits, y)
     rows = logits.detach()[keep].cpu().double()
-    return -float(ClassificationPredictive(rows, torch.zeros_like(rows)).log_prob(y[keep].cpu()).mean())
+    return -float(_CLASSES.predictive(rows, torch.zeros_like(rows)).log_prob(y[keep].cpu()).mean())
 
 
 def _differ(tokens: Tensor, y: Tensor) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
 from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.likelihoods import LikelihoodName as Likelihood
 from bayesadam.posterior import Posterior
-from bayesadam.predict.predictive import Likelihood
 from bayesadam.sklearn.training import (
     ACTIVATIONS,
     Data,
@@ -207,7 +207,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             generator = torch.Generator().manual_seed(int(seeds[number]))
             # Moments, which are not used here, need two draws.
             found = private(self.posteriors_[number]).predict(
-                inputs, method="linearised-sampled", n_samples=max(2, len(rows)), generator=generator
+                inputs, predictive="linearised-sampled", n_samples=max(2, len(rows)), generator=generator
             )
             draws[rows] = found.sample(len(rows), generator=generator)
         return np.moveaxis(self._in_units(draws), 0, -1)

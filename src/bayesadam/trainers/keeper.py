@@ -15,9 +15,9 @@ from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
+from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Forward
-from bayesadam.predict.predictive import Likelihood
 from bayesadam.structures.settings import Settings
 from bayesadam.trainers.summary import held_out_numbers, snr_numbers
 
@@ -54,14 +54,14 @@ class PosteriorKeeper:
         *,
         path: str | os.PathLike[str] | None = None,
         calibrate: bool = False,
-        likelihood: Likelihood | None = None,
+        likelihood: LikelihoodName | None = None,
         held_out: Any = None,
         forward: Forward | None = None,
         per_parameter: bool = False,
         **options: Any,
     ) -> None:
         if calibrate and likelihood is None:
-            raise SettingError("calibrate=True needs likelihood='classification', 'binary' or 'regression'")
+            raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}")
         try:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import whole
+from bayesadam.likelihoods import LikelihoodName, LogitPredictive, NumericPredictive
+from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.posterior import Posterior
 from bayesadam.predict.call import Forward, to_device
-from bayesadam.predict.predictive import BinaryPredictive, ClassificationPredictive, Likelihood, RegressionPredictive
-from bayesadam.predict.targets import counted
 from bayesadam.scores import coverage, ece, nll, rmse
 
 
@@ -39,7 +39,7 @@ def held_out_numbers(
     posterior: Posterior,
     batches: Sequence[tuple[Any, Tensor]],
     *,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     forward: Forward | None = None,
 ) -> dict[str, float]:
     """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
@@ -47,19 +47,21 @@ def held_out_numbers(
     Classification has NLL and ECE of both, over the targets that are not −100. Regression has the predictive's NLL and
     coverage of 95 % intervals, and the RMSE, which both share.
     """
+    record = record_of(likelihood)
     means, variances, targets = [], [], []
     device = next(iter(posterior.parameters().values())).device
     for inputs, given in batches:
         found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
-        y = given.to(found.mean.device)
-        keep = counted(found.mean, y) if likelihood == "classification" else slice(None)
+        y = record.matched(given.to(found.mean.device), found.mean)
+        keep = record.counted(found.mean, y)
         means.append(found.mean[keep])
         variances.append(found.variance[keep])
         targets.append(y[keep])
     joined = replace(found, mean=torch.cat(means), variance=torch.cat(variances))
     y = torch.cat(targets)
-    if isinstance(joined, RegressionPredictive):
-        return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.mean, y)}
+    if isinstance(joined, NumericPredictive):
+        return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.predicted_mean, y)}
+    assert isinstance(joined, LogitPredictive)
     network = replace(joined, variance=torch.zeros_like(joined.variance))
     return {
         "nll": nll(joined, y),
@@ -69,8 +71,5 @@ def held_out_numbers(
     }
 
 
-def _ece(predictive: ClassificationPredictive | BinaryPredictive, y: Tensor) -> float:
-    probs = predictive.probs
-    if isinstance(predictive, BinaryPredictive):
-        probs, y = torch.stack([1 - probs, probs], dim=-1), y.reshape(probs.shape)
-    return ece(probs.flatten(0, -2), y.flatten().long())
+def _ece(predictive: LogitPredictive, y: Tensor) -> float:
+    return ece(predictive.class_probs.flatten(0, -2), y.flatten().long())

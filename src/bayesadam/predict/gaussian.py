@@ -1,0 +1,70 @@
+"""What a prediction needs to know of a posterior: a model, a mean and a structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam._alone import alone_with
+from bayesadam.structures.structure import Directions, Structure
+
+
+class Gaussian(Protocol):
+    """N(μ, Σ) over named weights of a model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def mode(self) -> Mapping[str, Tensor]:
+        """The trained weights, whose names and shapes are those of the mean."""
+
+    @property
+    def mean(self) -> Mapping[str, Tensor]:
+        """μ."""
+
+    @property
+    def structure(self) -> Structure:
+        """In which coordinates Σ is diagonal."""
+
+    @property
+    def coordinate_variance(self) -> Mapping[str, Tensor]:
+        """The variances in those coordinates."""
+
+    @property
+    def directions(self) -> Directions | None:
+        """Directions over all weights in which Σ is narrower than that."""
+
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """σ² of a likelihood that has one."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are spread over processes."""
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The model's parameters, checked against the weights."""
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draws of the weights."""
+
+    def gathered(self, model: nn.Module) -> Gaussian:
+        """The same in whole tensors over a plain model."""
+
+    def require_proper(self) -> None:
+        """Raise unless every variance is finite."""
+
+    def warn_of_limits(self) -> None:
+        """Warn where the structure cannot hold what its settings ask of it."""
+
+
+def parameters_at_mean(gaussian: Gaussian) -> dict[str, Tensor]:
+    """μ in the types and on the devices of the model's parameters."""
+    with alone_with(gaussian.model):
+        own = gaussian.parameters()
+        return {name: mu.to(own[name]) for name, mu in gaussian.mean.items()}

@@ -1,0 +1,62 @@
+"""The options of a prediction, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import Literal, TypedDict, get_args
+
+import torch
+
+from bayesadam._warnings import warn
+from bayesadam.errors import SettingError
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
+from bayesadam.predict.call import Forward
+from bayesadam.predict.linearised import DEFAULT_BUDGET
+
+PredictiveKind = Literal["linearised", "sampled", "linearised-sampled"]
+
+
+class PredictOptions(TypedDict, total=False):
+    """The keywords of `predict` besides the likelihood."""
+
+    predictive: PredictiveKind
+    n_samples: int
+    covariance: bool
+    link: Link
+    forward: Forward | None
+    generator: torch.Generator | None
+    memory_budget: int
+    method: PredictiveKind | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """The keywords of `predict`; `method` is the old name of `predictive`."""
+
+    likelihood: LikelihoodName = "regression"
+    predictive: PredictiveKind = "linearised"
+    n_samples: int = 30
+    covariance: bool = False
+    link: Link = "probit"
+    forward: Forward | None = None
+    generator: torch.Generator | None = None
+    memory_budget: int = DEFAULT_BUDGET
+    method: InitVar[PredictiveKind | None] = None
+
+    def __post_init__(self, method: PredictiveKind | None) -> None:
+        if method is not None:
+            warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
+            object.__setattr__(self, "predictive", method)
+        likelihood(self.likelihood)
+        for name, allowed in (("predictive", get_args(PredictiveKind)), ("link", get_args(Link))):
+            if getattr(self, name) not in allowed:
+                raise SettingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if isinstance(self.n_samples, bool) or not isinstance(self.n_samples, int) or self.n_samples < 2:
+            raise SettingError(f"n_samples must be at least 2, got {self.n_samples!r}")
+        if not isinstance(self.memory_budget, int) or self.memory_budget < 1:
+            raise SettingError(f"memory_budget must be a positive number of bytes, got {self.memory_budget!r}")
+
+    @property
+    def record(self) -> Likelihood:
+        """The likelihood of that name."""
+        return likelihood(self.likelihood)
