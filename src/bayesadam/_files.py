@@ -13,7 +13,7 @@ from bayesadam.errors import FileError
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place on success and vanishes otherwise."""
+    """A temporary file next to `path` that takes its place on success and vanishes otherwise."""
     target = Path(path)
     if not target.parent.is_dir():
         raise FileError(f"cannot save to {target}: the folder {target.parent} does not exist")
@@ -33,6 +33,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise FileError(f"cannot save to {target}: {error.strerror or error}") from error
+
+
+def sweep(path: Path) -> None:
+    """Remove what a killed process left of its temporary files for `path`."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def keep_apart(out: Path, *sources: Path | None) -> None:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.bandits import storage
+from bayesadam import _storage as storage
 from bayesadam.bandits.agents import AgentSettings, agent_settings
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.kinds import learner_of
@@ -292,12 +291,12 @@ class Agent:
                 "next_id": self._next_id,
                 "since_training": self._since_training,
             }
-            storage.write(Path(path), {name: tensor.clone() for name, tensor in tensors.items()}, header)
+            storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it goes on as if it had never stopped."""
-        tensors, header = storage.read(Path(path), what="agent", way_out="give the file that Agent.save wrote")
+        tensors, header = storage.read(path, storage.AGENT)
         try:
             known = {field.name for field in fields(AgentSettings)}
             given: dict[str, Any] = {
