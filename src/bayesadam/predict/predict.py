@@ -182,7 +182,7 @@ def _draws(
     bounds = {"activations": plan.activations, "budget": budget}
     if method == "linearised-sampled":
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
-    elif posterior.structure.kind == "diagonal" and allows_local_reparameterisation(call, plan, params, inputs):
+    elif posterior.structure.independent and allows_local_reparameterisation(call, plan, params, inputs):
         variances = {name: v.to(params[name]) for name, v in posterior.coordinate_variance.items()}
         drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
     else:

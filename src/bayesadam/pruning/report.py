@@ -13,8 +13,7 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.names import checked_masks
-from bayesadam.pruning.rankings import wide
-from bayesadam.structures.diagonal import Diagonal
+from bayesadam.structures.diagonal import wide
 from bayesadam.structures.formulas import precision
 
 
@@ -137,7 +136,7 @@ def _expected_loss_change(posterior: Posterior, masks: Mapping[str, Tensor]) -> 
     for name, mask in masks.items():
         if bool(mask.all()):
             continue
-        if name not in posterior.mode or not isinstance(posterior.structure, Diagonal):
+        if name not in posterior.mode or not posterior.structure.independent:
             return None
         removed = ~mask.to(posterior.mode[name].device)
         theta, v = posterior.mode[name][removed], posterior.structure.second_moment[name][removed]
