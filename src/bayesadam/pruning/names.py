@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam.errors import MatchError, SettingError
-
-_NORM = re.compile(r"Norm(\d*d)?$")
-_EMBEDDING = re.compile(r"Embedding(s|Bag)?$")
 
 
 class Owner(NamedTuple):
@@ -73,7 +71,7 @@ def matching(model: nn.Module, patterns: str | Sequence[str]) -> set[str]:
 
 
 def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set[str]:
-    """As `matching`, where the names are all there is: they tell biases, but not the class of a module."""
+    """As `matching`, where the names are all there is: they identify biases, but not the class of a module."""
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         if pattern in _KINDS and pattern != "biases":
@@ -88,7 +86,7 @@ def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set
         if not chosen and pattern != "biases":
             raise MatchError(
                 f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), names)}. Of the kinds, "
-                "'biases' can be told"
+                "'biases' can be identified"
             )
         found |= chosen
     return found
@@ -105,8 +103,8 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
                 f"mask {given!r} is of no parameter of {type(model).__name__}; near it: {near(given, parameters)}"
             )
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            told = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {told}")
+            described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
         if mask.shape != parameters[name].shape:
             raise MatchError(
                 f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {tuple(parameters[name].shape)}"
@@ -117,12 +115,8 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
-def _is_norm(owner: Owner) -> bool:
-    return any(_NORM.search(kind.__name__) for kind in type(owner.module).__mro__)
-
-
-def _is_bias(owner: Owner) -> bool:
-    return _bias_key(owner.key)
+def _is_of(pattern: str, owner: Owner) -> bool:
+    return any(re.search(pattern, kind.__name__) for kind in type(owner.module).__mro__)
 
 
 def _bias_key(key: str) -> bool:
@@ -130,8 +124,8 @@ def _bias_key(key: str) -> bool:
     return "bias" in key.split("_")
 
 
-def _is_embedding(owner: Owner) -> bool:
-    return any(_EMBEDDING.search(kind.__name__) for kind in type(owner.module).__mro__)
-
-
-_KINDS = {"norms": _is_norm, "biases": _is_bias, "embeddings": _is_embedding}
+_KINDS: dict[str, Callable[[Owner], bool]] = {
+    "norms": partial(_is_of, r"Norm(\d*d)?$"),
+    "biases": lambda owner: _bias_key(owner.key),
+    "embeddings": partial(_is_of, r"Embedding(s|Bag)?$"),
+}

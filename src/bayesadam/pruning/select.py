@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Weights looked at together: bounds the extra memory whatever the size of a parameter.
+# Weights processed together: bounds the extra memory whatever the size of a parameter.
 CHUNK = 1 << 22
 _DIGIT = 16
 _BINS = 1 << _DIGIT
