@@ -137,6 +137,8 @@ def folder_format(
     """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
 
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+        # Mapped, so read twice at little cost: what is wrong with the weights is said first.
+        read_with(path, weights_key, None)
         state = read_optimizer(path, [file for file in files_of(path) if is_optimizer(file)], optimizer_key)
         return read_with(path, weights_key, state)
 

@@ -39,9 +39,9 @@ def load_plain(file: Path | BinaryIO, name: str, **options: Any) -> Any:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted is None and not isinstance(error, pickle.UnpicklingError):
             raise damaged(name, "torch.save", error) from error
-        what = f"the class {wanted[1]}" if wanted else "more than tensors and plain data"
+        what = f"needs the class {wanted[1]}" if wanted else "is truncated, damaged, or needs more than plain data"
         raise FileError(
-            f"{name} needs {what} to be unpickled, which could run any code and is not done here. Save it again from "
+            f"{name} {what} to be unpickled, which could run any code and is not done here. Save it again from "
             f"where it was made, {_RESAVE}; or, if you trust the file, do so in Python with what "
             "torch.load(path, weights_only=False) returns, or allow the class there with "
             "torch.serialization.add_safe_globals before bayesadam reads it"

@@ -23,7 +23,7 @@ PIECE = 2**19
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """The second moments v̂ of a model's gradients, and where they came from; everything by parameter name.
+    """The second moments v̂ of a model's gradients, and where they came from, by parameter name.
 
     Attributes:
         second_moment: v̂, bias-corrected, float32 (float64 for float64 parameters).
@@ -104,12 +104,12 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ) from None
 
 
-def pieces(entry: Entry, size: int = PIECE) -> Iterator[Entry]:
+def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
     """The entry in slices of the flat tensor, so that a large one need not be in memory at once.
 
     A statistic that is not stored number by number, Adafactor's or an 8-bit one, comes whole.
     """
-    reader, shape = entry.reader, entry.parameter.shape
+    reader, shape, size = entry.reader, entry.parameter.shape, size or PIECE
     plain = reader.read is None and reader.statistic in ("average", "sum", "root", "identity")
     if not plain or entry.parameter.numel() <= size:
         yield entry
@@ -126,8 +126,8 @@ def pieces(entry: Entry, size: int = PIECE) -> Iterator[Entry]:
         yield replace(entry, parameter=part, state={**state, **{key: value[here] for key, value in flat.items()}})
 
 
-def check_entries(match: Match, size: int = PIECE) -> None:
-    """Refuse a state with second moments that are negative, NaN or infinite, looking at so many of them at a time."""
+def check_entries(match: Match, size: int | None = None) -> None:
+    """Refuse a state with second moments that are negative, NaN or infinite, reading so many of them at a time."""
     with torch.no_grad():
         extremes = {}
         for entry in match.entries:

@@ -186,12 +186,8 @@ class Posterior:
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            optimizer_path: see `CheckpointOptions`, as for the next five.
-            optimizer: its name or reader.
-            param_names: in the optimiser's order.
-            groups_in_order: whether each group was filled in the model's order.
-            weights_key: which weights.
-            optimizer_key: which optimiser's state.
+            optimizer_path: this and the next five are those of `CheckpointOptions`.
+            optimizer: the name of the optimiser that wrote the state; None identifies it.
 
         The rest is as in `from_optimizer`.
         """

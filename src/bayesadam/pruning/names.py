@@ -53,26 +53,12 @@ def matching(model: nn.Module, patterns: str | Sequence[str]) -> set[str]:
     A kind that the model has none of is passed over; a pattern that matches nothing is an error.
     """
     held = owners(model)
-    found: set[str] = set()
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        kind = _KINDS.get(pattern)
-        chosen = {
-            name
-            for name, ways in held.items()
-            if any(kind(owner) if kind else fnmatchcase(owner.name, pattern) for owner in ways)
-        }
-        if not chosen and kind is None:
-            raise MatchError(
-                f"exclude pattern {pattern!r} matches no parameter of {type(model).__name__}; near it: "
-                f"{near(pattern.strip('*'), held)}. The kinds are {', '.join(map(repr, _KINDS))}"
-            )
-        found |= chosen
-    return found
+    kinds = {kind: {name for name, ways in held.items() if any(map(fits, ways))} for kind, fits in _KINDS.items()}
+    return _matching(patterns, {name: [owner.name for owner in ways] for name, ways in held.items()}, kinds)
 
 
 def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set[str]:
     """As `matching`, where the names are all there is: they identify biases, but not the class of a module."""
-    found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         if pattern in _KINDS and pattern != "biases":
             raise SettingError(
@@ -81,14 +67,22 @@ def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set
                 + ", ".join(sorted(names)[:8])
                 + (", …" if len(names) > 8 else "")
             )
-        chosen = {name for name in names if pattern == "biases" and _bias_key(name.rpartition(".")[2])}
-        chosen |= {name for name in names if fnmatchcase(name, pattern)}
-        if not chosen and pattern != "biases":
+    biases = {name for name in names if _bias_key(name.rpartition(".")[2])}
+    return _matching(patterns, {name: [name] for name in names}, {"biases": biases})
+
+
+def _matching(
+    patterns: str | Sequence[str], aliases: Mapping[str, Sequence[str]], kinds: Mapping[str, set[str]]
+) -> set[str]:
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        chosen = {name for name, ways in aliases.items() if any(fnmatchcase(way, pattern) for way in ways)}
+        if not chosen and pattern not in kinds:
             raise MatchError(
-                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), names)}. Of the kinds, "
-                "'biases' can be identified"
+                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), aliases)}. The kinds are "
+                + ", ".join(map(repr, kinds))
             )
-        found |= chosen
+        found |= kinds.get(pattern, chosen)
     return found
 
 

@@ -19,15 +19,7 @@ from bayesadam.structures.formulas import precision
 
 @dataclass(frozen=True)
 class PrunedParameter:
-    """One row of a report.
-
-    Attributes:
-        name: the parameter.
-        weights: how many it has.
-        kept: how many the mask keeps; all of them without a mask.
-        bytes_dense: its size as it is stored now.
-        bytes_sparse: as a bit for each weight and the values kept, where that is smaller.
-    """
+    """One row of a report: a parameter, its weights and those that stay, its bytes as it is and without the zeros."""
 
     name: str
     weights: int
