@@ -264,9 +264,7 @@ def test_another_file_is_not_an_agent(tmp_path):
     (tmp_path / "x").write_bytes(b"no")
     save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
     for name in ("x", "weights.safetensors"):
-        with pytest.raises(
-            FileError, match=r"holds no agent of bayesadam.*: give the file that Agent\.save wrote"
-        ) as told:
+        with pytest.raises(FileError, match=r"not a saved agent.*: give the file that Agent\.save wrote") as told:
             Agent.load(tmp_path / name)
         assert "delete" not in str(told.value)
     header = {"bayesadam.bandits": '{"format": 99}'}

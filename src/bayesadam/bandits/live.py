@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.bandits import storage
+from bayesadam import _storage as storage
 from bayesadam.bandits.agents import agent_settings, entry, learner_of
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Learner, NetworkLearner
@@ -293,12 +292,12 @@ class Agent:
                 "next_id": self._next_id,
                 "since_training": self._since_training,
             }
-            storage.write(Path(path), tensors, header)
+            storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
-        tensors, header = storage.read(Path(path), what="agent", way_out="give the file that Agent.save wrote")
+        tensors, header = storage.read(path, storage.AGENT)
         try:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
             agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.bandits import storage
+from bayesadam import _storage as storage
+from bayesadam._files import sweep
 from bayesadam.bandits.agents import agent_settings, learner_of
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
@@ -239,7 +240,7 @@ class Playing:
     def _save(self, path: Path) -> None:
         lanes = enumerate(self._lanes)
         tensors = {f"{number}/{name}": t for number, lane in lanes for name, t in lane.state().items()}
-        storage.write(path, tensors, {**self._header, "seconds": self._seconds()})
+        storage.write(path, tensors, {**self._header, "seconds": self._seconds()}, storage.SIMULATION)
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
         # Earlier versions wrote settings that the agent does not have, too.
@@ -337,8 +338,8 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _saved(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    storage.sweep(path)
-    return storage.read(path) if path.exists() else None
+    sweep(path)
+    return storage.read(path, storage.SIMULATION) if path.exists() else None
 
 
 def _fingerprint(played: Sequence[Rounds]) -> str:
