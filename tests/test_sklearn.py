@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import subprocess
 import sys
@@ -21,13 +22,16 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Posterior, SettingError
-from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators, training
-from bayesadam.sklearn.estimators import split
-from bayesadam.sklearn.training import Data, Part, Recipe
+from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixture, Posterior, SettingError
+from bayesadam.engine.batches import epochs
+from bayesadam.engine.network import Network, initial
+from bayesadam.engine.rules import Adam
+from bayesadam.likelihoods import likelihood
+from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
+from bayesadam.sklearn.training import Part, Recipe, even_batch_size, fit_networks, split
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
-SMALL = {"hidden": (8,), "max_epochs": 20, "random_state": 0}
+SMALL = {"hidden": (8,), "max_epochs": 20, "n_ensemble": 1, "random_state": 0}
 
 
 def sine(n=120, seed=0, noise=0.1):
@@ -82,7 +86,7 @@ def test_they_work_in_scikit_learns_tools():
 @pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
 def test_clones_and_pickles_predict_the_same(estimator):
     X, y = sine() if estimator is BadamRegressor else blobs()
-    model = estimator(**SMALL, n_ensemble=2).fit(X, y)
+    model = estimator(**{**SMALL, "n_ensemble": 2}).fit(X, y)
     predict = "predict" if estimator is BadamRegressor else "predict_proba"
     expected = getattr(model, predict)(X)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), clone(model).fit(X, y)):
@@ -118,53 +122,58 @@ def test_importing_bayesadam_leaves_scikit_learn_alone_and_its_absence_names_the
 # --- training, against a plain loop ---------------------------------------------------------------------------------
 
 
+NETWORK = Network(2, (5, 4), 2, "tanh")
+
+
 def recipe(**changes):
-    plain = Recipe(
-        (5, 4), "tanh", 1e-2, "constant", weight_decay=0.1, batch_size=16, max_epochs=6, patience=None, device="cpu"
-    )
+    rule = Adam(decoupled=True, weight_decay=0.1)
+    plain = Recipe(rule, 1e-2, "constant", batch_size=16, max_epochs=6, patience=None, device="cpu")
     return dataclasses.replace(plain, **changes)
 
 
 def toy_parts(seeds=(3, 4)):
     X, y = two_targets(60)
-    data = Data(torch.from_numpy(X).float(), torch.from_numpy((y - y.mean(axis=0)) / y.std(axis=0)).float())
+    x, y = torch.from_numpy(X).float(), torch.from_numpy((y - y.mean(axis=0)) / y.std(axis=0)).float()
     parts = split(np.zeros(60), 0.2, len(seeds), np.random.RandomState(0))
-    return data, [Part(part.rows, part.held_out, seed) for part, seed in zip(parts, seeds, strict=True)]
+    return x, y, [Part(part.rows, part.held_out, seed) for part, seed in zip(parts, seeds, strict=True)]
+
+
+def fit_toy(settings, x, y, parts):
+    return fit_networks(settings, NETWORK, likelihood("regression"), x, y, parts, torch.zeros(2))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_networks_trained_together_are_those_of_a_plain_loop(schedule):
-    data, parts = toy_parts()
-    settings = recipe(schedule=schedule)
-    together = training.train(settings, data, parts, outputs=2, loss=training.squared_error)
+    x, y, parts = toy_parts()
+    together = fit_toy(recipe(schedule=schedule), x, y, parts)
     for part, found in zip(parts, together, strict=True):
-        generator = torch.Generator().manual_seed(part.seed)
         network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
         with torch.no_grad():
-            start = training.initial_weights(network, [generator])
-            for parameter, values in zip(network.parameters(), start, strict=True):
+            for parameter, values in zip(network.parameters(), initial(NETWORK, [part.seed]).values(), strict=True):
                 parameter.copy_(values[0])
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        rows, losses, states = part.rows[None], [], []
-        for _ in range(6):
-            for (batch,) in training.batches(rows, 16, [generator]):
+        losses, states = [], []
+        for order in itertools.islice(epochs(48, 16, [part.seed]), 6):
+            for (chosen,) in order:
+                batch = part.rows[chosen]
                 optimizer.zero_grad()
-                nn.functional.mse_loss(network(data.x[batch]), data.y[batch]).backward()
+                nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
                 optimizer.step()
             if schedule == "cosine":
                 scheduler.step()
             with torch.no_grad():
-                losses.append(float(nn.functional.mse_loss(network(data.x[part.held_out]), data.y[part.held_out])))
+                losses.append(float(nn.functional.mse_loss(network(x[part.held_out]), y[part.held_out])))
             states.append(copy.deepcopy((list(network.parameters()), optimizer.state_dict()["state"])))
         best = int(np.argmin(losses))
         assert found.best_epoch == best + 1
         weights, state = states[best]
-        for mine, theirs in zip(found.network.parameters(), weights, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        for mine, theirs in zip(found.params.values(), weights, strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
         for index, entry in state.items():
             mine = found.state["state"][index]
-            torch.testing.assert_close(mine["exp_avg_sq"], entry["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(mine[name], entry[name], rtol=1e-4, atol=1e-6)
             assert float(mine["step"]) == float(entry["step"])
 
 
@@ -182,48 +191,26 @@ def test_what_early_stopping_keeps_is_what_stopping_there_would_have_given():
 
 
 def test_a_network_that_stops_early_does_not_wait_for_the_others():
-    data, parts = toy_parts((3, 4, 5))
+    x, y, parts = toy_parts((3, 4, 5))
     settings = recipe(max_epochs=60, patience=3, lr=0.05)
-    together = training.train(settings, data, parts, outputs=2, loss=training.squared_error)
+    together = fit_toy(settings, x, y, parts)
     assert len({found.epochs for found in together}) > 1
     for part, found in zip(parts, together, strict=True):
-        (alone,) = training.train(settings, data, [part], outputs=2, loss=training.squared_error)
+        (alone,) = fit_toy(settings, x, y, [part])
         assert (alone.best_epoch, alone.epochs) == (found.best_epoch, found.epochs)
-        for mine, theirs in zip(found.network.parameters(), alone.network.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
-
-
-def test_initial_weights_are_torchs_own():
-    generator = torch.Generator().manual_seed(0)
-    network = training.make_network([100, 400, 3], "relu")
-    drawn = training.initial_weights(network, [generator])
-    assert [tuple(w.shape) for w in drawn] == [(1, 400, 100), (1, 400), (1, 3, 400), (1, 3)]
-    plain = nn.Sequential(nn.Linear(100, 400), nn.Linear(400, 3)).state_dict()
-    for mine, theirs in zip(drawn[:3], list(plain.values())[:3], strict=True):
-        assert float(mine.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.03)
-        assert float(mine.std()) == pytest.approx(float(theirs.std()), rel=0.1)
-
-
-def test_the_losses_are_torchs_one_network_at_a_time():
-    outputs = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
-    numbers, labels = torch.zeros(3, 7, 4), torch.arange(21).view(3, 7) % 4
-    for index in range(3):
-        expected = nn.functional.mse_loss(outputs[index], numbers[index])
-        assert torch.allclose(training.squared_error(outputs, numbers)[index], expected)
-        expected = nn.functional.cross_entropy(outputs[index], labels[index])
-        assert torch.allclose(training.cross_entropy(outputs, labels)[index], expected)
+        for name, theirs in alone.params.items():
+            torch.testing.assert_close(found.params[name], theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 63, 100, 1000])
 def test_batches_are_equal_and_leave_next_to_nothing(n):
-    size = training.even_batch_size(n, 32)
+    size = even_batch_size(n, 32)
     assert size <= 32
-    rows = torch.arange(100, 100 + n)[None]
-    taken = list(training.batches(rows, size, [torch.Generator().manual_seed(0)]))
-    assert {batch.shape for batch in taken} == {(1, size)}
-    seen = torch.cat(taken, dim=1).flatten()
-    assert len(seen.unique()) == len(seen) > n - size
-    assert n - len(seen) < len(taken) or n == len(seen)
+    taken = next(epochs(n, size, [0, 1]))
+    assert taken.shape == (n // size, 2, size)
+    for own in taken.unbind(1):
+        assert len(own.unique()) == own.numel() > n - size
+        assert n - own.numel() < len(own) or n == own.numel()
 
 
 def test_training_that_diverges_says_so():
@@ -276,7 +263,7 @@ def test_few_rows_are_shared_as_well_as_can_be(strata, fraction, expected):
 def test_tiny_data(n, calibration):
     X, y = sine(n)
     settings = {**SMALL, "calibration": calibration}
-    mean, std = BadamRegressor(**settings, n_ensemble=2).fit(X, y).predict(X, return_std=True)
+    mean, std = BadamRegressor(**{**settings, "n_ensemble": 2}).fit(X, y).predict(X, return_std=True)
     assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
     probs = BadamClassifier(**settings).fit(X, np.arange(n) % 2).predict_proba(X)
     assert np.allclose(probs.sum(axis=1), 1)
@@ -298,7 +285,7 @@ def test_constant_inputs_and_targets():
 @pytest.mark.parametrize("data", [sine, two_targets])
 def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     X, y = data()
-    model = BadamRegressor(**SMALL, n_ensemble=n_ensemble).fit(X, y)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": n_ensemble}).fit(X, y)
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == y[:6].shape
     assert mean.dtype == std.dtype == np.float64
@@ -316,12 +303,14 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
 
         weights = tuple(posterior.mean[name] for name in names)
         jacobians = torch.autograd.functional.jacobian(outputs, weights)
-        spread = sum(
+        function_variance = sum(
             (j.square() * posterior.variance[name]).flatten(2).sum(dim=2)
             for name, j in zip(names, jacobians, strict=True)
         )
         means.append(outputs(*weights).detach().numpy())
-        variances.append((spread + posterior.noise_variance).numpy())
+        variances.append((function_variance + posterior.noise_variance).numpy())
+    assert isinstance(model.posterior_, Mixture)
+    assert list(model.posterior_) == model.posteriors_
     expected = np.mean(means, axis=0)
     variance = np.mean(variances, axis=0) + np.mean(np.square(means), axis=0) - expected**2
     assert np.allclose(mean.reshape(6, -1), expected * scale + shift, rtol=1e-9)
@@ -331,7 +320,7 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
 @pytest.mark.parametrize("data", [sine, two_targets])
 def test_draws_have_the_moments_of_the_prediction(data):
     X, y = data()
-    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, y)
     mean, std = model.predict(X[:4], return_std=True)
     draws = model.sample_y(X[:4], 1500, random_state=1)
     assert draws.shape == (*y[:4].shape, 1500)
@@ -351,7 +340,7 @@ def test_a_draw_is_one_function_over_all_rows():
 
 def test_draws_follow_their_random_state():
     X, y = sine()
-    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, y)
     assert model.sample_y(X[:3]).shape == (3, 1)
     first = model.sample_y(X[:3], 5)
     assert np.array_equal(first, model.sample_y(X[:3], 5, random_state=np.random.RandomState(0)))
@@ -364,7 +353,7 @@ def test_a_linear_problem_is_solved_with_its_noise():
     random = np.random.RandomState(0)
     X = random.randn(500, 3)
     y = X @ [1.0, -2.0, 0.5] + 3 + 2 * random.randn(500)
-    model = BadamRegressor(hidden=(), n_ensemble=5, random_state=0).fit(X[:400], y[:400])
+    model = BadamRegressor(hidden=(), random_state=0).fit(X[:400], y[:400])
     exact = LinearRegression().fit(X[:400], y[:400])
     mean, std = model.predict(X[400:], return_std=True)
     assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
@@ -375,7 +364,7 @@ def test_a_linear_problem_is_solved_with_its_noise():
 @pytest.mark.parametrize("calibration", ["evidence", "validation"])
 def test_the_band_holds_what_it_should(calibration):
     X, y = make_friedman1(600, noise=1.0, random_state=0)
-    model = BadamRegressor(calibration=calibration, max_epochs=60, random_state=0).fit(X[:300], y[:300])
+    model = BadamRegressor(calibration=calibration, max_epochs=60, n_ensemble=1, random_state=0).fit(X[:300], y[:300])
     mean, std = model.predict(X[300:], return_std=True)
     assert 0.88 < (np.abs(y[300:] - mean) < 1.96 * std).mean() < 0.995
     assert model.score(X[300:], y[300:]) > 0.75
@@ -401,6 +390,103 @@ def test_one_column_stays_a_column():
     assert column.noise_variance_.shape == (1,)
 
 
+# --- other likelihoods ----------------------------------------------------------------------------------------------
+
+
+def changing_noise(n=400, seed=0):
+    random = np.random.RandomState(seed)
+    X = random.uniform(-1, 1, (n, 2))
+    std = np.exp(1.5 * X[:, 0] - 1)
+    return X, 20 + 5 * X[:, 1] + std * random.randn(n), std
+
+
+def counts(n=400, seed=0):
+    random = np.random.RandomState(seed)
+    X = random.uniform(-1, 1, (n, 2))
+    rate = np.exp(3 + X[:, 0] - 0.5 * X[:, 1])
+    return X, random.poisson(rate), rate
+
+
+@pytest.mark.parametrize("name", ["regression", "heteroscedastic", "poisson"])
+def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
+    X, y, _ = counts(120) if name == "poisson" else changing_noise(120)
+    model = BadamRegressor(likelihood=name, **{**SMALL, "n_ensemble": 3}).fit(X, y)
+    x = torch.from_numpy((X[:6] - X.mean(axis=0)) / X.std(axis=0))
+    found = model.posterior_.predict(x, likelihood=name)
+    shift, scale = (0.0, 1.0) if name == "poisson" else (y.mean(), y.std())
+    mean, std = model.predict(X[:6], return_std=True)
+    assert mean.shape == std.shape == (6,)
+    assert np.allclose(model.predict(X[:6]), mean, rtol=1e-12)
+    assert np.allclose(mean, found.predicted_mean.numpy()[:, 0] * scale + shift, rtol=1e-12)
+    assert np.allclose(std, found.stddev.numpy()[:, 0] * scale, rtol=1e-12)
+    scaled = torch.from_numpy((y[:6, None] - shift) / scale)
+    assert np.allclose(model.log_likelihood(X[:6], y[:6]), found.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
+    draws = model.sample_y(X[:6], 4000, random_state=1)
+    assert draws.shape == (6, 4000)
+    assert np.abs((draws.mean(axis=-1) - mean) / std).max() < 5 / np.sqrt(4000)
+    assert np.abs(draws.std(axis=-1) / std - 1).max() < 0.15
+    assert (name == "poisson") == bool((draws == draws.round()).all())
+    assert hasattr(model, "noise_variance_") == (name == "regression")
+
+
+@pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
+def test_densities_integrate_to_one(name):
+    X, y, _ = changing_noise(120)
+    model = BadamRegressor(likelihood=name, **SMALL).fit(X, y)
+    grid = np.linspace(y.min() - 30, y.max() + 30, 8001)
+    density = np.exp(model.log_likelihood(np.repeat(X[:1], len(grid), axis=0), grid))
+    assert np.trapezoid(density, grid) == pytest.approx(1, abs=1e-3)
+
+
+def test_counts_have_probabilities_of_sum_one():
+    X, y, _ = counts(120)
+    model = BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
+    values = np.arange(400)
+    assert np.exp(model.log_likelihood(np.repeat(X[:1], 400, axis=0), values)).sum() == pytest.approx(1, abs=1e-3)
+
+
+def test_a_changing_noise_is_found():
+    X, y, std = changing_noise(1200)
+    model = BadamRegressor(likelihood="heteroscedastic", random_state=0).fit(X[:800], y[:800])
+    mean, found = model.predict(X[800:], return_std=True)
+    assert np.corrcoef(np.log(found), np.log(std[800:]))[0, 1] > 0.9
+    assert (np.abs(y[800:] - mean) < 1.96 * found).mean() == pytest.approx(0.95, abs=0.03)
+    plain = BadamRegressor(random_state=0).fit(X[:800], y[:800])
+    gain = model.log_likelihood(X[800:], y[800:]) - plain.log_likelihood(X[800:], y[800:])
+    assert gain.mean() > 0.15
+
+
+def test_rates_are_found_whatever_their_size():
+    X, _, rate = counts(1200)
+    for factor in (1, 50):
+        many = np.random.RandomState(1).poisson(factor * rate)
+        model = BadamRegressor(likelihood="poisson", random_state=0).fit(X[:800], many[:800])
+        mean, std = model.predict(X[800:], return_std=True)
+        assert np.median(np.abs(mean / (factor * rate[800:]) - 1)) < 0.1
+        assert (np.abs(many[800:] - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.04)
+
+
+def test_several_targets_each_have_a_noise_or_a_rate():
+    X, y, _ = changing_noise(120)
+    y = np.stack([y, -100 * y], axis=1)
+    model = BadamRegressor(likelihood="heteroscedastic", **SMALL).fit(X, y)
+    mean, std = model.predict(X, return_std=True)
+    assert mean.shape == std.shape == y.shape
+    assert model.log_likelihood(X, y).shape == (120,)
+    assert model.sample_y(X[:4], 3).shape == (4, 2, 3)
+    X, y, _ = counts(120)
+    model = BadamRegressor(likelihood="poisson", **SMALL).fit(X, np.stack([y, 0 * y], axis=1))
+    assert (model.predict(X)[:, 1] < 0.5).all()
+
+
+def test_what_is_no_count_or_no_likelihood_is_refused():
+    X, y, _ = changing_noise(40)
+    with pytest.raises(ValueError, match="counts, 0, 1, 2"):
+        BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
+    with pytest.raises(SettingError, match=r"likelihood must be one of .*'poisson'.*, got 'gamma'"):
+        BadamRegressor(likelihood="gamma", **SMALL).fit(X, y)
+
+
 # --- classification -------------------------------------------------------------------------------------------------
 
 
@@ -409,7 +495,7 @@ def test_one_column_stays_a_column():
 )
 def test_labels_of_any_kind(labels):
     X, y = blobs(40 * len(labels), labels=labels)
-    model = BadamClassifier(random_state=0, max_epochs=60).fit(X, y)
+    model = BadamClassifier(random_state=0, max_epochs=60, n_ensemble=1).fit(X, y)
     assert list(model.classes_) == sorted(labels)
     probs = model.predict_proba(X)
     assert probs.shape == (len(X), len(labels))
@@ -420,7 +506,7 @@ def test_labels_of_any_kind(labels):
 
 def test_probabilities_are_averaged_over_the_networks():
     X, y = load_iris(return_X_y=True)
-    model = BadamClassifier(**SMALL, n_ensemble=3).fit(X, y)
+    model = BadamClassifier(**{**SMALL, "n_ensemble": 3}).fit(X, y)
     x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
     each = [posterior.predict(x, likelihood="classification").probs.numpy() for posterior in model.posteriors_]
     assert not np.allclose(each[0], each[1], atol=1e-3)
@@ -429,7 +515,7 @@ def test_probabilities_are_averaged_over_the_networks():
 
 def test_far_from_the_data_the_classifier_is_less_sure_than_its_network():
     X, y = blobs(150, seed=1, labels=(0, 1))
-    model = BadamClassifier(random_state=0, max_epochs=60).fit(X, y)
+    model = BadamClassifier(random_state=0, max_epochs=60, n_ensemble=1).fit(X, y)
     far = np.array([[-40.0, 40.0], [60.0, -50.0]])
     with torch.no_grad():
         plain = model.networks_[0](torch.from_numpy(model.input_scaler_.transform(far))).softmax(dim=-1)
@@ -447,16 +533,16 @@ def test_one_class_is_refused():
 def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     X, y = sine()
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    model = BadamRegressor(**SMALL, n_ensemble=2).fit(X, y)
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, y)
     expected = model.predict(X, return_std=True)
     model.sample_y(X, 3)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
     torch.manual_seed(1234)
     for state in (0, np.random.RandomState(0)):
-        again = BadamRegressor(**{**SMALL, "random_state": state}, n_ensemble=2).fit(X, y)
+        again = BadamRegressor(**{**SMALL, "random_state": state, "n_ensemble": 2}).fit(X, y)
         assert all(np.array_equal(a, b) for a, b in zip(again.predict(X, return_std=True), expected, strict=True))
-    other = BadamRegressor(**{**SMALL, "random_state": 1}, n_ensemble=2).fit(X, y)
+    other = BadamRegressor(**{**SMALL, "random_state": 1, "n_ensemble": 2}).fit(X, y)
     assert not np.allclose(other.predict(X), expected[0])
 
 
@@ -467,16 +553,20 @@ def test_threads_may_fit_and_predict_at_once():
     with ThreadPoolExecutor(4) as pool:
         fitted = list(pool.map(lambda model: model.fit(X, y), models))
         shared = list(pool.map(lambda _: fitted[0].predict(X, return_std=True)[1], range(16)))
+        means = list(pool.map(lambda number: fitted[0].predict(X, return_std=number % 2 == 1), range(16)))
+        draws = list(pool.map(lambda _: fitted[0].sample_y(X, 3), range(8)))
     for model, std in zip(fitted, expected, strict=True):
         assert np.array_equal(model.predict(X, return_std=True)[1], std)
     assert all(np.array_equal(std, expected[0]) for std in shared)
+    assert all(np.allclose(found[0] if number % 2 else found, means[0]) for number, found in enumerate(means))
+    assert all(np.array_equal(drawn, draws[0]) for drawn in draws)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
 def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
     X, y = sine() if estimator is BadamRegressor else blobs()
-    here, there = (estimator(**SMALL, n_ensemble=2, device=device).fit(X, y) for device in ("cpu", "cuda"))
+    here, there = (estimator(**{**SMALL, "n_ensemble": 2}, device=device).fit(X, y) for device in ("cpu", "cuda"))
     assert {p.device.type for network in there.networks_ for p in network.parameters()} == {"cpu"}
     predict = "predict" if estimator is BadamRegressor else "predict_proba"
     assert np.allclose(getattr(here, predict)(X), getattr(there, predict)(X), atol=0.02)
@@ -485,6 +575,7 @@ def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("n_ensemble", 0, "n_ensemble must be a positive whole number, got 0"),
         ("hidden", 50, "hidden must be a positive whole number for each layer, as in"),
         ("hidden", (50, 0), r"got \(50, 0\)"),
         ("hidden", (2.5,), "whole number"),

@@ -13,9 +13,11 @@ from torch.distributions import Normal, kl_divergence
 import bayesadam as ba
 from bayesadam import methods
 from bayesadam.engine.network import flatten, forward, initial, member
+from bayesadam.engine.rules import SWAG, Dropout
+from bayesadam.engine.rules.bbb import gaussian_kl
 from bayesadam.engine.streams import Streams
-from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum, variational
-from bayesadam.methods.base import dropout_masks, noise_beside
+from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum
+from bayesadam.methods.base import noise_variance, trained
 from bayesadam.structures.noise import stream_seed
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
@@ -102,10 +104,10 @@ def test_dropouts_variance_on_one_linear_layer():
     """f = Σ w_i h_i m_i with m ∈ {0, 1/(1−p)}: Var f = p/(1−p) Σ (w_i h_i)²."""
     rate, width = 0.3, 6
     network = Network(1, (width,), 1, "relu")
-    params = {name: t.expand(40_000, *t.shape[1:]) for name, t in initial(network, [0]).items()}
-    x = torch.tensor([[0.7]])
-    mask = dropout_masks(Streams([1], "masks"), replace(network, dropout=rate), 40_000, 1)[0][0]
-    draws = forward(network, params, x, masks=[mask]).squeeze()
+    flat = flatten(initial(network, [0]))
+    drawn = Dropout().sample(replace(network, dropout=rate), flat, {}, 1.0, Streams([1], "masks"), 40_000)
+    params = drawn.params
+    draws = forward(network, params, torch.tensor([[0.7]]), masks=drawn.masks).squeeze()
     hidden = torch.relu(params["layer0.weight"][0, :, 0] * 0.7 + params["layer0.bias"][0])
     expected = rate / (1 - rate) * (params["layer1.weight"][0, 0] * hidden).square().sum()
     torch.testing.assert_close(draws.var(), expected, rtol=0.05, atol=0)
@@ -115,7 +117,7 @@ def test_bbbs_divergence_is_torch_distributions():
     mean = torch.randn(2, 15)
     std = torch.rand_like(mean) + 0.1
     expected = kl_divergence(Normal(mean, std), Normal(0.0, 1 / math.sqrt(2.5))).sum(dim=1)
-    torch.testing.assert_close(variational.gaussian_kl(mean, std, 2.5), expected)
+    torch.testing.assert_close(gaussian_kl(mean, std, 2.5), expected)
 
 
 def linear_problem(training: Training) -> tuple[Problem, torch.Tensor, torch.Tensor]:
@@ -132,7 +134,7 @@ def test_the_full_laplace_of_a_linear_model_is_its_exact_posterior():
     predictor = METHODS["laplace-full"](given).predictors[0]
     network = given.network.build(member(given.optimum.params, 0))
     held_out = network(given.data.x_held_out[0]).detach()
-    noise = noise_beside(held_out, torch.zeros_like(held_out), given.data.y_held_out[0]).double()
+    noise = noise_variance(held_out, torch.zeros_like(held_out), given.data.y_held_out[0]).double()
     design = torch.cat([x, torch.ones(300, 1)], dim=1).double()
     theta = torch.cat([p.detach().flatten() for p in network.parameters()]).double()
     delta = optimum._evidence(torch.linalg.eigvalsh(design.T @ design / noise), theta)
@@ -163,12 +165,15 @@ def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(
     IVON's moves by a hundred-thousandth a step, and is checked where it is let run, in `tests/optim`.
     """
     given, x, y = linear_problem(Training(epochs=600, batch_size=50, lr=lr, weight_decay=1 / 300))
-    posterior = METHODS[name](given).posteriors[0]
+    # The last iterate of one seed is noisy: the mean over eight is not.
+    given = replace(given, data=given.data.repeated(8), seeds=tuple(range(8)))
+    posteriors = METHODS[name](given).posteriors
+    posterior = posteriors[0]
     design = torch.cat([x, torch.ones(300, 1)], dim=1)
     precision = design.T @ design / 0.09 + torch.eye(4)
     exact = torch.linalg.solve(precision, design.T @ y / 0.09).squeeze()
-    got = torch.cat([posterior.mean["layer0.weight"].flatten(), posterior.mean["layer0.bias"]])
-    assert ((got - exact).abs() * precision.diagonal().sqrt()).max() < 3
+    got = torch.stack([torch.cat([q.mean["layer0.weight"].flatten(), q.mean["layer0.bias"]]) for q in posteriors])
+    assert ((got.mean(dim=0) - exact).abs() * precision.diagonal().sqrt()).max() < 2
     if tolerance is not None:
         found = torch.cat([posterior.variance["layer0.weight"].flatten(), posterior.variance["layer0.bias"]])
         torch.testing.assert_close(1 / found, precision.diagonal(), rtol=tolerance, atol=0)
@@ -177,11 +182,12 @@ def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(
 def test_swags_moments_are_those_of_the_iterates():
     """A plain SGD beside it, on the same batches: the mean, the variance, and the last deviations from the running mean."""
     given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
-    found = optimum.train_swag(given, rank=4, snapshots=20, every=5, lr=1e-2)
+    stack = trained(given, SWAG, rank=4, snapshots=20, every=5, lr=1e-2)
+    mean, variance = stack.gaussian()
     theta = flatten(given.optimum.params)[0].clone().requires_grad_()
     sgd = torch.optim.SGD([theta], lr=1e-2)
     order = torch.Generator().manual_seed(stream_seed(0, "batches"))
-    rows = torch.cat([torch.randperm(300, generator=order).view(30, 10) for _ in range(4)])
+    rows = torch.cat([torch.randperm(300, generator=order).view(30, 10) for _ in range(4)])[:100]
     seen, deviations = [], []
     for number, chosen in enumerate(rows, start=1):
         sgd.zero_grad()
@@ -192,22 +198,22 @@ def test_swags_moments_are_those_of_the_iterates():
             seen.append(theta.detach().clone())
             deviations.append(seen[-1] - torch.stack(seen).mean(dim=0))
     iterates = torch.stack(seen)
-    torch.testing.assert_close(flatten(found.gaussian.mean)[0], iterates.mean(dim=0), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        flatten(found.gaussian.variance)[0], iterates.var(dim=0, correction=0), rtol=1e-2, atol=1e-7
-    )
-    torch.testing.assert_close(found.deviations[0].T, torch.stack(deviations[-4:]), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(mean[0], iterates.mean(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(variance[0], iterates.var(dim=0, correction=0), rtol=1e-2, atol=1e-7)
+    found = stack.rule.deviations(stack.state)[0]
+    torch.testing.assert_close(found, torch.stack(deviations[-4:]), rtol=1e-3, atol=1e-5)
 
 
 def test_swags_draws_have_half_of_both_variances():
     """Of f = w·x + b: ½ (Σ var x² + |Dᵀx|²/(K − 1))."""
     given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
     given = replace(given, draws=40_000)
-    found = optimum.train_swag(given)
+    stack = trained(given, SWAG)
+    columns = stack.rule.deviations(stack.state)[0]
     x = torch.tensor([[1.0, -0.5, 2.0]])
     row = torch.tensor([1.0, -0.5, 2.0, 1.0])
-    low_rank = (found.deviations[0].T @ row).square().sum() / (found.deviations.shape[-1] - 1)
-    expected = 0.5 * (flatten(found.gaussian.variance)[0] @ row.square() + low_rank)
+    low_rank = (columns @ row).square().sum() / (len(columns) - 1)
+    expected = 0.5 * (stack.gaussian().variance[0] @ row.square() + low_rank)
     torch.testing.assert_close(METHODS["swag"](given).predict(x)[0].variance.squeeze(), expected, rtol=0.05, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Bands and learners against references: numpy's linear algebra, autograd, a full Jacobian, `Posterior.predict`."""
+"""Bands and learners against references: numpy's linear algebra, a full Jacobian, `Posterior.predict`, the rule itself."""
 
 import math
 from dataclasses import replace
@@ -8,26 +8,27 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.methods.variational import gaussian_kl
-from bayesadam.play.ask import Ask
-from bayesadam.play.bands import (
-    _SIGNALS,
-    LENGTHSCALES,
-    Kernel,
-    badam_posterior,
-    gaussian_draws,
-    gp_bands,
-    linearised_bands,
-    reach_of,
-)
-from bayesadam.play.gradient import error_gradient
-from bayesadam.play.learners import BadamLearner, BayesByBackprop, DropoutLearner, GaussianProcess, VadamLearner
+from bayesadam.engine.gradients import loss_and_slope
+from bayesadam.engine.network import flatten, forward, initial, unflatten
+from bayesadam.engine.rules import IVON, RULES
+from bayesadam.engine.stack import Stack, train
+from bayesadam.play.bands import _SIGNALS, LENGTHSCALES, Kernel, badam_posterior, gp_bands, linearised_bands, reach_of
+from bayesadam.play.learners import PANELS, Panel
+from bayesadam.play.request import Request
 from bayesadam.posterior import Posterior
 
 GRID = torch.linspace(-3, 3, 41)
 POINTS = tuple((round(-2 + 0.2 * i, 3), round(math.sin(-2 + 0.2 * i), 3)) for i in range(20))
-ASK = Ask("a", POINTS, 20.0, 5.0, 0.1, 0.1, 8)
+REQUEST = Request("a", POINTS, 20.0, 5.0, 0.1, 0.1, 8)
+
+
+def learner_of(method, **changes):
+    panel = replace(KINDS[method], **changes)
+    return panel.learner(panel)
+
+
+# A rule that the page does not show needs no more than an entry.
+KINDS = {panel.method: panel for panel in (*PANELS, Panel("ivon", "IVON", rule=IVON))}
 
 
 def kernel(a, b, k):
@@ -56,8 +57,8 @@ def test_the_kernel_is_the_one_of_greatest_evidence(n):
         _, logdet = np.linalg.slogdet(gram)
         return -0.5 * (y @ np.linalg.solve(gram, y) + logdet + n * math.log(2 * math.pi))
 
-    process = GaussianProcess()
-    process.turn_to(replace(ASK, points=POINTS[:n], noise=0.1))
+    process = learner_of("gp")
+    process.accept(replace(REQUEST, points=POINTS[:n], noise=0.1))
     for _ in LENGTHSCALES:
         process.step()
     assert process.left == 0
@@ -68,48 +69,11 @@ def test_the_kernel_is_the_one_of_greatest_evidence(n):
 
 
 def test_points_on_top_of_each_other_do_not_break_the_process():
-    process = GaussianProcess()
-    process.turn_to(replace(ASK, points=((0.0, 1.0),) * 50 + ((0.0, -1.0),) * 50, noise=0.02))
+    process = learner_of("gp")
+    process.accept(replace(REQUEST, points=((0.0, 1.0),) * 50 + ((0.0, -1.0),) * 50, noise=0.02))
     for _ in LENGTHSCALES:
         process.step()
         assert process.bands(GRID).finite
-
-
-# --- the gradient ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("units", ["tanh", "relu"])
-@pytest.mark.parametrize("hidden", [(7,), (5, 6)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_gradient_is_autograds(units, hidden, masked):
-    network = Network(2, hidden, 3, units)
-    flat = flatten(initial(network, [3])).requires_grad_()
-    source = torch.Generator().manual_seed(0)
-    x, y = torch.randn(9, 2, generator=source), torch.randn(9, 3, generator=source)
-    masks = [2.0 * (torch.rand(9, width, generator=source) > 0.5) for width in hidden] if masked else None
-    stacked = None if masks is None else [mask[None] for mask in masks]
-    (forward(network, unflatten(network, flat), x, masks=stacked) - y).square().mean().backward()
-    held = None if masks is None else [mask.numpy() for mask in masks]
-    found = error_gradient(network, flat.detach().numpy()[0], x.numpy(), y.numpy(), held)
-    np.testing.assert_allclose(found, flat.grad[0], atol=1e-6)
-
-
-def test_the_gradient_of_bayes_by_backprop_is_autograds():
-    learner = BayesByBackprop()
-    learner.turn_to(ASK)
-    learner.step()
-    learner.step()
-    mean, rho = learner._mean.detach().clone().requires_grad_(), learner._rho.detach().clone().requires_grad_()
-    learner._streams.restore(state := learner._streams.state())
-    noise = learner._streams.normal(mean.shape[1])
-    learner._streams.restore(state)
-    std = torch.nn.functional.softplus(rho)
-    f = forward(learner.network, unflatten(learner.network, mean + std * noise), learner.x)
-    loss = 0.5 * (f - learner.y).square().mean() / ASK.noise**2
-    (loss + gaussian_kl(mean, std, ASK.prior_precision).sum() / ASK.n_data).backward()
-    learner.descend(1e-3)
-    torch.testing.assert_close(learner._mean.grad, mean.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(learner._rho.grad, rho.grad, rtol=1e-4, atol=1e-4)
 
 
 # --- Badam ----------------------------------------------------------------------------------------------------------
@@ -117,8 +81,8 @@ def test_the_gradient_of_bayes_by_backprop_is_autograds():
 
 @pytest.fixture(scope="module")
 def trained():
-    learner = BadamLearner()
-    learner.turn_to(ASK)
+    learner = learner_of("badam")
+    learner.accept(REQUEST)
     for _ in range(150):
         learner.step()
     return learner
@@ -134,9 +98,9 @@ def test_badams_bands_are_those_of_the_full_jacobian(trained):
     posterior = trained.posterior()
     c = torch.cat([v.double().flatten().sqrt() for v in posterior.structure.second_moment.values()])
     reach = jacobian(posterior.model, trained.x).square().sum(dim=1).mean()
-    weight = ASK.n_data * reach / (ASK.noise**2 * c.sum())
+    weight = REQUEST.n_data * reach / (REQUEST.noise**2 * c.sum())
     expected = (
-        (jacobian(posterior.model, GRID[:, None]).square() / (weight * c + ASK.prior_precision)).sum(dim=1).sqrt()
+        (jacobian(posterior.model, GRID[:, None]).square() / (weight * c + REQUEST.prior_precision)).sum(dim=1).sqrt()
     )
     found = trained.bands(GRID)
     torch.testing.assert_close(found.std.double(), expected, rtol=1e-4, atol=1e-6)
@@ -148,26 +112,26 @@ def test_badams_bands_are_the_posteriors_own(trained):
     plain = trained.posterior().predict(GRID[:, None], likelihood="regression")
     found = trained.bands(GRID)
     torch.testing.assert_close(found.std, plain.variance.sqrt().squeeze(1))
-    assert plain.noise_variance == pytest.approx(ASK.noise**2)
+    assert plain.noise_variance == pytest.approx(REQUEST.noise**2)
 
 
 def test_the_total_curvature_is_the_gauss_newton_matrixs(trained):
     posterior = trained.posterior().replace(prior_precision=0.0)
     total = sum(float((1 / v).sum()) for v in posterior.variance.values())
-    expected = float(jacobian(posterior.model, trained.x).square().sum()) / ASK.noise**2
-    assert total == pytest.approx(expected * ASK.n_data / len(POINTS), rel=1e-4)
+    expected = float(jacobian(posterior.model, trained.x).square().sum()) / REQUEST.noise**2
+    assert total == pytest.approx(expected * REQUEST.n_data / len(POINTS), rel=1e-4)
 
 
 def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_way(trained):
-    left, taken, weights = trained.left, trained.taken, trained._flat.detach().clone()
+    left, taken, weights = trained.left, trained.taken, trained.stack.weights.clone()
     base = trained.bands(GRID)
     for change in ({"n_data": 200.0}, {"prior_precision": 50.0}, {"noise": 0.05}):
-        trained.turn_to(replace(ASK, **change))
+        trained.accept(replace(REQUEST, **change))
         assert (trained.left, trained.taken) == (left, taken)
         assert bool((trained.bands(GRID).std < base.std).all())
         torch.testing.assert_close(trained.bands(GRID).mean, base.mean)
-    trained.turn_to(ASK)
-    assert torch.equal(trained._flat.detach(), weights)
+    trained.accept(REQUEST)
+    assert torch.equal(trained.stack.weights, weights)
     torch.testing.assert_close(trained.bands(GRID).std, base.std)
 
 
@@ -188,12 +152,11 @@ def _module_and_adam():
 
 # --- learners -------------------------------------------------------------------------------------------------------
 
-NETWORKS = [BadamLearner, DropoutLearner, BayesByBackprop, VadamLearner]
+NETWORKS = ["badam", "mc-dropout", "bbb", "vadam", "ivon"]
 LISTENS_TO = {
-    BadamLearner: {"points"},
-    DropoutLearner: {"points", "dropout"},
-    BayesByBackprop: {"points", "n_data", "prior_precision", "noise"},
-    VadamLearner: {"points", "n_data", "prior_precision", "noise"},
+    "badam": {"points"},
+    "mc-dropout": {"points", "dropout"},
+    **{kind: {"points", "n_data", "prior_precision", "noise"} for kind in ("bbb", "vadam", "ivon")},
 }
 CHANGES = {
     "points": (*POINTS, (2.5, 0.5)),
@@ -206,43 +169,42 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_learner_goes_on_with_what_it_knows_when_something_it_depends_on_has_changed(kind, name):
-    learner = kind()
-    learner.turn_to(ASK)
+def test_a_learner_resumes_with_what_it_knows_when_something_it_depends_on_has_changed(kind, name):
+    learner = learner_of(kind)
+    learner.accept(REQUEST)
     learner.left = 1
     learner.step()
-    before = _weights(learner).clone()
-    learner.turn_to(replace(ASK, **{name: CHANGES[name]}))
-    assert torch.equal(_weights(learner), before)
+    before = learner.stack.weights.clone()
+    learner.accept(replace(REQUEST, **{name: CHANGES[name]}))
+    assert torch.equal(learner.stack.weights, before)
     assert bool(learner.left) == (name in LISTENS_TO[kind])
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("change", [{"width": 9}, {"units": "relu"}, {"afresh": True}, {"points": ((1.0, 1.0),)}])
-def test_another_shape_or_other_data_start_afresh_and_repeatably(kind, change):
-    learner, other = kind(), kind()
-    learner.turn_to(ASK)
+@pytest.mark.parametrize("change", [{"width": 9}, {"units": "relu"}, {"restart": True}, {"points": ((1.0, 1.0),)}])
+def test_another_shape_or_other_data_restart_repeatably(kind, change):
+    learner, other = learner_of(kind), learner_of(kind)
+    learner.accept(REQUEST)
     learner.step()
-    ask = replace(ASK, **change)
+    request = replace(REQUEST, **change)
     for each in (learner, other):
-        each.turn_to(ask)
-        assert (each.left, each.taken) == (each.budget, 0)
+        each.accept(request)
+        assert (each.left, each.taken) == (each.panel.budget, 0)
         for _ in range(3):
             each.step()
-    assert torch.equal(_weights(learner), _weights(other))
+    assert torch.equal(learner.stack.weights, other.stack.weights)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_training_fits_and_ends(kind):
-    learner = kind()
-    learner.budget = 500
-    ask = replace(ASK, n_data=2000.0, width=20, dropout=0.01)
-    learner.turn_to(ask)
+    learner = learner_of(kind, budget=500)
+    request = replace(REQUEST, n_data=2000.0, width=20, dropout=0.01)
+    learner.accept(request)
     steps = 0
     while learner.left and steps < 5000:
         learner.step()
         steps += 1
-    assert steps == learner.budget
+    assert steps == learner.panel.budget
     found = learner.bands(learner.x.squeeze(1))
     assert float((found.mean - learner.y.squeeze(1)).square().mean().sqrt()) < 0.25
     assert found.finite
@@ -252,20 +214,43 @@ def test_training_fits_and_ends(kind):
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("points", [((0.0, 0.0),), ((1.0, 2.0), (1.0, -2.0)), ((-3.0, -2.0), (3.0, 2.0), (3.0, 2.0))])
 def test_few_and_contradictory_points_give_finite_bands(kind, points):
-    learner = kind()
-    learner.turn_to(replace(ASK, points=points, noise=0.02, prior_precision=0.01, n_data=10_000.0))
+    learner = learner_of(kind)
+    learner.accept(replace(REQUEST, points=points, noise=0.02, prior_precision=0.01, n_data=10_000.0))
     for _ in range(30):
         learner.step()
     assert learner.bands(GRID).finite
 
 
-def _weights(learner):
-    return (learner._mean if isinstance(learner, BayesByBackprop) else learner._flat).detach()
+@pytest.mark.parametrize("kind", ["mc-dropout", "bbb", "vadam", "ivon"])
+def test_a_learner_is_its_rule_at_the_sliders_values(kind):
+    learner = learner_of(kind)
+    learner.accept(REQUEST)
+    for _ in range(40):
+        learner.step()
+    network = learner.stack.network
+    assert network.dropout == (REQUEST.dropout if kind == "mc-dropout" else 0)
+    x, y = (torch.tensor(POINTS)[:, i : i + 1] for i in (0, 1))
+    noise = REQUEST.noise if RULES[kind].needs_noise else math.sqrt(0.5)
+
+    def batch(rows):
+        loss = lambda f: (f - y[rows]).square().mean(dim=(1, 2)) / (2 * noise**2)  # noqa: E731
+        return x[rows], lambda f: loss_and_slope(loss, f)[1]
+
+    rule = RULES[kind].with_settings(weight_decay=1e-4, prior_precision=REQUEST.prior_precision)
+    stack = Stack(network, rule, [0], batch, n_data=REQUEST.n_data)
+    rate = lambda done: 1e-2 * 0.1 ** (done / learner.panel.budget)  # noqa: E731
+    train(stack, [torch.arange(20).expand(40, 1, 20)], rate)
+    torch.testing.assert_close(learner.stack.weights, stack.weights, rtol=2e-2, atol=2e-3)
+    if (found := stack.gaussian()) is None:
+        return
+    draws = found.mean + found.variance.sqrt() * torch.randn(4000, 1, found.mean.shape[1])
+    f = forward(network, unflatten(network, draws.flatten(0, 1)), GRID[:, None]).squeeze(2)
+    bands = learner.bands(GRID)
+    assert float(((bands.mean - f.mean(dim=0)) / f.std(dim=0)).abs().max()) < 0.7
+    assert float((bands.std / f.std(dim=0)).log().abs().max()) < 0.5
 
 
-def test_draws_have_the_moments_of_their_gaussian():
-    # A network without hidden layers is linear: f = w x + b ~ N(m x + c, s² x² + t²).
-    network = Network(1, (), 1)
-    draws = gaussian_draws(network, torch.tensor([[2.0, -1.0]]), torch.tensor([[0.5, 0.2]]), GRID, draws=20_000)
-    torch.testing.assert_close(draws.mean(dim=0), 2 * GRID - 1, atol=0.02, rtol=0)
-    torch.testing.assert_close(draws.std(dim=0), (0.25 * GRID**2 + 0.04).sqrt(), atol=0.02, rtol=0.02)
+def test_networks_start_as_the_engines():
+    learner = learner_of("badam")
+    learner.accept(REQUEST)
+    assert torch.equal(learner.stack.weights, flatten(initial(learner.stack.network, [0])))

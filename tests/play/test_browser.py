@@ -2,11 +2,12 @@
 
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bayesadam.play.learners import BadamLearner
+from bayesadam.play import learners
 from play.serving import serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
@@ -21,14 +22,9 @@ SECONDS = 60
 def server():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    kinds = BadamLearner.__mro__[1].__subclasses__()
-    budgets = [kind.budget for kind in kinds]
-    for kind in kinds:
-        kind.budget = 100
-    with serving() as server:
+    with pytest.MonkeyPatch.context() as patch, serving() as server:
+        patch.setattr(learners, "PANELS", tuple(replace(panel, budget=100) for panel in learners.PANELS))
         yield server
-    for kind, budget in zip(kinds, budgets, strict=True):
-        kind.budget = budget
     torch.set_num_threads(threads)
 
 

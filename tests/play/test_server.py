@@ -10,17 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from bayesadam.engine.rules import IVON
 from bayesadam.errors import SettingError
+from bayesadam.play import learners, session
 from bayesadam.play import server as module
-from bayesadam.play import session
-from bayesadam.play.ask import MOST_BYTES, N_GRID, parse
 from bayesadam.play.bands import LENGTHSCALES
-from bayesadam.play.learners import BadamLearner
+from bayesadam.play.learners import BadamLearner, Panel
+from bayesadam.play.request import MOST_BYTES, N_GRID, parse
 from bayesadam.play.server import HOST, Server
 from bayesadam.play.session import Sessions
 from play.serving import serving
@@ -76,14 +78,12 @@ def alive(server):
 
 @pytest.fixture
 def short(monkeypatch):
-    for kind in BadamLearner.__mro__[1].__subclasses__():
-        monkeypatch.setattr(kind, "budget", 20)
+    monkeypatch.setattr(learners, "PANELS", tuple(replace(panel, budget=20) for panel in learners.PANELS))
 
 
 @pytest.fixture
 def endless(monkeypatch):
-    for kind in BadamLearner.__mro__[1].__subclasses__():
-        monkeypatch.setattr(kind, "budget", 10**7)
+    monkeypatch.setattr(learners, "PANELS", tuple(replace(panel, budget=10**7) for panel in learners.PANELS))
 
 
 # --- what it serves -------------------------------------------------------------------------------------------------
@@ -158,6 +158,15 @@ def test_another_page_knows_nothing_of_the_first(server):
 
     one, other = (strip(lines(post(server, ask(page=page))[1])) for page in ("one", "other"))
     assert {m["method"]: m for m in one[:-1]} == {m["method"]: m for m in other[:-1]}
+
+
+@pytest.mark.usefixtures("short")
+def test_a_rule_with_a_panel_is_on_the_page(server, monkeypatch):
+    monkeypatch.setattr(learners, "PANELS", (*learners.PANELS, Panel("ivon", "IVON", rule=IVON, budget=20)))
+    told = json.loads(request(server, path="/config")[1])["panels"]
+    assert [panel["method"] for panel in told] == ["badam", "gp", "mc-dropout", "bbb", "vadam", "ivon"]
+    assert [panel["exact"] for panel in told] == [False, True, False, False, False, False]
+    assert "ivon" in {m["method"] for m in lines(post(server, ask())[1])[:-1]}
 
 
 def test_no_points_no_bands(server):
@@ -294,7 +303,7 @@ def test_a_huge_body_is_refused_before_it_is_read(server):
     alive(server)
 
 
-def test_a_learner_that_fails_is_said_and_starts_afresh(server, short, monkeypatch):
+def test_a_learner_that_fails_is_said_and_restarts(server, short, monkeypatch):
     def broken(self, grid):
         raise RuntimeError("the matrix is singular")
 

@@ -1,1 +1,8 @@
-"""Small networks trained as a stack: their recipe, their random numbers, their step, and one module a rule."""
+"""Small networks trained as a stack: their recipe, their random numbers, their step, and one module per rule."""
+
+from bayesadam.engine.network import Network
+from bayesadam.engine.rules import RULES, Rule
+from bayesadam.engine.stack import Stack, train
+from bayesadam.engine.streams import Streams
+
+__all__ = ["RULES", "Network", "Rule", "Stack", "Streams", "train"]

@@ -1,4 +1,4 @@
-"""Small networks of one shape, many at a time: one batched computation for a whole stack of seeds."""
+"""Multi-layer perceptrons of one shape, many at a time: one batched computation for a whole stack of seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from bayesadam.errors import SettingError
 from bayesadam.structures.noise import stream_seed
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {
+ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
     "silu": nn.SiLU,
     "gelu": nn.GELU,
+    "elu": nn.ELU,
 }
 
 
@@ -32,8 +32,8 @@ class Network:
         n_inputs: width of the input.
         hidden: widths of the hidden layers.
         n_outputs: width of the output.
-        activation: `"relu"`, `"tanh"`, `"sigmoid"`, `"silu"` or `"gelu"`.
-        dropout: the chance that a hidden unit is switched off while training.
+        activation: a key of `ACTIVATIONS`.
+        dropout: the probability that a hidden unit is dropped in training.
         input_dropout: the same for an input.
     """
 
@@ -48,8 +48,8 @@ class Network:
         widths = (self.n_inputs, *self.hidden, self.n_outputs)
         if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in widths):
             raise SettingError(f"every width must be a positive whole number, got {widths}")
-        if self.activation not in _ACTIVATIONS:
-            raise SettingError(f"activation must be one of {tuple(_ACTIVATIONS)}, got {self.activation!r}")
+        if self.activation not in ACTIVATIONS:
+            raise SettingError(f"activation must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
         for name in ("dropout", "input_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
@@ -73,7 +73,7 @@ class Network:
         for number, (wide, narrow) in enumerate(itertools.pairwise(widths)):
             layers[f"layer{number}"] = nn.Linear(wide, narrow, device="meta")
             if number < last:
-                layers[f"activation{number}"] = _ACTIVATIONS[self.activation]()
+                layers[f"activation{number}"] = ACTIVATIONS[self.activation]()
                 if self.dropout:
                     layers[f"dropout{number}"] = nn.Dropout(self.dropout)
         # Made without values first: torch would initialise them from its global generator, whose state is the user's.
@@ -114,6 +114,36 @@ def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
+def features(
+    network: Network,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    *,
+    masks: Sequence[Tensor] | None = None,
+    seen: tuple[list[Tensor], list[Tensor]] | None = None,
+) -> Tensor:
+    """The last hidden layer of a stack, (s, b, units).
+
+    Args:
+        network: the recipe.
+        params: stacked weights.
+        x: inputs, (b, inputs) for all networks or (s, b, inputs).
+        masks: the factors of every hidden layer's units, for dropout.
+        seen: two lists to which every layer's input and pre-activation are added.
+    """
+    h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
+    activation = ACTIVATIONS[network.activation]()
+    for number in range(len(network.hidden)):
+        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
+        if seen is not None:
+            seen[0].append(h)
+            seen[1].append(z)
+        h = activation(z)
+        if masks is not None:
+            h = h * masks[number]
+    return h
+
+
 def forward(
     network: Network,
     params: Mapping[str, Tensor],
@@ -122,50 +152,21 @@ def forward(
     masks: Sequence[Tensor] | None = None,
     seen: tuple[list[Tensor], list[Tensor]] | None = None,
 ) -> Tensor:
-    """The outputs (s, b, outputs) of a stack.
-
-    Args:
-        network: the recipe.
-        params: stacked weights.
-        x: inputs, (b, inputs) for all alike or (s, b, inputs).
-        masks: for every hidden layer what its units are multiplied with, for dropout.
-        seen: two lists to which every layer's input and output, before the activation, are added.
-    """
-    stack = params["layer0.bias"].shape[0]
-    h = x.expand(stack, *x.shape[-2:])
-    activation = _ACTIVATIONS[network.activation]()
-    for number in range(len(network.hidden) + 1):
-        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
-        if seen is not None:
-            seen[0].append(h)
-            seen[1].append(z)
-        h = z
-        if number < len(network.hidden):
-            h = activation(h)
-            if masks is not None:
-                h = h * masks[number]
-    return h
+    """The outputs (s, b, outputs) of a stack; arguments as in `features`."""
+    h = features(network, params, x, masks=masks, seen=seen)
+    last = len(network.hidden)
+    z = linear(h, params[f"layer{last}.weight"], params[f"layer{last}.bias"])
+    if seen is not None:
+        seen[0].append(h)
+        seen[1].append(z)
+    return z
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x Wᵀ + b for a stack: (s, b, in), (s, out, in), (s, out) → (s, b, out)."""
-    if x.device.type == "cpu":
-        out: Tensor = _ContiguousLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), x, transposed(weight))
 
 
-class _ContiguousLinear(torch.autograd.Function):
-    """`baddbmm` with every operand laid out: on a CPU torch hands strided ones to BLAS one small matrix at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        into_x = torch.bmm(grad, weight.contiguous()) if ctx.needs_input_grad[0] else None
-        return into_x, torch.bmm(grad.mT.contiguous(), x.contiguous()), grad.sum(dim=1)
+def transposed(weight: Tensor) -> Tensor:
+    """Wᵀ, contiguous on a CPU: BLAS is slow there with a transposed second factor."""
+    return weight.mT.contiguous() if weight.device.type == "cpu" else weight.mT

@@ -1,4 +1,4 @@
-"""Random numbers for a stack: each seed has a source of its own for each purpose, whose state can be written down."""
+"""Random numbers for a stack: each seed has its own source per purpose, whose state can be saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESOLUTION = 1 << 16
 
 
 class Streams:
-    """One source a seed, for one purpose, so that no seed's numbers depend on its neighbours.
+    """One source per seed, for one purpose, so that no seed's numbers depend on the other seeds.
 
     On a CPU numpy draws: it is several times faster than torch there. Streams differ between kinds of device.
     """
@@ -32,7 +32,7 @@ class Streams:
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
-        """torch's, which a graph that is captured must know of; none on a CPU."""
+        """torch's, which a captured CUDA graph must register; none on a CPU."""
         return self._torch
 
     def normal(self, *shape: int) -> Tensor:
@@ -65,15 +65,15 @@ class Streams:
             return (self.uniform(*shape) >= rate).float().div_(1 - rate)
         size = int(np.prod(shape))
         out = np.empty((len(self), size), np.float32)
-        kept = np.float32(1 / (1 - rate))
+        scale = np.float32(1 / (1 - rate))
         for source, part in zip(self._numpy, out, strict=True):
             # Raw bits, four units to a word: the masks are most of the random numbers there are.
             bits = source.bit_generator.random_raw(-(-size // 4)).view(np.uint16)[:size]
-            np.multiply(bits >= round(rate * _RESOLUTION), kept, out=part)
+            np.multiply(bits >= round(rate * _RESOLUTION), scale, out=part)
         return torch.from_numpy(out).view(len(self), *shape)
 
     def gamma(self, shape: Tensor) -> Tensor:
-        """Draws of Gamma(shape, 1), (seeds, ...), float64; one for each entry."""
+        """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
         if self._torch:
             pairs = zip(shape.double(), self._torch, strict=True)
             return torch.stack([torch._standard_gamma(part, generator=g) for part, g in pairs])
@@ -81,13 +81,13 @@ class Streams:
         return torch.from_numpy(np.stack([source.standard_gamma(part) for part, source in pairs_]))
 
     def state(self) -> Tensor:
-        """Where every source stands, a row a seed, on the CPU."""
+        """Where every source stands, one row per seed, on the CPU."""
         if self._torch:
             return torch.stack([source.get_state() for source in self._torch])
         return torch.from_numpy(np.stack([_words(source.bit_generator) for source in self._numpy]))
 
     def restore(self, state: Tensor) -> None:
-        """Go on where `state` was taken."""
+        """Resume where `state` was taken."""
         if self._torch:
             for source, row in zip(self._torch, state, strict=True):
                 source.set_state(row.clone())

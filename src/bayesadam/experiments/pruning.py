@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
+from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
 from bayesadam.experiments.work import resumed, worked_off
 from bayesadam.methods import Data, Network, Problem, Training
-from bayesadam.methods.base import WeightGaussian, train_with_adam
-from bayesadam.methods.optimum import diagonal_ggn, train_swag
-from bayesadam.methods.variational import train_bbb, train_ivon, train_vadam
+from bayesadam.methods.base import posteriors, trained
+from bayesadam.methods.optimum import diagonal_ggn
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
 
@@ -174,21 +174,20 @@ def problem_of(images: Images, network: Network, training: Training, seeds: tupl
 
 def curves_of(method: str, problem: Problem) -> list[Curve]:
     """Train one method on every seed at once, and prune by each ranking that it has."""
-    posteriors = _TRAINERS[method](problem)
+    found = _TRAINERS[method](problem)
     if method == "mc-dropout":
         # It has no posterior over weights.
-        return _curves(method, problem, posteriors, ("magnitude",))
+        return _curves(method, problem, found, ("magnitude",))
     rankings = ("snr", "magnitude", "path-snr") if method == "badam" else ("snr", "magnitude")
-    return _curves(method, problem, posteriors, rankings)
+    return _curves(method, problem, found, rankings)
 
 
 def _from_adam(problem: Problem) -> list[Posterior]:
     """Read off Adam's state, as the paper has it: no prior."""
-    stack = problem.optimum
     return [
         Posterior.from_state_dict(
-            problem.network.build(member(stack.params, index)),
-            stack.state_dict(index),
+            problem.network.build(member(problem.optimum.params, index)),
+            problem.optimum.state_dict(index),
             len(problem.data),
             prior_precision=0.0,
         )
@@ -196,42 +195,37 @@ def _from_adam(problem: Problem) -> list[Posterior]:
     ]
 
 
-def _from_dropout(problem: Problem) -> list[Posterior]:
-    usual = replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
-    return _from_adam(usual)
+def _usual(problem: Problem) -> Problem:
+    """The problem with Adam's usual β, for the methods that do not read its state."""
+    return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
 
 
-def _from_gaussian(train: Callable[[Problem], WeightGaussian]) -> Callable[[Problem], list[Posterior]]:
-    def posteriors(problem: Problem) -> list[Posterior]:
-        usual = replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
-        learnt = train(usual)
-        found = []
-        for index in range(len(problem.seeds)):
-            mean, variance = (
-                {name: t.cpu() for name, t in member(part, index).items()} for part in (learnt.mean, learnt.variance)
-            )
-            found.append(Posterior.from_moments(problem.network.build(mean), mean, variance, len(problem.data)))
-        return found
+def _from_rule(rule: type[Rule], *, lr: float | None = None, **own: Any) -> Callable[[Problem], list[Posterior]]:
+    def found(problem: Problem) -> list[Posterior]:
+        return list(posteriors(problem, trained(_usual(problem), rule, lr=lr, **own)))
 
-    return posteriors
+    return found
 
 
-def _ggn(problem: Problem) -> WeightGaussian:
-    stack = train_with_adam(problem, problem.network, problem.seeds)
+def _from_ggn(problem: Problem) -> list[Posterior]:
+    stack, found = _usual(problem).optimum, []
     curvature = diagonal_ggn(problem.network, stack.params, problem.data.x[0])
-    return WeightGaussian(
-        stack.params, {name: t.clamp(min=_LEAST_CURVATURE).reciprocal() for name, t in curvature.items()}
-    )
+    for index in range(len(problem.seeds)):
+        mean, total = ({name: t.cpu() for name, t in member(part, index).items()} for part in (stack.params, curvature))
+        variance = {name: t.clamp(min=_LEAST_CURVATURE).reciprocal() for name, t in total.items()}
+        found.append(Posterior.from_moments(problem.network.build(mean), mean, variance, len(problem.data)))
+    return found
 
 
 _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
     "badam": _from_adam,
-    "mc-dropout": _from_dropout,
-    "bbb": _from_gaussian(train_bbb),
-    "vadam": _from_gaussian(lambda problem: train_vadam(problem, prior_precision=len(problem.data) / 600)),
-    "swag": _from_gaussian(lambda problem: train_swag(problem).gaussian),
-    "ivon": _from_gaussian(lambda problem: train_ivon(problem, lr=0.1, initial_hessian=0.1)),
-    "laplace-diagonal": _from_gaussian(_ggn),
+    "mc-dropout": lambda problem: _from_adam(_usual(problem)),
+    "bbb": _from_rule(BayesByBackprop),
+    # δ = N/600.
+    "vadam": lambda problem: _from_rule(Vadam, prior_precision=len(problem.data) / 600)(problem),
+    "swag": _from_rule(SWAG),
+    "ivon": _from_rule(IVON, lr=0.1, initial_hessian=0.1),
+    "laplace-diagonal": _from_ggn,
 }
 
 

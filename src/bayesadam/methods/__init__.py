@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.engine.network import Network
+from bayesadam.engine.rules import RULES
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods import LikelihoodName as Likelihood
-from bayesadam.methods.base import Fitted, Method, Problem
+from bayesadam.likelihoods import LikelihoodName
+from bayesadam.likelihoods import likelihood as likelihood_named
+from bayesadam.methods.base import Data, Fitted, Method, Problem, Training, sampled, trained
 from bayesadam.methods.gaussian_process import fit_gp
-from bayesadam.methods.optimum import (
-    fit_badam,
-    fit_ensemble,
-    fit_laplace_diagonal,
-    fit_laplace_full,
-    fit_map,
-    fit_swag,
-)
-from bayesadam.methods.training import Data, Training
-from bayesadam.methods.variational import fit_bbb, fit_ivon, fit_mc_dropout, fit_vadam
+from bayesadam.methods.optimum import fit_badam, fit_ensemble, fit_laplace_diagonal, fit_laplace_full, fit_map
 from bayesadam.structures.noise import stream_seed
+
+
+def fit_rule(name: str, problem: Problem) -> Fitted:
+    """A method that predicts by functions drawn from what its rule has learnt: one of `bayesadam.engine.RULES`."""
+    if name == "mc-dropout" and not problem.network.dropout:
+        problem = replace(problem, network=replace(problem.network, dropout=0.2))
+    return sampled(name, problem, trained(problem, RULES[name]))
+
 
 METHODS: Mapping[str, Method] = {
     "gp": fit_gp,
     "badam": fit_badam,
-    "mc-dropout": fit_mc_dropout,
-    "bbb": fit_bbb,
-    "vadam": fit_vadam,
+    **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
     "map": fit_map,
     "laplace-diagonal": fit_laplace_diagonal,
     "laplace-full": fit_laplace_full,
-    "swag": fit_swag,
-    "ivon": fit_ivon,
     "ensemble": fit_ensemble,
 }
 
@@ -45,7 +44,7 @@ def fit(
     x: Tensor,
     y: Tensor,
     *,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     hidden: tuple[int, ...] = (50, 50),
     activation: str = "relu",
     seeds: Sequence[int] = (0,),
@@ -62,8 +61,8 @@ def fit(
     Args:
         method: one of `METHODS`.
         x: inputs, (n, inputs).
-        y: targets: (n,) or (n, outputs) numbers, or (n,) class numbers.
-        likelihood: `"regression"`, `"classification"` or `"binary"`.
+        y: targets: (n,) or (n, targets) numbers, or (n,) class indices.
+        likelihood: the name of a likelihood, such as `"regression"`.
         hidden: widths of the hidden layers.
         activation: see `Network`.
         seeds: one network each; a seed also decides which examples are held out.
@@ -78,7 +77,7 @@ def fit(
 def problem(
     x: Tensor,
     y: Tensor,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     hidden: tuple[int, ...],
     activation: str,
     seeds: Sequence[int],
@@ -86,20 +85,20 @@ def problem(
     training: Training,
 ) -> Problem:
     """One data set as the problem of a stack of seeds, each with its own part held out."""
-    kept = round(len(x) * (1 - held_out))
-    if not 0 < kept < len(x):
+    n_train = round(len(x) * (1 - held_out))
+    if not 0 < n_train < len(x):
         raise SettingError(f"held_out={held_out!r} of {len(x)} examples leaves none to train on, or none held out")
-    if likelihood == "classification":
-        outputs = int(y.max()) + 1
-    else:
-        y = y.reshape(len(y), -1).to(x)
-        outputs = y.shape[1]
-    orders = [
-        torch.randperm(len(x), generator=torch.Generator().manual_seed(stream_seed(seed, "held-out"))) for seed in seeds
-    ]
-    train, rest = torch.stack([order[:kept] for order in orders]), torch.stack([order[kept:] for order in orders])
-    data = Data(x[train], y[train], x[rest], y[rest], likelihood)
-    return Problem(data, Network(x.shape[1], hidden, outputs, activation), training, tuple(seeds))
+    kind = likelihood_named(likelihood)
+    y = kind.shaped(y, x)
+    orders = torch.stack(
+        [
+            torch.randperm(len(x), generator=torch.Generator().manual_seed(stream_seed(seed, "held-out")))
+            for seed in seeds
+        ]
+    )
+    rows, rest = orders[:, :n_train], orders[:, n_train:]
+    network = Network(x.shape[1], hidden, kind.n_outputs(y), activation)
+    return Problem(Data(x[rows], y[rows], x[rest], y[rest], likelihood), network, training, tuple(seeds))
 
 
-__all__ = ["METHODS", "Data", "Fitted", "Method", "Network", "Problem", "Training", "fit", "problem"]
+__all__ = ["METHODS", "Data", "Fitted", "Method", "Network", "Problem", "Training", "fit", "fit_rule", "problem"]

@@ -3,71 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
+from bayesadam.engine.batches import blocks
+from bayesadam.engine.gradients import Slope, loss_and_slope
+from bayesadam.engine.network import Network, forward
+from bayesadam.engine.rules import Adam, Dropout, Rule
+from bayesadam.engine.rules.adam import adam_state, adam_update
+from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams
-from bayesadam.errors import MatchError
-from bayesadam.likelihoods import (
-    BinaryPredictive,
-    ClassificationPredictive,
-    Predictive,
-    RegressionPredictive,
-)
-from bayesadam.likelihoods import LikelihoodName as Likelihood
-from bayesadam.methods.training import Data, Rate, Training, adam, descend, negative_log_likelihood
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
 from bayesadam.posterior import Posterior
 
-AnyPredictive = Predictive
-# Noise is at least this share of the held-out squared residual, however wide the function's own spread.
+# Noise is at least this share of the held-out squared residual, however large the function's own variance.
 _LEAST_NOISE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
-    """Trained weights of a stack, (s, *shape) by name, and the Adam that trained them as one flat matrix."""
+class Data:
+    """Data for a stack of networks, with a held-out part for calibration; every seed may have its own.
 
-    network: Network
-    params: dict[str, Tensor]
-    optimizer: torch.optim.Adam
+    Attributes:
+        x: inputs, (s, n, inputs).
+        y: targets, (s, n, targets) numbers, or (s, n) class indices for classification.
+        x_held_out: inputs that are not trained on, (s, m, inputs).
+        y_held_out: their targets.
+        likelihood: the name of a likelihood.
+    """
+
+    x: Tensor
+    y: Tensor
+    x_held_out: Tensor
+    y_held_out: Tensor
+    likelihood: LikelihoodName
+
+    def __post_init__(self) -> None:
+        for name, x, y in (("training", self.x, self.y), ("held-out", self.x_held_out, self.y_held_out)):
+            if x.dim() != 3 or x.shape[:2] != y.shape[:2] or not x.shape[1]:
+                raise MatchError(
+                    f"the {name} data must be (stack, examples, ...), the same for inputs and targets and not empty; got "
+                    f"{tuple(x.shape)} and {tuple(y.shape)}"
+                )
+
+    def __len__(self) -> int:
+        return self.x.shape[1]
 
     @property
-    def second_moment(self) -> dict[str, Tensor]:
-        """Adam's v̂, (s, *shape) by name."""
-        (group,) = self.optimizer.param_groups
-        state = self.optimizer.state[group["params"][0]]
-        return unflatten(self.network, state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"])))
+    def kind(self) -> Likelihood:
+        """The likelihood's record."""
+        return likelihood(self.likelihood)
 
-    def state_dict(self, index: int) -> dict[str, object]:
-        """One network's part of the Adam's state, as Adam's own state dict for that network alone."""
-        (saved,) = self.optimizer.state_dict()["state"].values()
-        (group,) = self.optimizer.state_dict()["param_groups"]
-        parts = {key: unflatten(self.network, saved[key]) for key in ("exp_avg", "exp_avg_sq")}
-        state = {
-            place: {"step": saved["step"], **{key: part[name][index] for key, part in parts.items()}}
-            for place, name in enumerate(self.params)
-        }
-        return {"state": state, "param_groups": [{**group, "params": [*state], "param_names": [*self.params]}]}
+    def repeated(self, times: int) -> Data:
+        """Every seed's data so many times over."""
+        names = ("x", "y", "x_held_out", "y_held_out")
+        return replace(self, **{name: getattr(self, name).repeat_interleave(times, dim=0) for name in names})
 
 
-@dataclass(frozen=True, eq=False)
-class WeightGaussian:
-    """A diagonal Gaussian over the weights of a stack: mean and variance, (s, *shape) by name."""
+@dataclass(frozen=True)
+class Training:
+    """How a network is trained; the defaults are the paper's for its toy problem.
 
-    mean: dict[str, Tensor]
-    variance: dict[str, Tensor]
+    Attributes:
+        epochs: passes over the data, counted in examples.
+        batch_size: examples per step.
+        lr: the learning rate.
+        weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
+        betas: Adam's β₁ and β₂.
+        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
+        schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
+    """
+
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    sparsity: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "lr"):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if not self.sparsity >= 0:
+            raise SettingError(f"sparsity must be at least 0, got {self.sparsity!r}")
+        if self.schedule not in ("constant", "cosine"):
+            raise SettingError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
+
+    def steps(self, n: int) -> int:
+        """The number of steps for n examples."""
+        return max(1, round(self.epochs * n / min(self.batch_size, n)))
+
+    def rule(self, kind: type[Rule], **own: Any) -> Rule:
+        """A rule with these settings, and some of its own."""
+        return kind.with_settings(
+            **{"betas": self.betas, "weight_decay": self.weight_decay, "sparsity": self.sparsity, **own}
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What every method is given: data, a network's shape, how to train, and the seeds.
+    """What every method is given.
 
     Attributes:
-        data: the data, one part a seed.
+        data: the data, one part per seed.
         network: the shape of the networks.
         training: epochs, batch size, rates.
         seeds: one network each.
@@ -86,25 +131,25 @@ class Problem:
 
     @cached_property
     def optimum(self) -> Stack:
-        """The networks at their optimum under plain Adam: trained once, shared by the methods that start from there."""
-        return train_with_adam(self, self.network, self.seeds)
+        """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
+        return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A method's result: one predictor a seed, and a weight posterior where the method has one.
+    """A method's result: one predictor per seed, and a weight posterior where the method has one.
 
     Attributes:
         method: the method's name.
         predictors: functions from inputs (b, inputs) to a predictive distribution.
-        posteriors: one a seed, or empty.
+        posteriors: one per seed, or empty.
     """
 
     method: str
-    predictors: tuple[Callable[[Tensor], AnyPredictive], ...]
+    predictors: tuple[Callable[[Tensor], Any], ...]
     posteriors: tuple[Posterior, ...] = field(default=())
 
-    def predict(self, x: Tensor) -> list[AnyPredictive]:
+    def predict(self, x: Tensor) -> list[Any]:
         """The predictive distribution of each seed's network."""
         return [predictor(x) for predictor in self.predictors]
 
@@ -112,61 +157,97 @@ class Fitted:
 Method = Callable[[Problem], Fitted]
 
 
-def train_with_adam(problem: Problem, network: Network, seeds: Sequence[int]) -> Stack:
-    """Train a stack by Adam with the paper's L2 penalty, under the network's dropout, every seed with its own masks."""
-    data, training = problem.data, problem.training
-    device = data.x.device
-    flat = flatten(initial(network, seeds, device=device)).requires_grad_()
-    streams = Streams(seeds, "dropout", device)
+def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
+    """A stack trained on the problem's data by one rule.
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        if network.input_dropout:
-            x = x * streams.masks(network.input_dropout, x.shape[1], x.shape[2])
-        masks = dropout_masks(streams, network, x.shape[1]) if network.dropout else None
-        return negative_log_likelihood(forward(network, unflatten(network, flat), x, masks=masks), y, data.likelihood)
+    Args:
+        problem: data, network, training, seeds.
+        kind: the rule's class.
+        lr: the learning rate; None takes the rule's usual one, or the training's.
+        own: settings of the rule.
+    """
+    data, training, n = problem.data, problem.training, len(problem.data)
+    rule, device = training.rule(kind, **own), data.x.device
+    level = _NoiseLevel(len(problem.seeds), training, device) if rule.needs_noise and data.kind.noise else None
+    index = torch.arange(len(problem.seeds), device=device)[:, None]
 
-    rate = Rate(training, training.steps(len(data)), device)
-    optimizer = adam([flat], training, rate)
-    descend(optimizer, loss, data, training, seeds, streams=[streams], rate=rate)
-    return Stack(network, unflatten(network, flat.detach()), optimizer)
+    def batch(rows: Tensor) -> tuple[Tensor, Slope]:
+        y = data.y[index, rows]
+
+        def slope(outputs: Tensor) -> Tensor:
+            losses, found = loss_and_slope(lambda f: data.kind.loss(f, y), outputs)
+            if level is not None:
+                stack.scale.copy_(level.update(losses))
+            return found
+
+        return data.x[index, rows], slope
+
+    weights = problem.optimum.weights.clone() if rule.starts_trained else None
+    stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
+    steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
+    schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
+    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
+    return stack
 
 
-def dropout_masks(streams: Streams, network: Network, *shape: int) -> list[Tensor]:
-    """For every hidden layer, (s, *shape, units): zeros with the network's dropout rate, otherwise 1/(1 − rate)."""
-    return list(torch.split(streams.masks(network.dropout, *shape, sum(network.hidden)), list(network.hidden), dim=-1))
+class _NoiseLevel:
+    """log σ of a regression, one per network, learnt by Adam on r²/(2σ²) + log σ with r² the squared error."""
+
+    def __init__(self, networks: int, training: Training, device: torch.device) -> None:
+        self._log = torch.full((networks,), -1.0, device=device)
+        self._state, self._lr = adam_state(self._log), torch.tensor(training.lr, device=device)
+
+    def update(self, losses: Tensor) -> Tensor:
+        """1/(2σ²), (s, 1), before a step with these losses."""
+        precision = torch.exp(-2 * self._log)
+        adam_update(self._log, 1 - losses * precision, self._state, lr=self._lr, betas=(0.9, 0.999))
+        return 0.5 * precision.unsqueeze(1)
 
 
-def from_draws(draws: Tensor, likelihood: Likelihood, noise: Tensor | None) -> AnyPredictive:
-    """Draws of f, (n, b, outputs), as a predictive distribution."""
-    mean, variance = draws.mean(dim=0), draws.var(dim=0)
-    if likelihood == "regression":
-        return RegressionPredictive(mean, variance, None, draws, torch.zeros(()) if noise is None else noise)
-    kind = ClassificationPredictive if likelihood == "classification" else BinaryPredictive
-    return kind(mean, variance, None, draws)
-
-
-def noise_beside(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """σ² by output from held-out residuals, E[r²] = σ² + Var[f], not below a small share of them."""
+def noise_variance(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """σ² per output from held-out residuals, E[r²] = σ² + Var[f], not below a small share of them."""
     square = (y.reshape(mean.shape) - mean).square().mean(dim=0)
     return (square - variance.mean(dim=0)).clamp(min=_LEAST_NOISE * square)
 
 
-def sampled_predictors(
-    problem: Problem, draw: Callable[[int, Tensor], Tensor]
-) -> tuple[Callable[[Tensor], AnyPredictive], ...]:
-    """Predictors that average draws of f, with noise from the held-out part for regression.
-
-    Args:
-        problem: the problem.
-        draw: (number of the network, inputs) → draws of f, (n, b, outputs).
-    """
+def held_out_noise(problem: Problem, index: int, draw: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """σ² of one seed's held-out data given draws of f, (n, b, outputs); None where the likelihood has none."""
     data = problem.data
+    if not data.kind.noise:
+        return None
+    draws = draw(data.x_held_out[index])
+    return noise_variance(draws.mean(dim=0), draws.var(dim=0, correction=int(len(draws) > 1)), data.y_held_out[index])
 
-    def predictor(index: int) -> Callable[[Tensor], AnyPredictive]:
-        noise = None
-        if data.likelihood == "regression":
-            held_out = draw(index, data.x_held_out[index])
-            noise = noise_beside(held_out.mean(dim=0), held_out.var(dim=0), data.y_held_out[index])
-        return lambda x: from_draws(draw(index, x), data.likelihood, noise)
 
-    return tuple(predictor(index) for index in range(len(problem.seeds)))
+def from_draws(kind: Likelihood, draws: Tensor, noise: Tensor | None) -> Predictive:
+    """Draws of f, (n, b, outputs), as a predictive distribution; one draw is a function that is known."""
+    if len(draws) == 1:
+        return kind.predictive(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)
+    return kind.predictive(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)
+
+
+def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
+    """Predictions from functions drawn from what a rule has learnt, with noise from the held-out part."""
+
+    def predictor(index: int) -> Callable[[Tensor], Predictive]:
+        def draw(x: Tensor) -> Tensor:
+            streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
+            params, masks = stack.functions(index, problem.draws, streams)
+            return forward(stack.network, params, x, masks=masks)
+
+        noise = held_out_noise(problem, index, draw)
+        return lambda x: from_draws(problem.data.kind, draw(x), noise)
+
+    indices = range(len(problem.seeds))
+    return Fitted(name, tuple(map(predictor, indices)), tuple(posteriors(problem, stack)))
+
+
+def posteriors(problem: Problem, stack: Stack) -> Sequence[Posterior]:
+    """The Gaussian of each network, where the rule has one."""
+    found = []
+    for index in range(len(problem.seeds)):
+        moments = stack.moments(index)
+        if moments is not None:
+            mean, variance = moments
+            found.append(Posterior.from_moments(stack.network.build(mean), mean, variance, len(problem.data)))
+    return found

@@ -10,24 +10,25 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods import RegressionPredictive
-from bayesadam.methods.base import AnyPredictive, Fitted, Problem
+from bayesadam.likelihoods import Predictive
+from bayesadam.likelihoods import likelihood as likelihood_named
+from bayesadam.methods.base import Fitted, Problem
 
 
-def fit_gp(problem: Problem, *, steps: int = 200, lr: float = 0.1) -> Fitted:
-    """An RBF kernel with a lengthscale an input, a constant mean and Gaussian noise, one process a seed and output."""
+def fit_gp(problem: Problem) -> Fitted:
+    """An RBF kernel with one lengthscale per input, a constant mean and Gaussian noise, one process per seed and output."""
     if problem.data.likelihood != "regression":
         raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
     gpytorch = require("gpytorch")
     predictors = []
     for index in range(len(problem.seeds)):
         x, y = problem.data.x[index].double(), problem.data.y[index].double()
-        outputs = [_trained(gpytorch, x, column, steps, lr) for column in y.T]
+        outputs = [_trained(gpytorch, x, column) for column in y.T]
         predictors.append(_predictor(gpytorch, outputs))
     return Fitted("gp", tuple(predictors))
 
 
-def _trained(gpytorch: Any, x: Tensor, y: Tensor, steps: int, lr: float) -> Any:
+def _trained(gpytorch: Any, x: Tensor, y: Tensor) -> Any:
     class Exact(gpytorch.models.ExactGP):  # type: ignore[misc]
         def __init__(self, likelihood: Any) -> None:
             super().__init__(x, y, likelihood)
@@ -39,30 +40,33 @@ def _trained(gpytorch: Any, x: Tensor, y: Tensor, steps: int, lr: float) -> Any:
 
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     model = Exact(likelihood).double()
-    spread = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6)
-    model.covar_module.base_kernel.lengthscale = 0.3 * spread
+    extent = (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6)
+    model.covar_module.base_kernel.lengthscale = 0.3 * extent
     model.covar_module.outputscale = y.var().clamp(min=1e-6)
     model.mean_module.constant.data = y.mean()
     likelihood.noise = 0.1 * y.var().clamp(min=1e-4)
     model.train()
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    for _ in range(steps):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = -objective(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss: Tensor = -objective(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     model.eval()
     return model
 
 
-def _predictor(gpytorch: Any, outputs: list[Any]) -> Callable[[Tensor], AnyPredictive]:
-    def predictor(x: Tensor) -> AnyPredictive:
+def _predictor(gpytorch: Any, outputs: list[Any]) -> Callable[[Tensor], Predictive]:
+    def predictor(x: Tensor) -> Predictive:
         with torch.no_grad(), gpytorch.settings.fast_pred_var(False):
             found = [model(x.double()) for model in outputs]
             mean = torch.stack([f.mean for f in found], dim=-1).float()
             variance = torch.stack([f.variance for f in found], dim=-1).float()
             noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-        return RegressionPredictive(mean, variance, None, None, noise)
+        return likelihood_named("regression").predictive(mean, variance, noise_variance=noise)
 
     return predictor

@@ -1,30 +1,18 @@
-"""Methods that start from the optimum Adam found: MAP, Badam, Laplace with the GGN, SWAG, and ensembles."""
+"""Methods that start from the optimum Adam found: MAP, Badam, Laplace with the GGN, and ensembles."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from bayesadam.calibration import calibrate
-from bayesadam.engine.network import Network, flatten, forward, member, unflatten
-from bayesadam.engine.streams import Streams
-from bayesadam.likelihoods import RegressionPredictive
-from bayesadam.methods.base import (
-    AnyPredictive,
-    Fitted,
-    Problem,
-    WeightGaussian,
-    from_draws,
-    noise_beside,
-    sampled_predictors,
-    train_with_adam,
-)
-from bayesadam.methods.training import descend, negative_log_likelihood
+from bayesadam.engine.network import Network, forward, member
+from bayesadam.likelihoods import Predictive, likelihood
+from bayesadam.methods.base import Fitted, Problem, from_draws, held_out_noise, sampled
 from bayesadam.posterior import Posterior
 
 N_MEMBERS = 5
@@ -32,14 +20,7 @@ N_MEMBERS = 5
 
 def fit_map(problem: Problem) -> Fitted:
     """The network itself: no uncertainty of the weights, noise from the held-out residuals."""
-    networks = _networks(problem)
-
-    def draw(index: int, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            output: Tensor = networks[index](x)
-        return output.expand(2, *output.shape)
-
-    return Fitted("map", sampled_predictors(problem, draw))
+    return sampled("map", replace(problem, draws=1), problem.optimum)
 
 
 def fit_badam(problem: Problem) -> Fitted:
@@ -58,13 +39,11 @@ def fit_laplace_diagonal(problem: Problem) -> Fitted:
     posteriors = []
     for index, network in enumerate(_networks(problem)):
         jacobian, noise = _scaled_jacobian(problem, network, index)
-        names = [name for name, _ in network.named_parameters()]
-        sizes = [parameter.numel() for parameter in network.parameters()]
+        names, parameters = zip(*network.named_parameters(), strict=True)
         curvature = jacobian.square().sum(dim=0)
-        theta = torch.cat([p.detach().flatten() for p in network.parameters()]).double()
-        delta = _evidence(curvature, theta)
-        pieces = torch.split((curvature + delta).reciprocal().float(), sizes)
-        variance = {n: v.view_as(p) for n, v, p in zip(names, pieces, network.parameters(), strict=True)}
+        delta = _evidence(curvature, _flat(network))
+        pieces = torch.split((curvature + delta).reciprocal().float(), [p.numel() for p in parameters])
+        variance = {n: v.view_as(p) for n, v, p in zip(names, pieces, parameters, strict=True)}
         posterior = Posterior.from_moments(network, dict(network.named_parameters()), variance, len(problem.data))
         posteriors.append(posterior.replace(noise_variance=noise))
     return Fitted("laplace-diagonal", tuple(_linearised(p, problem) for p in posteriors), tuple(posteriors))
@@ -72,123 +51,39 @@ def fit_laplace_diagonal(problem: Problem) -> Fitted:
 
 def fit_laplace_full(problem: Problem) -> Fitted:
     """Laplace with the whole GGN; J (JᵀJ + δ)⁻¹ Jᵀ through the data's own kernel matrix, so no (weights, weights) matrix."""
-    predictors: list[Callable[[Tensor], AnyPredictive]] = []
+    predictors: list[Callable[[Tensor], Predictive]] = []
     for index, network in enumerate(_networks(problem)):
         jacobian, noise = _scaled_jacobian(problem, network, index)
         kernel = jacobian @ jacobian.T
-        theta = torch.cat([p.detach().flatten() for p in network.parameters()]).double()
-        delta = _evidence(torch.linalg.eigvalsh(kernel).clamp(min=0), theta)
+        delta = _evidence(torch.linalg.eigvalsh(kernel).clamp(min=0), _flat(network))
         factor = torch.linalg.cholesky(kernel + delta * torch.eye(len(kernel), dtype=torch.float64))
         predictors.append(_full_predictor(problem, network, jacobian, factor, delta, noise))
     return Fitted("laplace-full", tuple(predictors))
 
 
-def fit_swag(problem: Problem) -> Fitted:
-    """SWAG, predicting by weight draws θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
-    found = train_swag(problem)
-    network, mean, variance = problem.network, found.gaussian.mean, found.gaussian.variance
-    columns = _by_name(network, found.deviations)
-
-    def draw(index: int, x: Tensor) -> Tensor:
-        source = Streams([problem.seeds[index]], "swag", x.device)
-        k = found.deviations.shape[-1]
-        z2 = source.normal(problem.draws, k)[0]
-        weights = {}
-        for name in mean:
-            low_rank = columns[name][index] @ z2.T / math.sqrt(k - 1)
-            noise = source.normal(problem.draws, *mean[name].shape[1:])[0]
-            spread = variance[name][index].sqrt() * noise + low_rank.movedim(-1, 0)
-            weights[name] = mean[name][index] + spread / math.sqrt(2)
-        return forward(network, weights, x)
-
-    posteriors = tuple(
-        Posterior.from_moments(network.build(member(mean, i)), member(mean, i), member(variance, i), len(problem.data))
-        for i in range(len(problem.seeds))
-    )
-    return Fitted("swag", sampled_predictors(problem, draw), posteriors)
-
-
-@dataclass(frozen=True, eq=False)
-class SwagMoments:
-    """Mean and variance of SGD's iterates, and the last deviations D, (s, weights, K)."""
-
-    gaussian: WeightGaussian
-    deviations: Tensor
-
-
-def train_swag(
-    problem: Problem, *, rank: int = 20, snapshots: int = 100, every: int = 10, lr: float = 1e-2
-) -> SwagMoments:
-    """Moments of SGD's iterates around the optimum that Adam found."""
-    data, network, optimum = problem.data, problem.network, problem.optimum
-    flat = flatten(optimum.params).requires_grad_()
-    mean, squares = torch.zeros_like(flat.detach()), torch.zeros_like(flat.detach())
-    deviations: list[Tensor] = []
-    count = 0
-
-    def collect(step: int) -> None:
-        nonlocal count
-        if step % every:
-            return
-        count += 1
-        value = flat.detach()
-        surprise = value - mean
-        mean.add_(surprise / count)
-        deviations.append(value - mean)
-        # Welford's sum: w² less w̄² would leave the difference of two large numbers.
-        squares.add_(surprise * deviations[-1])
-        del deviations[:-rank]
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return negative_log_likelihood(forward(network, unflatten(network, flat), x), y, data.likelihood)
-
-    size = min(problem.training.batch_size, len(data))
-    epochs = max(1, math.ceil(snapshots * every * size / len(data)))
-    training = replace(problem.training, epochs=epochs, sparsity=0.0)
-    optimizer = torch.optim.SGD([flat], lr=lr, weight_decay=problem.training.weight_decay)
-    descend(optimizer, loss, data, training, problem.seeds, each_step=collect)
-    variance = (squares / count).clamp(min=1e-12)
-    moments = WeightGaussian(unflatten(network, mean), unflatten(network, variance))
-    return SwagMoments(moments, torch.stack(deviations, dim=-1))
-
-
-def _by_name(network: Network, columns: Tensor) -> dict[str, Tensor]:
-    """(s, weights, K) as (s, *shape, K) by name."""
-    stack, _, count = columns.shape
-    parts = unflatten(network, columns.permute(0, 2, 1).reshape(stack * count, -1))
-    return {name: part.view(stack, count, *part.shape[1:]).movedim(1, -1) for name, part in parts.items()}
-
-
 def fit_ensemble(problem: Problem, *, members: int = N_MEMBERS) -> Fitted:
-    """A deep ensemble: independently initialised networks, averaged.
+    """A deep ensemble: the mixture of independently initialised networks.
 
     The first is the network that the other methods start from; the rest of all seeds train as one stack.
     """
     rest = members - 1
-    seeds = [1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest)]
-    data = problem.data
-    wide = replace(
-        problem,
-        data=replace(
-            data,
-            x=data.x.repeat_interleave(rest, dim=0),
-            y=data.y.repeat_interleave(rest, dim=0),
-            x_held_out=data.x_held_out.repeat_interleave(rest, dim=0),
-            y_held_out=data.y_held_out.repeat_interleave(rest, dim=0),
-        ),
-        seeds=tuple(seeds),
-    )
-    params = train_with_adam(wide, problem.network, seeds).params
-    first = problem.optimum.params
+    seeds = tuple(1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest))
+    wide = replace(problem, data=problem.data.repeated(rest), seeds=seeds)
+    first, others, kind = problem.optimum.params, wide.optimum.params, problem.data.kind
 
-    def draw(index: int, x: Tensor) -> Tensor:
+    def predictor(index: int) -> Callable[[Tensor], Predictive]:
         own = {
             name: torch.cat([first[name][index : index + 1], t[index * rest : (index + 1) * rest]])
-            for name, t in params.items()
+            for name, t in others.items()
         }
-        return forward(problem.network, own, x)
 
-    return Fitted("ensemble", sampled_predictors(problem, draw))
+        def draw(x: Tensor) -> Tensor:
+            return forward(problem.network, own, x)
+
+        noise = held_out_noise(problem, index, draw)
+        return lambda x: kind.mixture([from_draws(kind, f[None], noise) for f in draw(x)], (1 / members,) * members)
+
+    return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
 
 
 def diagonal_ggn(
@@ -205,35 +100,30 @@ def diagonal_ggn(
         at_once: examples at a time.
     """
     total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-    depth = len(network.hidden) + 1
     for part in x.split(at_once):  # type: ignore[no-untyped-call]
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
         with torch.enable_grad():
-            f = forward(
-                network, {n: t.detach().requires_grad_() for n, t in params.items()}, part, seen=(inputs, outputs)
-            )
-        root = _softmax_root(f.detach().softmax(dim=-1))
+            f = forward(network, {n: t.detach().requires_grad_() for n, t in params.items()}, part, seen=seen)
+        root = likelihood("classification").hessian_root(f.detach())
         for c in range(f.shape[-1]):
-            grads = torch.autograd.grad(f, outputs, root[..., c], retain_graph=True)
-            for number in range(depth):
-                squares, read = grads[number].square(), inputs[number].detach().square()
-                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), read.contiguous())
+            grads = torch.autograd.grad(f, seen[1], root[..., c], retain_graph=True)
+            for number, (grad, inputs) in enumerate(zip(grads, seen[0], strict=True)):
+                squares = grad.square()
+                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), inputs.detach().square())
                 total[f"layer{number}.bias"] += squares.sum(dim=1)
     return total
 
 
-def _softmax_root(p: Tensor) -> Tensor:
-    """A with diag(p) − p pᵀ = A Aᵀ: diag(√p) − p √pᵀ."""
-    return torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
-
-
 def _networks(problem: Problem) -> list[nn.Sequential]:
-    stack = problem.optimum.params
-    return [problem.network.build(member(stack, index)) for index in range(len(problem.seeds))]
+    stack = problem.optimum
+    return [stack.network.build(member(stack.params, index)) for index in range(len(problem.seeds))]
 
 
-def _linearised(posterior: Posterior, problem: Problem) -> Callable[[Tensor], AnyPredictive]:
+def _flat(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in network.parameters()]).double()
+
+
+def _linearised(posterior: Posterior, problem: Problem) -> Callable[[Tensor], Predictive]:
     return lambda x: posterior.predict(x, likelihood=problem.data.likelihood)
 
 
@@ -250,19 +140,12 @@ def _jacobian(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def _scaled_jacobian(problem: Problem, network: nn.Module, index: int) -> tuple[Tensor, Tensor | None]:
-    """Λ^(1/2) J of the training data, rows by example and output, and the noise for regression."""
-    data = problem.data
-    jacobian = _jacobian(network, data.x[index])
+    """Λ^(1/2) J of the training data, rows by example and output, and the noise where the likelihood has one."""
+    x = problem.data.x[index]
     with torch.no_grad():
-        output = network(data.x[index]).double()
-        if data.likelihood == "regression":
-            held_out = network(data.x_held_out[index])
-            noise = noise_beside(held_out, torch.zeros_like(held_out), data.y_held_out[index])
-            return (jacobian / noise.double().sqrt()[None, :, None]).flatten(0, 1), noise
-        if data.likelihood == "binary":
-            p = output.sigmoid()
-            return (jacobian * (p * (1 - p)).sqrt().unsqueeze(-1)).flatten(0, 1), None
-        return (_softmax_root(output.softmax(dim=-1)).mT @ jacobian).flatten(0, 1), None
+        noise = held_out_noise(problem, index, lambda inputs: network(inputs)[None])
+        root = problem.data.kind.hessian_root(network(x).double(), None if noise is None else noise.double())
+        return (root.mT @ _jacobian(network, x)).flatten(0, 1), noise
 
 
 def _evidence(eigenvalues: Tensor, theta: Tensor) -> float:
@@ -270,17 +153,17 @@ def _evidence(eigenvalues: Tensor, theta: Tensor) -> float:
     delta, square = 1.0, float(theta.square().sum())
     for _ in range(200):
         gamma = float((eigenvalues / (eigenvalues + delta)).sum())
-        fresh = max(gamma / square, 1e-10)
-        if abs(fresh - delta) <= 1e-8 * delta:
+        following = max(gamma / square, 1e-10)
+        if abs(following - delta) <= 1e-8 * delta:
             break
-        delta = fresh
+        delta = following
     return delta
 
 
 def _full_predictor(
     problem: Problem, network: nn.Module, jacobian: Tensor, factor: Tensor, delta: float, noise: Tensor | None
-) -> Callable[[Tensor], AnyPredictive]:
-    def predictor(x: Tensor) -> AnyPredictive:
+) -> Callable[[Tensor], Predictive]:
+    def predictor(x: Tensor) -> Predictive:
         here = _jacobian(network, x)
         with torch.no_grad():
             mean = network(x)
@@ -289,10 +172,6 @@ def _full_predictor(
             cross = cross.T.view(*here.shape[:2], -1)
             covariance = ((here @ here.mT - cross @ cross.mT) / delta).float()
         variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
-        if problem.data.likelihood == "regression":
-            assert noise is not None
-            return RegressionPredictive(mean, variance, None, None, noise)
-        draws = mean + variance.sqrt() * Streams([0], "laplace").normal(problem.draws, *mean.shape)[0]
-        return from_draws(draws, problem.data.likelihood, None)
+        return problem.data.kind.predictive(mean, variance, covariance, noise_variance=noise)
 
     return predictor

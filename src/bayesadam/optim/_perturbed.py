@@ -218,22 +218,12 @@ class PerturbedOptimizer(Optimizer, ABC):
             if parameter.requires_grad:
                 curvature = self._state_of(parameter, group)[self.reader.key]
                 seed = stream_seed(group["seed"], "pass", group["passes"], place)
-                noise[parameter] = self._normal(curvature, seed).mul_(self._precision(curvature, group).rsqrt_())
+                noise[parameter] = standard_normal(curvature.shape, curvature, seed).mul_(
+                    self._precision(curvature, group).rsqrt_()
+                )
         for group in self.param_groups:
             group["passes"] += 1
         return noise
-
-    def _normal(self, like: Tensor, seed: int) -> Tensor:
-        """ε ~ N(0, 1) for one parameter; a stack of networks draws each network's from its own stream instead."""
-        return standard_normal(like.shape, like, seed)
-
-    def _first_step(self, parameter: Tensor) -> Tensor:
-        """The count of steps at the start; a graph that is captured needs it beside the parameter."""
-        return torch.zeros(())
-
-    def _steps(self, state: Mapping[str, Tensor]) -> float | Tensor:
-        """The count of steps, for the corrections by 1 − βᵗ."""
-        return float(state["step"])
 
     def _state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -243,7 +233,7 @@ class PerturbedOptimizer(Optimizer, ABC):
                     f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, or store "
                     "it as two real tensors"
                 )
-            state["step"] = self._first_step(parameter)
+            state["step"] = torch.zeros(())
             state["momentum"] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
             state[self.reader.key] = torch.full_like(state["momentum"], self._start(group))
         return state

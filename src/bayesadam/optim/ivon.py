@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.reader import Group as SavedGroup
 from bayesadam.curvature.reader import State
+from bayesadam.engine.rules.ivon import ivon_update
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer, not_negative, positive
 from bayesadam.structures.settings import Precision
 
@@ -111,15 +112,19 @@ class IVON(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        (beta1, beta2), steps = group["betas"], self._steps(state)
-        g, h, decay = state["momentum"], state["hessian"], group["weight_decay"]
-        g.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, and h would settle beside f.
-        damped = h + decay
-        excess = h - product.mul_(damped).mul_(group["n_data"])
-        h.sub_(excess, alpha=1 - beta2).addcdiv_(excess.square_(), damped, value=0.5 * (1 - beta2) ** 2)
-        direction = g.div(1 - beta1**steps).add_(mean, alpha=decay)
-        mean.addcdiv_(direction, h + decay, value=-group["lr"] * (group["initial_hessian"] + decay))
+        ivon_update(
+            mean,
+            gradient,
+            product,
+            state["momentum"],
+            state["hessian"],
+            lr=group["lr"],
+            betas=group["betas"],
+            correction=1 - group["betas"][0] ** float(state["step"]),
+            n_data=group["n_data"],
+            decay=group["weight_decay"],
+            initial_hessian=group["initial_hessian"],
+        )
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         kappa, decay = group["n_data"], group["weight_decay"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature import StateReader
+from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer, positive
 from bayesadam.structures.settings import Precision
@@ -110,12 +111,18 @@ class Vadam(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        (beta1, beta2), steps = group["betas"], self._steps(state)
-        m, v, pull = state["momentum"], state["second_moment"], group["prior_precision"] / group["n_data"]
-        m.mul_(beta1).add_(gradient.add_(mean, alpha=pull), alpha=1 - beta1)
-        v.mul_(beta2).add_(product, alpha=1 - beta2)
-        denominator = v.div(1 - beta2**steps).sqrt_().add_(pull)
-        mean.sub_(m.div(denominator).mul_(group["lr"] / (1 - beta1**steps)))
+        betas, steps = group["betas"], float(state["step"])
+        vadam_update(
+            mean,
+            gradient,
+            product,
+            state["momentum"],
+            state["second_moment"],
+            lr=group["lr"],
+            betas=betas,
+            corrections=(1 - betas[0] ** steps, 1 - betas[1] ** steps),
+            pull=group["prior_precision"] / group["n_data"],
+        )
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import Network, forward, unflatten
-from bayesadam.engine.streams import Streams
 from bayesadam.posterior import Posterior
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
 LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())
 _SIGNALS = torch.logspace(math.log10(0.3), math.log10(3.0), 9, dtype=torch.float64)
-N_DRAWS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,26 +118,3 @@ def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:
     """f ~ N(f(x; θ), J Σ Jᵀ) on a grid (g,)."""
     found = posterior.predict(grid[:, None], likelihood="regression")
     return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
-
-
-# --- methods that draw ----------------------------------------------------------------------------------------------
-
-
-def bands_of_draws(draws: Tensor) -> Bands:
-    """Mean and standard deviation of functions drawn, (n, g)."""
-    return Bands(draws.mean(dim=0), draws.std(dim=0))
-
-
-def gaussian_draws(network: Network, mean: Tensor, std: Tensor, grid: Tensor, *, draws: int = N_DRAWS) -> Tensor:
-    """Functions (n, g) of weights drawn from N(μ, σ²), μ and σ flat, (1, weights); the same normals at every call.
-
-    Args:
-        network: the recipe.
-        mean: μ.
-        std: σ.
-        grid: (g,).
-        draws: n.
-    """
-    weights = mean + std * Streams([0], "play-draws").normal(draws, mean.shape[1])[0]
-    with torch.no_grad():
-        return forward(network, unflatten(network, weights), grid[:, None]).squeeze(2)

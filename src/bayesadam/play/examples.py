@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bayesadam.data.toy import Interval, ToyData, toy_points
-from bayesadam.play.ask import X_INTERVAL, Y_INTERVAL
+from bayesadam.play.request import X_INTERVAL, Y_INTERVAL
 
 # The paper's plane, stretched onto the page's.
 _CENTRE = (0.35, 0.4)

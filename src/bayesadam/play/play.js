@@ -1,6 +1,5 @@
 // The page of `bayesadam play`: points and sliders in, bands out, line by line as the server has them.
 
-const TITLES = { badam: "Badam", gp: "Gaussian process", "mc-dropout": "MC dropout", bbb: "Bayes by Backprop", vadam: "Vadam" };
 const EXAMPLES = { paper: "The paper's", gap: "A gap", cubic: "A cubic", few: "A few" };
 const KEYS = { n_data: "n", prior_precision: "d", noise: "s", dropout: "o", width: "w" };
 const SVG = "http://www.w3.org/2000/svg";
@@ -86,15 +85,15 @@ function showSliders() {
 
 // --- planes ----------------------------------------------------------------------------------------------------------
 
-function buildPanel(method) {
-  const box = make("section", { class: `panel ${method}`, "data-method": method }, byId("panels"));
+function buildPanel({ method, title, exact }) {
+  const box = make("section", { class: "panel", "data-method": method }, byId("panels"));
   const head = make("div", { class: "head" }, box);
-  make("h2", {}, head, TITLES[method]);
+  make("h2", {}, head, title);
   const said = make("span", { class: "said" }, head, "");
   const wide = (right - left) * UNIT, high = (top - bottom) * UNIT;
   const svg = make("svg", {
     class: "plane", viewBox: `0 0 ${wide} ${high}`, tabindex: 0, role: "application",
-    "aria-label": `${TITLES[method]}: a plane of points. Arrows move a cross, Enter adds or removes a point.`,
+    "aria-label": `${title}: a plane of points. Arrows move a cross, Enter adds or removes a point.`,
   }, box);
   make("rect", { class: "back", width: wide, height: high }, svg);
   for (let x = left; x <= right; x++) {
@@ -111,7 +110,7 @@ function buildPanel(method) {
   const dots = make("g", {}, svg);
   const cross = make("path", { class: "cross" }, svg);
   const bar = make("i", {}, make("div", { class: "bar" }, box));
-  panels.set(method, { box, said, svg, paths, dots, hint, cross, bar, at: [0, 0] });
+  panels.set(method, { exact, box, said, svg, paths, dots, hint, cross, bar, at: [0, 0] });
   attend(svg, method);
 }
 
@@ -238,9 +237,9 @@ function readHash() {
   return true;
 }
 
-// --- asking the server: the newest request wins, but not before the one under way has said its first word ------------
+// --- requests: the newest request wins, but not before the one under way has said its first word ------------
 
-let flight = null, waiting = false, afresh = false, tries = 0;
+let flight = null, waiting = false, restart = false, tries = 0;
 
 function changed() {
   if (state.follow) state.n_data = Math.max(1, state.points.length);
@@ -249,21 +248,21 @@ function changed() {
   showPoints();
   writeHash();
   for (const { box } of panels.values()) box.classList.add("stale");
-  request();
+  send();
 }
 
-function request() {
+function send() {
   if (flight && !flight.heard) { waiting = true; return; }
   flight?.abort.abort();
   waiting = false;
-  ask();
+  fetchBands();
 }
 
-async function ask() {
+async function fetchBands() {
   const own = (flight = { abort: new AbortController(), heard: false, began: performance.now() });
-  const body = { page, points: state.points, units: state.units, afresh };
+  const body = { page, points: state.points, units: state.units, restart };
   for (const { name } of config.sliders) body[name] = state[name];
-  afresh = false;
+  restart = false;
   try {
     const answer = await fetch("/bands", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: own.abort.signal,
@@ -271,7 +270,7 @@ async function ask() {
     if (answer.status === 503 && tries < RETRIES) {
       tries += 1;
       flight = null;
-      return void setTimeout(request, 1000 * (parseFloat(answer.headers.get("Retry-After")) || 1));
+      return void setTimeout(send, 1000 * (parseFloat(answer.headers.get("Retry-After")) || 1));
     }
     if (!answer.ok) throw new Error((await answer.json()).error);
     tries = 0;
@@ -281,7 +280,7 @@ async function ask() {
   }
   own.heard = true;
   if (flight === own) flight = null;
-  if (waiting) request();
+  if (waiting) send();
 }
 
 async function hear(stream, own) {
@@ -293,7 +292,7 @@ async function hear(stream, own) {
     rest = lines.pop();
     for (const line of lines) take(JSON.parse(line), own);
     own.heard = true;
-    if (waiting) request();
+    if (waiting) send();
   }
 }
 
@@ -311,11 +310,11 @@ function take(message, own) {
   said.textContent = `${told(message)} · ${message.seconds < 0.01 ? "<0.01" : message.seconds.toFixed(2)} s`;
   box.dataset.steps = message.steps;
   box.dataset.updates = 1 + +(box.dataset.updates ?? 0);
-  if (message.method === "badam" && !own.first) box.dataset.latency = Math.round((own.first = performance.now() - own.began));
+  if (message.method === config.panels[0].method && !own.first) box.dataset.latency = Math.round((own.first = performance.now() - own.began));
 }
 
 function told({ method, steps, left }) {
-  if (method === "gp") return "exact";
+  if (panels.get(method).exact) return "exact";
   const count = `${steps.toLocaleString("en")} steps`;
   return left ? `${count}, ${left.toLocaleString("en")} to go` : count;
 }
@@ -337,7 +336,7 @@ function tell(trouble) {
 // --- begin -----------------------------------------------------------------------------------------------------------
 
 buildSliders();
-for (const method of Object.keys(TITLES)) buildPanel(method);
+for (const panel of config.panels) buildPanel(panel);
 for (const unit of config.units) make("option", { value: unit }, byId("units"), unit);
 for (const [name, points] of Object.entries(config.examples)) {
   const button = make("button", { type: "button", "data-example": name }, byId("examples"), EXAMPLES[name] ?? name);
@@ -345,7 +344,7 @@ for (const [name, points] of Object.entries(config.examples)) {
 }
 byId("units").addEventListener("change", (event) => { state.units = event.target.value; changed(); });
 byId("clear").addEventListener("click", () => { state.points = []; changed(); });
-byId("afresh").addEventListener("click", () => { afresh = true; changed(); });
+byId("restart").addEventListener("click", () => { restart = true; changed(); });
 addEventListener("hashchange", () => { if (readHash()) changed(); });
 if (!readHash()) state.points = config.examples.paper.map(([x, y]) => inside(x, y));
 changed();

@@ -22,8 +22,9 @@ import torch
 
 from bayesadam._version import __version__
 from bayesadam.errors import SettingError
-from bayesadam.play.ask import MOST_BYTES, Ask, AskError, describe, parse
+from bayesadam.play import learners
 from bayesadam.play.examples import examples
+from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, parse
 from bayesadam.play.session import Sessions
 
 HOST = "127.0.0.1"
@@ -190,7 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._path not in self._GET:
             raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {self._path!r:.60}; the page is at /")
         if self._path == "/config":
-            self._send_json(HTTPStatus.OK, {**describe(), "examples": examples(), "version": __version__})
+            panels = [panel.describe() for panel in learners.PANELS]
+            found = {**describe(), "panels": panels, "examples": examples(), "version": __version__}
+            self._send_json(HTTPStatus.OK, found)
             return
         name, kind = _ASSETS[self._path]
         self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
@@ -200,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             known = self._path in self._GET
             status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
             raise _Refused(status, "only /bands takes a POST", **({"Allow": "GET, HEAD"} if known else {}))
-        ask = self._ask()
+        request = self._request()
         if not self.server.streams.acquire(blocking=False):
             raise _Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -208,11 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
                 **{"Retry-After": "1"},
             )
         try:
-            self._stream(self.server.sessions.of(ask.page).answer(ask, _hung_up(self.connection)))
+            self._stream(self.server.sessions.of(request.page).answer(request, _hung_up(self.connection)))
         finally:
             self.server.streams.release()
 
-    def _ask(self) -> Ask:
+    def _request(self) -> Request:
         if self.headers.get_content_type() != "application/json":
             raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
         if "Transfer-Encoding" in self.headers:
@@ -233,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._arrived()
         try:
             return parse(body)
-        except AskError as error:
+        except RequestError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
 
     # --- answering --------------------------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ def _warm_up() -> None:
     for message in (
         Sessions().of("warm").answer(parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}'), bool)
     ):
-        if message["type"] == "bands" and message["method"] == "vadam":
+        if message["type"] == "bands" and message["method"] == learners.PANELS[-1].method:
             return
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from bayesadam.errors import BayesAdamError
-from bayesadam.play.ask import N_GRID, X_INTERVAL, Ask
+from bayesadam.play import learners
 from bayesadam.play.bands import Bands
-from bayesadam.play.learners import Learner, all_learners
+from bayesadam.play.learners import Learner
+from bayesadam.play.request import N_GRID, X_INTERVAL, Request
 
 GRID = torch.linspace(*X_INTERVAL, N_GRID)
 # How long Badam trains before it first answers; how long a learner trains at a time, at first and after some turns.
@@ -36,13 +37,13 @@ class Session:
         self._mine = threading.Lock()
         self._newest = threading.Lock()
         self._current = threading.Event()
-        self._learners: tuple[Learner, ...] = all_learners()
+        self._learners: tuple[Learner, ...] = tuple(panel.learner(panel) for panel in learners.PANELS)
 
-    def answer(self, ask: Ask, gone: Callable[[], bool]) -> Generator[Message, None, None]:
+    def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
         """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
 
         Args:
-            ask: the request.
+            request: points and sliders.
             gone: whether the page has hung up; asked between steps.
         """
         began = time.perf_counter()
@@ -51,10 +52,10 @@ class Session:
             older, self._current = self._current, stop
         older.set()
         with self._mine:
-            if not ask.points:
+            if not request.points:
                 yield {"type": "done", "seconds": 0.0}
                 return
-            for message in self._messages(ask, lambda: stop.is_set() or gone()):
+            for message in self._messages(request, lambda: stop.is_set() or gone()):
                 yield message
                 if stop.is_set():
                     break
@@ -65,8 +66,8 @@ class Session:
         """End the request under way."""
         self._current.set()
 
-    def _messages(self, ask: Ask, stopped: Callable[[], bool]) -> Iterator[Message]:
-        spent = dict.fromkeys((learner.method for learner in self._learners), 0.0)
+    def _messages(self, request: Request, stopped: Callable[[], bool]) -> Iterator[Message]:
+        spent = dict.fromkeys((learner.panel.method for learner in self._learners), 0.0)
         pending = list(self._learners)
         first, seconds = True, TURN_SECONDS[0]
         while pending and not stopped():
@@ -74,20 +75,22 @@ class Session:
                 limit = FIRST_SECONDS if first and learner is self._learners[0] else seconds
                 with self._turns:
                     began = time.perf_counter()
-                    message = _turn(learner, ask if first else None, began + limit, stopped)
-                    spent[learner.method] += time.perf_counter() - began
+                    message = _turn(learner, request if first else None, began + limit, stopped)
+                    spent[learner.panel.method] += time.perf_counter() - began
                 if message is None:
                     return
                 if message["type"] == "failed":
-                    self._learners = tuple(type(own)() if own is learner else own for own in self._learners)
+                    self._learners = tuple(
+                        own.panel.learner(own.panel) if own is learner else own for own in self._learners
+                    )
                 if not learner.left or message["type"] == "failed":
                     pending.remove(learner)
-                yield message | {"seconds": round(spent[learner.method], 3)}
+                yield message | {"seconds": round(spent[learner.panel.method], 3)}
             first, seconds = False, min(1.5 * seconds, TURN_SECONDS[1])
 
 
 class Sessions:
-    """The pages that were seen last; an older one that comes back starts afresh."""
+    """The pages that were seen last; an older one that comes back restarts."""
 
     def __init__(self) -> None:
         self._turns = threading.Lock()
@@ -110,11 +113,11 @@ class Sessions:
                 session.cancel()
 
 
-def _turn(learner: Learner, ask: Ask | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
+def _turn(learner: Learner, request: Request | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
     """Take up the request, where it is new, train until the deadline, and say what came of it; nothing if stopped."""
     try:
-        if ask is not None:
-            learner.turn_to(ask)
+        if request is not None:
+            learner.accept(request)
         while learner.left:
             learner.step()
             if time.perf_counter() >= deadline or stopped():
@@ -123,17 +126,17 @@ def _turn(learner: Learner, ask: Ask | None, deadline: float, stopped: Callable[
             return None
         bands = learner.bands(GRID)
     except (BayesAdamError, ArithmeticError, RuntimeError) as error:
-        return {"type": "failed", "method": learner.method, "error": f"{error!s:.200}"}
+        return {"type": "failed", "method": learner.panel.method, "error": f"{error!s:.200}"}
     if not bands.finite:
-        said = "its numbers are no longer finite: move the sliders from their ends, or train afresh"
-        return {"type": "failed", "method": learner.method, "error": said}
+        said = "its numbers are no longer finite: move the sliders from their ends, or restart the training"
+        return {"type": "failed", "method": learner.panel.method, "error": said}
     return _said(learner, bands)
 
 
 def _said(learner: Learner, bands: Bands) -> Message:
     return {
         "type": "bands",
-        "method": learner.method,
+        "method": learner.panel.method,
         "steps": learner.taken,
         "left": learner.left,
         "mean": _rounded(bands.mean),

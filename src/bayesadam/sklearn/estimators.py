@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -17,33 +15,26 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor
 
+from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
+from bayesadam.engine.network import ACTIVATIONS, Network
+from bayesadam.engine.rules.adam import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import LikelihoodName as Likelihood
-from bayesadam.posterior import Posterior
-from bayesadam.sklearn.training import (
-    ACTIVATIONS,
-    Data,
-    Loss,
-    Part,
-    Recipe,
-    Schedule,
-    Trained,
-    cross_entropy,
-    squared_error,
-    train,
-)
+from bayesadam.likelihoods import LikelihoodName, NumericPredictive, likelihood
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.sklearn.training import Recipe, Schedule, Trained, fit_networks, split
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
+RegressionLikelihood = Literal["regression", "heteroscedastic", "poisson"]
 _DTYPES = (np.float64, np.float32)
 _LARGEST_SEED = 2**31 - 1
-# Chosen on made-up tables. A cross-entropy goes on falling as weights grow, a squared error does not.
-_WEIGHT_DECAY = {"regression": 0.01, "classification": 0.3}
+# Chosen on made-up tables. A cross-entropy keeps falling as weights grow, a squared error does not.
+_WEIGHT_DECAY = {"regression": 0.01, "heteroscedastic": 0.1, "poisson": 0.01, "classification": 0.3}
 
 
 # --- the estimators -------------------------------------------------------------------------------------------------
@@ -64,7 +55,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         max_epochs: int = 300,
         patience: int | None = 30,
         validation_fraction: float = 0.2,
-        n_ensemble: int = 1,
+        n_ensemble: int = 5,
         calibration: Calibration | None = "auto",
         power: float = 0.5,
         random_state: Any = None,
@@ -85,22 +76,34 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.device = device
 
-    def _learn(self, X: Array, y: Tensor, *, outputs: int, likelihood: Likelihood, loss: Loss) -> None:
+    def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
         _check(self)
+        kind = likelihood(name)
         self.input_scaler_ = _scaler(X)
-        data = Data(self._scaled(X).float(), y)
-        strata = np.zeros(len(y)) if likelihood == "regression" else y.numpy()
+        x = self._scaled(X)
+        y = kind.shaped(y, x)
+        strata = y.numpy() if name == "classification" else np.zeros(len(y))
         random = check_random_state(self.random_state)
         parts = split(strata, float(self.validation_fraction), int(self.n_ensemble), random)
         n = len(parts[0].rows)
-        trained = train(_recipe(self, n, likelihood), data, parts, outputs=outputs, loss=loss)
-        self.posteriors_ = [
-            calibrated(
-                read_posterior(one, n, float(self.power)), data.take(part.held_out), likelihood, self.calibration
-            )
-            for one, part in zip(trained, parts, strict=True)
-        ]
+        outputs = kind.n_outputs(y)
+        network = Network(x.shape[1], tuple(map(int, self.hidden)), outputs, self.activation)
+        trained = fit_networks(
+            _recipe(self, n, name),
+            network,
+            kind,
+            x.float(),
+            kind.shaped(y, x.float()),
+            parts,
+            torch.zeros(outputs) if centre is None else centre,
+        )
+        self.posteriors_ = []
+        for one, part in zip(trained, parts, strict=True):
+            posterior = read_posterior(one, network, n, float(self.power))
+            held_out = x[part.held_out], y[part.held_out]
+            self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
+        self.posterior_ = Mixture(self.posteriors_)
         self.networks_ = [posterior.model for posterior in self.posteriors_]
         self.best_epochs_ = [one.best_epoch for one in trained]
         self.n_iter_ = max(one.epochs for one in trained)
@@ -163,29 +166,84 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         feature_names_in_: their names, where X had them.
     """
 
+    def __init__(
+        self,
+        hidden: Sequence[int] = (50, 50),
+        *,
+        likelihood: RegressionLikelihood = "regression",
+        activation: str = "relu",
+        lr: float = 1e-2,
+        schedule: Schedule = "cosine",
+        weight_decay: float | Literal["auto"] = "auto",
+        batch_size: int | Literal["auto"] = "auto",
+        max_epochs: int = 300,
+        patience: int | None = 30,
+        validation_fraction: float = 0.2,
+        n_ensemble: int = 5,
+        calibration: Calibration | None = "auto",
+        power: float = 0.5,
+        random_state: Any = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(
+            hidden,
+            activation=activation,
+            lr=lr,
+            schedule=schedule,
+            weight_decay=weight_decay,
+            batch_size=batch_size,
+            max_epochs=max_epochs,
+            patience=patience,
+            validation_fraction=validation_fraction,
+            n_ensemble=n_ensemble,
+            calibration=calibration,
+            power=power,
+            random_state=random_state,
+            device=device,
+        )
+        self.likelihood = likelihood
+
     def fit(self, X: Any, y: Any) -> Self:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        if self.likelihood not in get_args(RegressionLikelihood):
+            raise SettingError(f"likelihood must be one of {get_args(RegressionLikelihood)}, got {self.likelihood!r}")
         self._one_target = y.ndim == 1
-        columns = y.reshape(len(y), -1).astype(np.float64)
-        self.target_scaler_ = _scaler(columns)
-        targets = torch.from_numpy(self.target_scaler_.transform(columns)).float()
-        self._learn(X, targets, outputs=targets.shape[1], likelihood="regression", loss=squared_error)
-        noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
-        noise = noise * self.target_scaler_.scale_**2
-        self.noise_variance_ = float(noise[0]) if self._one_target else noise
+        columns, centre = y.reshape(len(y), -1).astype(np.float64), None
+        if self.likelihood == "poisson":
+            # Counts stay as they are, which is what a scaler of zeros does; the log-rates start at their mean.
+            self.target_scaler_ = _scaler(np.zeros_like(columns))
+            centre = torch.from_numpy(np.log(columns.mean(axis=0).clip(min=0.5 / len(columns)))).float()
+        else:
+            self.target_scaler_ = _scaler(columns)
+        self._learn(X, torch.from_numpy(self.target_scaler_.transform(columns)), self.likelihood, centre)
+        if self.likelihood == "regression":
+            noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
+            noise = noise * self.target_scaler_.scale_**2
+            self.noise_variance_ = float(noise[0]) if self._one_target else noise
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
+        if return_std or self.likelihood == "poisson":
+            found = self._predictive(self._inputs(X))
+            mean = self._in_units(found.predicted_mean)
+            return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
+        # E[y] is the average of what the networks say: no derivative is needed.
+        inputs, kind = self._inputs(X), likelihood(self.likelihood)
+        outputs = []
+        for network in self.networks_:
+            with alone_with(network), torch.no_grad():
+                outputs.append(kind.locations(network(inputs)))
+        return self._in_units(torch.stack(outputs).mean(dim=0))
+
+    def log_likelihood(self, X: Any, y: Any) -> Array:
+        """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets where y has several."""
         inputs = self._inputs(X)
-        if not return_std:
-            with torch.no_grad():
-                outputs = torch.stack([network(inputs) for network in self.networks_])
-            return self._in_units(outputs.mean(dim=0))
-        found = [private(posterior).predict(inputs) for posterior in self.posteriors_]
-        mean, variance = mixed([one.mean for one in found], [one.total_variance for one in found])
-        return self._in_units(mean), self._in_units(variance.sqrt(), shift=False)
+        columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
+        scaled = torch.from_numpy(self.target_scaler_.transform(columns))
+        found: Array = self._predictive(inputs).log_prob(scaled).numpy() - np.log(self.target_scaler_.scale_).sum()
+        return found
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
@@ -198,19 +256,17 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         if not _is_count(n_samples):
             raise SettingError(f"n_samples must be a positive whole number, got {n_samples!r}")
-        random = check_random_state(random_state)
-        chosen = random.randint(len(self.posteriors_), size=n_samples)
-        seeds = random.randint(_LARGEST_SEED, size=len(self.posteriors_))
-        draws = torch.empty(n_samples, len(inputs), len(self.target_scaler_.scale_), dtype=inputs.dtype)
-        for number in np.unique(chosen):
-            rows = torch.from_numpy(np.flatnonzero(chosen == number))
-            generator = torch.Generator().manual_seed(int(seeds[number]))
-            # Moments, which are not used here, need two draws.
-            found = private(self.posteriors_[number]).predict(
-                inputs, predictive="linearised-sampled", n_samples=max(2, len(rows)), generator=generator
-            )
-            draws[rows] = found.sample(len(rows), generator=generator)
-        return np.moveaxis(self._in_units(draws), 0, -1)
+        generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(_LARGEST_SEED)))
+        # Moments, which are not used here, need two draws.
+        found = self._predictive(
+            inputs, predictive="linearised-sampled", n_samples=max(2, int(n_samples)), generator=generator
+        )
+        return np.moveaxis(self._in_units(found.sample(int(n_samples), generator=generator)), 0, -1)
+
+    def _predictive(self, inputs: Tensor, **options: Any) -> NumericPredictive:
+        found = self.posterior_.predict(inputs, likelihood=self.likelihood, **options)
+        assert isinstance(found, NumericPredictive)
+        return found
 
     def _in_units(self, scaled: Tensor, *, shift: bool = True) -> Array:
         """From standardised targets, in the last dimension, to the shape and units of y."""
@@ -249,11 +305,10 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         """Learn from inputs (n, features) and labels (n,) of any kind."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
         check_classification_targets(y)
-        self.classes_, numbers = np.unique(y, return_inverse=True)
+        self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"BadamClassifier needs two classes or more; y holds 1 class, {self.classes_.tolist()}")
-        targets = torch.from_numpy(numbers.astype(np.int64))
-        self._learn(X, targets, outputs=len(self.classes_), likelihood="classification", loss=cross_entropy)
+        self._learn(X, torch.from_numpy(indices.astype(np.int64)), "classification")
         return self
 
     def predict(self, X: Any) -> Array:
@@ -265,51 +320,19 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         inputs = self._inputs(X)
-        found = [private(posterior).predict(inputs, likelihood="classification") for posterior in self.posteriors_]
-        probs: Array = torch.stack([one.probs for one in found]).mean(dim=0).numpy()
+        probs: Array = self.posterior_.predict(inputs, likelihood="classification").probs.numpy()
         return probs
 
 
-# --- the steps of fit and predict -----------------------------------------------------------------------------------
+# --- the steps of fit -----------------------------------------------------------------------------------------------
 
 
-def split(strata: Array, fraction: float, n_parts: int, random: Any) -> list[Part]:
-    """Which rows each network is trained on and which it holds out; the first part does not depend on `n_parts`.
-
-    Every stratum gives its share to what is held out, and always keeps one row in training. The parts' held-out rows
-    overlap as little as may be: not at all where all of them together are no more than the other rows.
-
-    Args:
-        strata: a number a row: its class, or one and the same for all.
-        fraction: share of the rows to hold out; two rows at least, or one of two or three. With 0, or where no stratum
-            has two rows, every part is trained on all rows and held to the same ones.
-        n_parts: the number of networks.
-        random: a RandomState.
-    """
-    n = len(strata)
-    order = random.permutation(n)
-    order = order[np.argsort(strata[order], kind="stable")]
-    spare = np.delete(order, np.unique(strata[order], return_index=True)[1])
-    count = min(max(round(fraction * n), min(2, n // 2)), len(spare)) if fraction else 0
-    start, seeds = random.uniform(), random.randint(_LARGEST_SEED, size=n_parts)
-    if not count:
-        everything = torch.arange(n)
-        return [Part(everything, everything, int(seed)) for seed in seeds]
-    parts = []
-    for number, seed in enumerate(seeds):
-        # Evenly spaced in an order that has the strata one after the other, and between those of the other parts.
-        places = (np.arange(count) + (start + number / n_parts) % 1) * (len(spare) / count)
-        held_out = spare[places.astype(int)]
-        rows = np.setdiff1d(order, held_out)
-        parts.append(Part(torch.from_numpy(rows), torch.from_numpy(held_out), int(seed)))
-    return parts
-
-
-def read_posterior(trained: Trained, n_data: int, power: float) -> Posterior:
-    """The posterior in AdamW's state; it and the network go on in float64."""
+def read_posterior(trained: Trained, network: Network, n_data: int, power: float) -> Posterior:
+    """The posterior in AdamW's state, and its network, both in float64."""
     decay = trained.state["param_groups"][0]["weight_decay"]
+    model = network.build(trained.params)
     posterior = Posterior.from_state_dict(
-        trained.network,
+        model,
         trained.state,
         n_data,
         optimizer="adamw",
@@ -318,42 +341,26 @@ def read_posterior(trained: Trained, n_data: int, power: float) -> Posterior:
         power=power,
         batch_size=trained.batch_size,
     )
-    trained.network.double()
+    model.double()
     return posterior.to(dtype=torch.float64)
 
 
 def calibrated(
-    posterior: Posterior, held_out: Data, likelihood: Likelihood, calibration: Calibration | None
+    posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
 ) -> Posterior:
     """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be had."""
-    held_out = held_out.double()
-    if likelihood == "regression":
+    if likelihood(name).noise:
+        x, y = held_out
         with torch.no_grad():
-            residual = held_out.y - posterior.model(held_out.x)
-        posterior = posterior.replace(noise_variance=residual.square().mean(dim=0))
+            posterior = posterior.replace(noise_variance=(y - posterior.model(x)).square().mean(dim=0))
     if calibration is None:
         return posterior
     method = None if calibration == "auto" else calibration
     try:
-        return calibrate(posterior, (held_out.x, held_out.y), likelihood=likelihood, method=method)
+        return calibrate(posterior, held_out, likelihood=name, method=method)
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
         return posterior
-
-
-def mixed(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of an equal mixture: E[μ_k], and E[σ²_k] + Var[μ_k].
-
-    >>> mixed([torch.tensor(0.0), torch.tensor(2.0)], [torch.tensor(1.0), torch.tensor(3.0)])
-    (tensor(1.), tensor(3.))
-    """
-    stacked = torch.stack(list(means))
-    return stacked.mean(dim=0), torch.stack(list(variances)).mean(dim=0) + stacked.var(dim=0, correction=0)
-
-
-def private(posterior: Posterior) -> Posterior:
-    """The posterior with a model of its own: predicting swaps weights in it, and other threads may predict meanwhile."""
-    return dataclasses.replace(posterior, model=copy.deepcopy(posterior.model))
 
 
 def _scaler(columns: Array) -> Any:
@@ -364,17 +371,14 @@ def _scaler(columns: Array) -> Any:
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
-def _recipe(estimator: _Badam, n: int, likelihood: Likelihood) -> Recipe:
+def _recipe(estimator: _Badam, n: int, name: str) -> Recipe:
     """An estimator's arguments for n training examples."""
-    weight_decay = _WEIGHT_DECAY[likelihood] if estimator.weight_decay == "auto" else float(estimator.weight_decay)
-    batch_size = min(max(32, n // 32), 256) if estimator.batch_size == "auto" else int(estimator.batch_size)
+    weight_decay = _WEIGHT_DECAY[name] if estimator.weight_decay == "auto" else float(estimator.weight_decay)
     return Recipe(
-        hidden=tuple(int(units) for units in estimator.hidden),
-        activation=estimator.activation,
+        rule=Adam(decoupled=True, weight_decay=weight_decay),
         lr=float(estimator.lr),
         schedule=estimator.schedule,
-        weight_decay=weight_decay,
-        batch_size=batch_size,
+        batch_size=min(max(32, n // 32), 256) if estimator.batch_size == "auto" else int(estimator.batch_size),
         max_epochs=int(estimator.max_epochs),
         patience=None if estimator.patience is None else int(estimator.patience),
         device=estimator.device,

@@ -1,85 +1,27 @@
-"""Several small networks trained at once, each with its own weights, batches, best epoch and state of AdamW.
-
-On a CPU a step of so small a network is all overhead, so that five networks stacked in one tensor cost little more than
-one. Nothing passes between them: AdamW works element by element, and the losses are summed.
-"""
+"""Which rows each network is trained on, in which batches, and when it stops; the engine trains them all at once."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from bayesadam.engine.batches import epochs
+from bayesadam.engine.gradients import Slope, loss_and_slope
+from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
+from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
+from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.errors import DivergedError
+from bayesadam.likelihoods import Likelihood
 
 Schedule = Literal["cosine", "constant"]
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "tanh": nn.Tanh,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "elu": nn.ELU,
-    "sigmoid": nn.Sigmoid,
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the networks are built and trained.
-
-    Attributes:
-        hidden: units of each hidden layer.
-        activation: a key of `ACTIVATIONS`.
-        lr: the learning rate at the start.
-        schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
-        weight_decay: AdamW's λ.
-        batch_size: the most examples behind one gradient.
-        max_epochs: passes over the data.
-        patience: epochs without a better held-out loss after which a network is done; None for no such end.
-        device: where the networks are trained.
-    """
-
-    hidden: tuple[int, ...]
-    activation: str
-    lr: float
-    schedule: Schedule
-    weight_decay: float
-    batch_size: int
-    max_epochs: int
-    patience: int | None
-    device: str | torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """Inputs (n, features) in float32 with their targets: numbers (n, outputs), or class numbers (n,)."""
-
-    x: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def take(self, rows: Tensor) -> Data:
-        """Some of the examples."""
-        return Data(self.x[rows], self.y[rows])
-
-    def to(self, device: str | torch.device) -> Data:
-        """The same on another device."""
-        return Data(self.x.to(device), self.y.to(device))
-
-    def double(self) -> Data:
-        """The same in float64; class numbers stay what they are."""
-        return Data(self.x.double(), self.y.double() if self.y.is_floating_point() else self.y)
+_LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,75 +36,142 @@ class Part:
     seed: int
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """One network as it was at its best epoch.
+def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: Any) -> list[Part]:
+    """The rows of each network; the first part does not depend on `n_parts`.
+
+    Every stratum gives its share to what is held out, and always keeps one row in training. The parts' held-out rows
+    overlap as little as possible: not at all where all of them together are no more than the other rows.
+
+    Args:
+        strata: one number per row: its class, or one and the same for all.
+        fraction: share of the rows to hold out; two rows at least, or one of two or three. With 0, or where no stratum
+            has two rows, every part is trained on all rows and held to the same ones.
+        n_parts: the number of networks.
+        random: a RandomState.
+    """
+    n = len(strata)
+    order = random.permutation(n)
+    order = order[np.argsort(strata[order], kind="stable")]
+    spare = np.delete(order, np.unique(strata[order], return_index=True)[1])
+    count = min(max(round(fraction * n), min(2, n // 2)), len(spare)) if fraction else 0
+    start, seeds = random.uniform(), random.randint(_LARGEST_SEED, size=n_parts)
+    if not count:
+        everything = torch.arange(n)
+        return [Part(everything, everything, int(seed)) for seed in seeds]
+    parts = []
+    for number, seed in enumerate(seeds):
+        # Evenly spaced in an order that has the strata one after the other, and between those of the other parts.
+        places = (np.arange(count) + (start + number / n_parts) % 1) * (len(spare) / count)
+        held_out = spare[places.astype(int)]
+        rows = np.setdiff1d(order, held_out)
+        parts.append(Part(torch.from_numpy(rows), torch.from_numpy(held_out), int(seed)))
+    return parts
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the networks are trained.
 
     Attributes:
-        network: with its weights, on the CPU.
+        rule: AdamW.
+        lr: the learning rate at the start.
+        schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
+        batch_size: the most examples behind one gradient.
+        max_epochs: passes over the data.
+        patience: epochs without a lower held-out loss after which a network is done; None for no such end.
+        device: where the networks are trained.
+    """
+
+    rule: Adam
+    lr: float
+    schedule: Schedule
+    batch_size: int
+    max_epochs: int
+    patience: int | None
+    device: str | torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """One network as it was after the epoch with its lowest held-out loss.
+
+    Attributes:
+        params: its weights by name, on the CPU.
         state: the state dict of AdamW after the same step, on the CPU.
-        best_epoch: the epoch, from 1, with the lowest held-out loss.
+        best_epoch: that epoch, from 1.
         epochs: how many were trained.
         batch_size: examples behind every gradient.
     """
 
-    network: nn.Sequential
+    params: dict[str, Tensor]
     state: dict[str, Any]
     best_epoch: int
     epochs: int
     batch_size: int
 
 
-# --- the networks ---------------------------------------------------------------------------------------------------
+def fit_networks(
+    recipe: Recipe, network: Network, kind: Likelihood, x: Tensor, y: Tensor, parts: Sequence[Part], centre: Tensor
+) -> list[Trained]:
+    """One network per part of the data, as it was at its best epoch: weights, v and step alike.
 
+    Args:
+        recipe: how they are trained.
+        network: their shape.
+        kind: the likelihood whose loss they are trained on.
+        x: inputs, (n, features), float32.
+        y: targets, as the likelihood's `shaped` has them.
+        parts: the rows of each network.
+        centre: what is added to the last layer's initial bias, (outputs,).
 
-def make_network(sizes: Sequence[int], activation: str) -> nn.Sequential:
-    """hidden1, hidden2, ..., output, with memory for weights but no values: no random number is drawn."""
-    parts: OrderedDict[str, nn.Module] = OrderedDict()
-    for number, (fan_in, fan_out) in enumerate(pairwise(sizes[:-1]), start=1):
-        parts[f"hidden{number}"] = nn.Linear(fan_in, fan_out, device="meta")
-        parts[f"activation{number}"] = ACTIVATIONS[activation]()
-    parts["output"] = nn.Linear(sizes[-2], sizes[-1], device="meta")
-    return nn.Sequential(parts).to_empty(device="cpu")
+    Raises:
+        DivergedError: a network's held-out loss was never finite.
+    """
+    x, y = x.to(recipe.device), y.to(recipe.device)
+    rows, held_out = (
+        torch.stack([getattr(part, name) for part in parts]).to(recipe.device) for name in ("rows", "held_out")
+    )
+    index, n, seeds = torch.arange(len(parts), device=recipe.device)[:, None], rows.shape[1], [p.seed for p in parts]
+    size = even_batch_size(n, recipe.batch_size)
 
+    def batch(chosen: Tensor) -> tuple[Tensor, Slope]:
+        own = rows[index, chosen]
+        targets = y[own]
+        return x[own], lambda f: loss_and_slope(lambda g: kind.loss(g, targets), f)[1]
 
-def initial_weights(network: nn.Sequential, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """torch's own initialisation, U(−k, k) with k = fan_in^(-1/2), from generators: (networks, *shape) a parameter."""
-    bounds = [
-        module.in_features**-0.5 for module in network if isinstance(module, nn.Linear) for _ in module.parameters()
-    ]
+    weights = initial(network, seeds, device=recipe.device)
+    weights[f"layer{len(network.hidden)}.bias"] += centre.to(recipe.device)
+    stack = Stack(network, recipe.rule, seeds, batch, weights=flatten(weights), device=recipe.device)
+    best = _Best(stack, recipe.patience)
+
+    def proceed() -> bool:
+        with torch.no_grad():
+            scores = kind.loss(forward(network, stack.params, x[held_out]), y[held_out])
+        return best.update(scores.cpu())
+
+    steps = n // size
+    # The rate of an epoch stays the same from its first step to its last.
+    falling = cosine(recipe.lr, recipe.max_epochs)
+    rate = constant(recipe.lr) if recipe.schedule == "constant" else lambda done: falling((done / steps).floor())
+    train(stack, islice(epochs(n, size, seeds), recipe.max_epochs), rate, proceed=proceed)
+    if not best.epoch.all():
+        raise DivergedError(f"the held-out loss was not finite after any of {best.now} epochs: lower lr={recipe.lr:g}")
     return [
-        torch.stack([torch.empty(parameter.shape).uniform_(-k, k, generator=g) for g in generators])
-        for parameter, k in zip(network.parameters(), bounds, strict=True)
+        Trained(
+            params=member(unflatten(network, best.tensors["weights"].cpu()), number),
+            state=optimizer_state_dict(
+                network,
+                {**best.tensors, "step": torch.tensor([float(steps * best_epoch)])},
+                number,
+                recipe.rule,
+                lr=float(rate(torch.tensor([steps * (best_epoch - 1.0)], dtype=torch.float64))),
+            ),
+            best_epoch=best_epoch,
+            epochs=trained,
+            batch_size=size,
+        )
+        for number, (best_epoch, trained) in enumerate(zip(best.epoch.tolist(), best.epochs.tolist(), strict=True))
     ]
-
-
-def stacked_outputs(network: nn.Sequential, weights: Sequence[Tensor], x: Tensor) -> Tensor:
-    """(networks, n, outputs) for inputs (networks, n, features), with weights as `initial_weights` makes them."""
-    given = iter(weights)
-    for module in network:
-        if isinstance(module, nn.Linear):
-            weight, bias = next(given), next(given)
-            x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
-        else:
-            x = module(x)
-    return x
-
-
-# --- their losses, one a network ------------------------------------------------------------------------------------
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error over examples and outputs."""
-    return (outputs - targets).square().mean(dim=(1, 2))
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the class numbers, in nats."""
-    return nn.functional.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none").mean(dim=1)
-
-
-# --- training -------------------------------------------------------------------------------------------------------
 
 
 def even_batch_size(n: int, most: int) -> int:
@@ -176,108 +185,29 @@ def even_batch_size(n: int, most: int) -> int:
     return n // math.ceil(n / most)
 
 
-def batches(rows: Tensor, size: int, generators: Sequence[torch.Generator]) -> Iterator[Tensor]:
-    """One epoch over the rows (networks, n) in a new order, (networks, size) at a time; n mod size are left out."""
-    n = rows.shape[1]
-    order = torch.stack([torch.randperm(n, generator=g) for g in generators])
-    yield from torch.split(rows.gather(1, order)[:, : n - n % size], size, dim=1)
-
-
-def rate(recipe: Recipe, epoch: int) -> float:
-    """The learning rate of an epoch, counted from 1."""
-    if recipe.schedule == "constant":
-        return recipe.lr
-    return recipe.lr * (1 + math.cos(math.pi * (epoch - 1) / recipe.max_epochs)) / 2
-
-
-def train(recipe: Recipe, data: Data, parts: Sequence[Part], *, outputs: int, loss: Loss) -> list[Trained]:
-    """One network a part, each as it was after the epoch with its lowest held-out loss: weights, v and step alike.
-
-    Torch's global random state is neither read nor changed.
-
-    Raises:
-        DivergedError: a network whose held-out loss was never finite.
-    """
-    generators = [torch.Generator().manual_seed(part.seed) for part in parts]
-    network = make_network([data.x.shape[1], *recipe.hidden, outputs], recipe.activation)
-    weights = [w.to(recipe.device).requires_grad_() for w in initial_weights(network, generators)]
-    optimizer = torch.optim.AdamW(weights, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-    data = data.to(recipe.device)
-    rows = torch.stack([part.rows for part in parts])
-    test = data.take(torch.stack([part.held_out for part in parts]).to(recipe.device))
-    size = even_batch_size(rows.shape[1], recipe.batch_size)
-
-    best = _Best(len(parts), recipe.patience)
-    for epoch in range(1, recipe.max_epochs + 1):
-        optimizer.param_groups[0]["lr"] = rate(recipe, epoch)
-        for picked in batches(rows, size, generators):
-            batch = data.take(picked.to(recipe.device))
-            optimizer.zero_grad()
-            loss(stacked_outputs(network, weights, batch.x), batch.y).sum().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        with torch.no_grad():
-            scores = loss(stacked_outputs(network, weights, test.x), test.y)
-        if not best.update(epoch, scores.cpu(), weights, [optimizer.state[w]["exp_avg_sq"] for w in weights]):
-            break
-    if not best.epoch.all():
-        raise DivergedError(f"the held-out loss was not finite after any of {epoch} epochs: lower lr={recipe.lr:g}")
-    group = optimizer.state_dict()["param_groups"][0]
-    return [
-        Trained(
-            network=_filled(network, [w[number] for w in best.weights]),
-            state={
-                "state": {
-                    index: {
-                        "step": torch.tensor(float(best_epoch * (rows.shape[1] // size))),
-                        "exp_avg_sq": v[number].cpu(),
-                    }
-                    for index, v in enumerate(best.second_moments)
-                },
-                "param_groups": [{**group, "lr": rate(recipe, best_epoch)}],
-            },
-            best_epoch=best_epoch,
-            epochs=epochs,
-            batch_size=size,
-        )
-        for number, (best_epoch, epochs) in enumerate(zip(best.epoch.tolist(), best.epochs.tolist(), strict=True))
-    ]
-
-
 class _Best:
-    """Each network's weights and second moments after its best epoch so far; only `update` changes it."""
+    """Each network's memory after its best epoch so far; only `update` changes it."""
 
-    def __init__(self, networks: int, patience: int | None) -> None:
+    def __init__(self, stack: Stack, patience: int | None) -> None:
+        self._live = {name: stack.tensors()[name] for name in ("weights", "exp_avg", "exp_avg_sq")}
+        self.tensors = {name: tensor.clone() for name, tensor in self._live.items()}
         self.patience = math.inf if patience is None else patience
-        self.score = torch.full((networks,), math.inf)
-        self.epoch = torch.zeros(networks, dtype=torch.long)
-        self.epochs = torch.zeros(networks, dtype=torch.long)
-        self.weights: list[Tensor] = []
-        self.second_moments: list[Tensor] = []
+        self.now = 0
+        self.score = torch.full((len(stack.seeds),), math.inf)
+        self.epoch, self.epochs = (torch.zeros(len(stack.seeds), dtype=torch.long) for _ in range(2))
 
-    def update(self, epoch: int, scores: Tensor, weights: Sequence[Tensor], moments: Sequence[Tensor]) -> bool:
-        """Take note of an epoch; whether any network should go on.
+    def update(self, scores: Tensor) -> bool:
+        """Take note of the next epoch; whether any network should train on.
 
-        One that has lost its patience stays as it is, though it is trained on beside the others.
+        One that has lost its patience stays as it is, though it is trained on with the others.
         """
-        if not self.weights:
-            self.weights = [w.detach().clone() for w in weights]
-            self.second_moments = [v.clone() for v in moments]
-        running = epoch - 1 - self.epoch < self.patience
+        running = self.now - self.epoch < self.patience
+        self.now += 1
         better = running & (scores < self.score)
-        self.epochs[running] = epoch
-        self.epoch[better] = epoch
+        self.epochs[running], self.epoch[better] = self.now, self.now
         self.score[better] = scores[better]
         if better.any():
-            rows = better.to(weights[0].device)
-            for kept, now in zip([*self.weights, *self.second_moments], [*weights, *moments], strict=True):
-                kept[rows] = now.detach()[rows]
-        return bool((epoch - self.epoch < self.patience).any())
-
-
-def _filled(template: nn.Sequential, weights: Sequence[Tensor]) -> nn.Sequential:
-    """A network of its own with these weights."""
-    network = copy.deepcopy(template)
-    with torch.no_grad():
-        for parameter, weight in zip(network.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    return network
+            rows = better.to(self._live["weights"].device)
+            for name, tensor in self._live.items():
+                self.tensors[name][rows] = tensor[rows]
+        return bool((self.now - self.epoch < self.patience).any())

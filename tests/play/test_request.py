@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bayesadam.play.ask import MOST_POINTS, SLIDERS, UNITS, AskError, describe, parse
 from bayesadam.play.examples import examples
+from bayesadam.play.request import MOST_POINTS, SLIDERS, UNITS, RequestError, describe, parse
 
 
 def body(**changes):
@@ -13,10 +13,10 @@ def body(**changes):
 
 
 def test_a_request_with_nothing_but_points_stands_at_the_defaults():
-    ask = parse(body())
-    assert ask.points == ((0.0, 0.5),)
-    assert {s.name: getattr(ask, s.name) for s in SLIDERS} == {s.name: s.default for s in SLIDERS}
-    assert (ask.units, ask.afresh) == (UNITS[0], False)
+    request = parse(body())
+    assert request.points == ((0.0, 0.5),)
+    assert {s.name: getattr(request, s.name) for s in SLIDERS} == {s.name: s.default for s in SLIDERS}
+    assert (request.units, request.restart) == (UNITS[0], False)
 
 
 @pytest.mark.parametrize("slider", SLIDERS, ids=lambda s: s.name)
@@ -24,10 +24,10 @@ def test_both_ends_of_a_slider_are_accepted_and_nothing_beyond(slider):
     for value in (slider.low, slider.high):
         assert getattr(parse(body(**{slider.name: value})), slider.name) == value
     for value in (slider.low / 2 - 0.1, slider.high * 2, "5", None, True, [1], {}, 10**400):
-        with pytest.raises(AskError, match=slider.name):
+        with pytest.raises(RequestError, match=slider.name):
             parse(body(**{slider.name: value}))
     if slider.whole:
-        with pytest.raises(AskError, match="whole"):
+        with pytest.raises(RequestError, match="whole"):
             parse(body(**{slider.name: slider.low + 0.5}))
 
 
@@ -58,19 +58,19 @@ def test_both_ends_of_a_slider_are_accepted_and_nothing_beyond(slider):
         (b'{"page": 3, "points": []}', "page"),
         (b'{"page": "a", "points": [], "units": "selu"}', "units"),
         (b'{"page": "a", "points": [], "units": ["tanh"]}', "units"),
-        (b'{"page": "a", "points": [], "afresh": 1}', "afresh"),
+        (b'{"page": "a", "points": [], "restart": 1}', "restart"),
         (b'{"page": "a", "points": [], "lr": 1}', "unknown key 'lr'"),
     ],
 )
 def test_what_is_refused_says_why_in_one_short_line(raw, said):
-    with pytest.raises(AskError, match=said) as caught:
+    with pytest.raises(RequestError, match=said) as caught:
         parse(raw)
     assert len(str(caught.value)) < 250
 
 
 def test_points_are_counted():
     assert len(parse(body(points=[[0, 0]] * MOST_POINTS)).points) == MOST_POINTS
-    with pytest.raises(AskError, match=f"at most {MOST_POINTS}"):
+    with pytest.raises(RequestError, match=f"at most {MOST_POINTS}"):
         parse(body(points=[[0, 0]] * (MOST_POINTS + 1)))
 
 

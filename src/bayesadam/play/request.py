@@ -1,4 +1,4 @@
-"""What a page asks for: points and sliders, checked once, at the door."""
+"""What a page requests: points and sliders, checked once, at the door."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = ("tanh", "relu")
 _PAGE = re.compile(r"[a-z0-9]{1,32}")
 
 
-class AskError(BayesAdamError):
+class RequestError(BayesAdamError):
     """A request that cannot be answered; the message says what would be accepted."""
 
 
@@ -53,7 +53,7 @@ class Slider:
         number = _number(value, self.name)
         if not self.low <= number <= self.high or (self.whole and number != int(number)):
             kind = "a whole number" if self.whole else "a number"
-            raise AskError(f"{self.name} must be {kind} from {self.low:g} to {self.high:g}, got {value!r:.40}")
+            raise RequestError(f"{self.name} must be {kind} from {self.low:g} to {self.high:g}, got {value!r:.40}")
         return number
 
 
@@ -62,13 +62,13 @@ SLIDERS = (
     Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, "prior precision: Badam at once; BBB, Vadam retrain"),
     Slider("noise", "σ", 0.02, 0.5, 0.1, True, False, "noise of an observation, known to all methods"),
     Slider("dropout", "dropout", 0.01, 0.6, 0.1, False, False, "share of units switched off: MC dropout retrains"),
-    Slider("width", "width", 5, 100, 50, False, True, "units in each of two layers: every network starts afresh"),
+    Slider("width", "width", 5, 100, 50, False, True, "units in each of two layers: every network restarts"),
 )
-_KEYS = {"page", "points", "units", "afresh", *(slider.name for slider in SLIDERS)}
+_KEYS = {"page", "points", "units", "restart", *(slider.name for slider in SLIDERS)}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request of one page.
 
     Attributes:
@@ -80,7 +80,7 @@ class Ask:
         dropout: MC dropout's rate.
         width: units in each of two hidden layers.
         units: their activation.
-        afresh: forget what the page's networks learnt before.
+        restart: forget what the page's networks learnt before.
     """
 
     page: str
@@ -91,32 +91,32 @@ class Ask:
     dropout: float
     width: int
     units: str = UNITS[0]
-    afresh: bool = False
+    restart: bool = False
 
 
-def parse(body: bytes) -> Ask:
+def parse(body: bytes) -> Request:
     """A request out of the bytes of a POST.
 
     >>> parse(b'{"page": "a", "points": [[0, 1]], "width": 20}').width
     20
 
     Raises:
-        AskError: it is not JSON, or not what a page may ask; sliders that are not named stand at their defaults.
+        RequestError: it is not JSON, or not what a page may ask; sliders that are not named stand at their defaults.
     """
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
-        raise AskError("the body must be JSON in UTF-8") from None
+        raise RequestError("the body must be JSON in UTF-8") from None
     except RecursionError:
-        raise AskError("the body is nested too deeply; send one flat object") from None
+        raise RequestError("the body is nested too deeply; send one flat object") from None
     except ValueError as error:
-        raise AskError(f"the body must be JSON: {error!s:.120}") from None
+        raise RequestError(f"the body must be JSON: {error!s:.120}") from None
     if not isinstance(found, dict):
-        raise AskError(f"the body must be a JSON object, got {type(found).__name__}")
+        raise RequestError(f"the body must be a JSON object, got {type(found).__name__}")
     unknown = sorted(found.keys() - _KEYS)
     if unknown:
-        raise AskError(f"unknown key {unknown[0]!r:.40}; known are {', '.join(sorted(_KEYS))}")
-    return _ask(found)
+        raise RequestError(f"unknown key {unknown[0]!r:.40}; known are {', '.join(sorted(_KEYS))}")
+    return _request(found)
 
 
 def describe() -> dict[str, Any]:
@@ -131,47 +131,47 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _ask(found: Mapping[str, Any]) -> Ask:
+def _request(found: Mapping[str, Any]) -> Request:
     page = found.get("page")
     if not isinstance(page, str) or not _PAGE.fullmatch(page):
-        raise AskError(f"page must be 1 to 32 small letters and digits, got {page!r:.40}")
+        raise RequestError(f"page must be 1 to 32 small letters and digits, got {page!r:.40}")
     units = found.get("units", UNITS[0])
     if units not in UNITS:
-        raise AskError(f"units must be one of {', '.join(UNITS)}, got {units!r:.40}")
-    afresh = found.get("afresh", False)
-    if not isinstance(afresh, bool):
-        raise AskError(f"afresh must be true or false, got {afresh!r:.40}")
+        raise RequestError(f"units must be one of {', '.join(UNITS)}, got {units!r:.40}")
+    restart = found.get("restart", False)
+    if not isinstance(restart, bool):
+        raise RequestError(f"restart must be true or false, got {restart!r:.40}")
     values = {slider.name: slider.check(found.get(slider.name, slider.default)) for slider in SLIDERS}
     width = int(values.pop("width"))
-    return Ask(page=page, points=_points(found.get("points")), width=width, units=units, afresh=afresh, **values)
+    return Request(page=page, points=_points(found.get("points")), width=width, units=units, restart=restart, **values)
 
 
 def _points(found: object) -> tuple[tuple[float, float], ...]:
     if not isinstance(found, list):
-        raise AskError(f"points must be a list of [x, y] pairs, got {type(found).__name__}")
+        raise RequestError(f"points must be a list of [x, y] pairs, got {type(found).__name__}")
     if len(found) > MOST_POINTS:
-        raise AskError(f"at most {MOST_POINTS} points, got {len(found)}: remove some, or clear the plane")
+        raise RequestError(f"at most {MOST_POINTS} points, got {len(found)}: remove some, or clear the plane")
     points = []
     for place, pair in enumerate(found):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise AskError(f"points[{place}] must be an [x, y] pair, got {pair!r:.40}")
+            raise RequestError(f"points[{place}] must be an [x, y] pair, got {pair!r:.40}")
         x, y = (_number(value, f"points[{place}]") for value in pair)
         for value, axis, (low, high) in ((x, "x", X_INTERVAL), (y, "y", Y_INTERVAL)):
             if not low <= value <= high:
-                raise AskError(f"points[{place}]: {axis} must lie from {low:g} to {high:g}, got {value:g}")
+                raise RequestError(f"points[{place}]: {axis} must lie from {low:g} to {high:g}, got {value:g}")
         points.append((x, y))
     return tuple(points)
 
 
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AskError(f"{name} must be a number, got {value!r:.40}")
+        raise RequestError(f"{name} must be a number, got {value!r:.40}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise AskError(f"{name} must be finite, got {value!r:.40}")
+        raise RequestError(f"{name} must be finite, got {value!r:.40}")
     return number
 
 

@@ -1,0 +1,126 @@
+"""Forward and backward passes of stacked networks, written out: the same few kernels every step, in memory taken once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesadam.engine.network import ACTIVATIONS, Network, linear, transposed, unflatten
+from bayesadam.engine.streams import Streams
+
+_ATEN = torch.ops.aten
+Loss = Callable[[Tensor], Tensor]
+Slope = Callable[[Tensor], Tensor]
+
+
+class _Activation(NamedTuple):
+    """φ, and the product of a gradient with φ', in place on the gradient, from φ's input or from its result."""
+
+    apply: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    from_input: bool
+
+
+_ACTIVATIONS: Mapping[str, _Activation] = {
+    "relu": _Activation(torch.relu_, lambda g, h: _ATEN.threshold_backward.grad_input(g, h, 0, grad_input=g), False),
+    "tanh": _Activation(torch.tanh_, lambda g, h: _ATEN.tanh_backward.grad_input(g, h, grad_input=g), False),
+    "sigmoid": _Activation(torch.sigmoid_, lambda g, h: _ATEN.sigmoid_backward.grad_input(g, h, grad_input=g), False),
+    "elu": _Activation(
+        torch.nn.functional.elu_, lambda g, h: _ATEN.elu_backward.grad_input(g, 1, 1, 1, True, h, grad_input=g), False
+    ),
+    "silu": _Activation(
+        torch.nn.functional.silu, lambda g, z: _ATEN.silu_backward.grad_input(g, z, grad_input=g), True
+    ),
+    "gelu": _Activation(
+        torch.nn.functional.gelu, lambda g, z: _ATEN.gelu_backward.grad_input(g, z, grad_input=g), True
+    ),
+}
+
+
+class StackedGradient:
+    """The gradient of a loss of the outputs, by the weights of a stack of networks.
+
+    With h₀ = x, z = h Wᵀ + b, h ← φ(z) m:  ∂W = Dᵀh, ∂b = Σ D, D ← (D W) m φ'(z), from D = ∂loss/∂f backwards.
+
+    Args:
+        network: the shape of the networks.
+        weights: (n, weights); the gradient is taken at the values this memory holds when called.
+    """
+
+    def __init__(self, network: Network, weights: Tensor) -> None:
+        self._activation = _ACTIVATIONS[network.activation]
+        self._weights = weights
+        self._layers = layers(network, weights)
+        self.gradient = torch.zeros_like(weights)
+        self._into = layers(network, self.gradient)
+        self._widths = (*network.hidden, network.n_outputs)
+        self._batch = 0
+
+    def __call__(self, x: Tensor, slope: Slope, *, masks: Sequence[Tensor] | None = None) -> Tensor:
+        """(n, weights), in memory that the next call overwrites.
+
+        Args:
+            x: (n, b, inputs).
+            slope: from the outputs f (n, b, outputs) to ∂loss/∂f.
+            masks: the factors of every hidden layer's units, (n, b, units), for dropout.
+        """
+        if self._batch != x.shape[1]:
+            self._batch = x.shape[1]
+            self._outputs = [self._weights.new_empty(len(self._weights), self._batch, width) for width in self._widths]
+            self._slopes = [torch.empty_like(output) for output in self._outputs[:-1]]
+        inputs = [x]
+        for number, (weight, bias) in enumerate(self._layers):
+            out = torch.bmm(inputs[-1], transposed(weight), out=self._outputs[number]).add_(bias.unsqueeze(1))
+            if number < len(self._layers) - 1:
+                h = self._activation.apply(out)
+                inputs.append(h if masks is None else h * masks[number])
+        delta = slope(self._outputs[-1])
+        for number in reversed(range(len(self._layers))):
+            into_weight, into_bias = self._into[number]
+            torch.bmm(delta.mT, inputs[number], out=into_weight)
+            torch.sum(delta, 1, out=into_bias)
+            if number:
+                delta = torch.bmm(delta, self._layers[number][0], out=self._slopes[number - 1])
+                if masks is not None:
+                    delta.mul_(masks[number - 1])
+                delta = self._activation.backward(delta, self._outputs[number - 1])
+        return self.gradient
+
+
+def layers(network: Network, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Views (n, out, in) and (n, out) of flat weights (n, weights), layer by layer."""
+    parts = unflatten(network, flat)
+    return [(parts[f"layer{i}.weight"], parts[f"layer{i}.bias"]) for i in range(len(network.hidden) + 1)]
+
+
+def loss_and_slope(loss: Loss, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of a stack (n,) at outputs (n, b, outputs), and ∂(their sum)/∂outputs."""
+    with torch.enable_grad():
+        f = outputs.detach().requires_grad_()
+        losses = loss(f)
+        (slope,) = torch.autograd.grad(losses.sum(), f)
+    return losses.detach(), slope
+
+
+def sampled_outputs(
+    network: Network, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], x: Tensor, streams: Streams
+) -> Tensor:
+    """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs).
+
+    The weights of one row only enter through its activations, so these are drawn instead (local reparameterisation):
+    N(a Wᵀ + b, a² Sᵀ + s), unit by unit, exactly as if all weights had been drawn for each row.
+    """
+    widths = [*network.hidden, network.n_outputs]
+    noise = torch.split(streams.normal(x.shape[1], sum(widths)), widths, dim=2)
+    activation = ACTIVATIONS[network.activation]()
+    h = x
+    for number in range(len(widths)):
+        weight, bias = f"layer{number}.weight", f"layer{number}.bias"
+        std = linear(h.square(), variance[weight], variance[bias]).clamp_(min=0).sqrt_()
+        h = linear(h, mean[weight], mean[bias]).addcmul_(std, noise[number])
+        if number < len(network.hidden):
+            h = activation(h)
+    return h

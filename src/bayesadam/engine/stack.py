@@ -1,0 +1,243 @@
+"""A stack of small networks that learn by one rule: their memory, and the step, eager or captured as a CUDA graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam.engine.gradients import Slope, StackedGradient
+from bayesadam.engine.network import Network, flatten, initial, member, unflatten
+from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
+from bayesadam.engine.rules.rule import Functions, Gaussian, Rule, State, Step
+from bayesadam.engine.streams import Streams
+from bayesadam.errors import StateError
+
+Batch = Callable[[Tensor], tuple[Tensor, Slope]]
+Schedule = Callable[[Tensor], Tensor]
+
+
+class Stack:
+    """Networks of one shape, one per seed, under one rule.
+
+    Training runs in blocks. `prepare` writes what a block's steps read and is known beforehand, `run` takes the steps. A
+    step changes device memory alone, so that on CUDA it is captured as a graph and replayed.
+
+    Args:
+        network: the shape of the networks.
+        rule: how they learn.
+        seeds: one per network; a seed's numbers do not depend on the other seeds.
+        batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
+        n_data: N.
+        weights: flat weights to start from, (s, weights); None draws them from the seeds.
+        device: where the networks are.
+        average: β of a moving average of the weights, `mean`; 0 for none.
+        clip: the norm at which each network's gradient is clipped.
+        predraw: on CUDA, draw a block's random numbers outside the graph, which is faster and takes more memory.
+        steps_per_graph: steps that one CUDA graph holds.
+
+    Attributes:
+        weights: (s, weights).
+        mean: their moving average, or the weights themselves.
+        state: the rule's memory by name.
+        done: steps taken.
+        n_data: N, in device memory.
+        scale: what turns the gradient into that of the mean negative log-likelihood, (s, 1); for rules that need it.
+        penalty: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        rule: Rule,
+        seeds: Sequence[int],
+        batch: Batch,
+        *,
+        n_data: float = 1.0,
+        weights: Tensor | None = None,
+        device: str | torch.device = "cpu",
+        average: float = 0.0,
+        clip: float | None = None,
+        predraw: bool = False,
+        steps_per_graph: int = 1,
+    ) -> None:
+        self.network, self.rule, self.seeds, self.batch = network, rule, tuple(seeds), batch
+        self.device = torch.device(device)
+        self.weights = flatten(initial(network, seeds, device=device)) if weights is None else weights
+        self.n_data = torch.tensor(float(n_data), device=device)
+        self.state: State = rule.start(self.weights, self.n_data)
+        self.average, self.clip = average, clip
+        self.mean = self.weights.clone() if average else self.weights
+        self.done = 0
+        self.scale = torch.ones(len(seeds), 1, device=device)
+        self.penalty: Tensor | None = None
+        self.streams = Streams(seeds, "training", device)
+        self._at = self.weights if rule.in_place else torch.empty_like(self.weights)
+        self._gradient = StackedGradient(network, self._at)
+        self._predraw, self._steps_per_graph = predraw and self.device.type == "cuda", steps_per_graph
+        self._rows = self._rates = self._noise = torch.empty(0)
+        self._next = torch.zeros(1, dtype=torch.int64, device=device)
+        self._replay: Callable[[], None] | None = None
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: Tensor, schedule: Schedule) -> None:
+        """What the next block reads: rows (k, s, b), and the learning rates that the schedule has for its steps.
+
+        Args:
+            rows: the examples of each step.
+            schedule: from the steps done before each step, float64 (k,), to learning rates.
+        """
+        if not self.done:
+            for name, tensor in self.rule.start(self.weights, self.n_data).items():
+                self.state[name].copy_(tensor)
+        # On the device: a copy from the host would wait for all that is queued there.
+        done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.device)
+        corrections = [1 - beta ** (done + 1) for beta in self.rule.betas]
+        newest = 1 - (done / (done + 1)).clamp_(max=self.average)
+        before = self._rates, self._rows, self._noise
+        self._rates = _into(self._rates, torch.stack([schedule(done), *corrections, newest], dim=1).float())
+        self._rows = _into(self._rows, rows.to(self.device))
+        self._next.zero_()
+        if self._predraw:
+            noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
+            if noise is not None:
+                self._noise = _into(self._noise, noise.transpose(0, 1))
+        if any(old is not new for old, new in zip(before, (self._rates, self._rows, self._noise), strict=True)):
+            # A graph reads the memory that it was captured with.
+            self._replay = None
+
+    @torch.no_grad()
+    def run(self, steps: int) -> None:
+        """Take the next steps of the prepared block; on CUDA, all but the first ones by replaying a graph."""
+        taken = 0
+        while taken < steps:
+            # In its first steps a library chooses its kernels, which cannot be captured.
+            if self.device.type == "cuda" and self._replay is None and self.done + taken >= _WARM_UP:
+                self._replay = captured(self._several, [] if self._predraw else [self.streams])
+            if self._replay is not None and steps - taken >= self._steps_per_graph:
+                self._replay()
+                taken += self._steps_per_graph
+            else:
+                self._step()
+                taken += 1
+        self.done += steps
+
+    def _several(self) -> None:
+        for _ in range(self._steps_per_graph):
+            self._step()
+
+    def _step(self) -> None:
+        rows = self._rows.index_select(0, self._next)[0]
+        lr, first, second, newest = self._rates.index_select(0, self._next)[0].unbind()
+        step, rule = Step(lr, first, second, self.n_data), self.rule
+        if self._predraw:
+            noise = self._noise.index_select(0, self._next)[0] if self._noise.numel() else None
+        else:
+            noise = rule.noise(self.streams, self.network, rows.shape[1])
+        x, slope = self.batch(rows)
+        rule.at(self.weights, self.state, noise, step, self._at)
+        masks = rule.masks(noise, self.network)
+        if masks is not None and self.network.input_dropout:
+            x = x * masks.pop(0)
+        gradient = self._gradient(x, slope, masks=masks)
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+            gradient.mul_((self.clip / norm.clamp_(min=1e-12)).clamp_(max=1))
+        if rule.needs_noise:
+            gradient.mul_(self.scale)
+        if self.penalty is not None:
+            gradient.addcmul_(self.weights, self.penalty)
+        rule.update(self.weights, gradient, self.state, noise, step)
+        if self.average:
+            self.mean.lerp_(self.weights, newest)
+        self._next += 1
+
+    # --- what was learnt ----------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The weights, or their moving average, (s, *shape) by name."""
+        return unflatten(self.network, self.mean)
+
+    def gaussian(self) -> Gaussian | None:
+        """The Gaussian that the rule ends with, around `mean`."""
+        return self.rule.gaussian(self.mean, self.state, self.n_data)
+
+    def moments(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Mean and variance of one network's weights by name, on the CPU, where the rule has a Gaussian."""
+        found = self.gaussian()
+        if found is None:
+            return None
+        mean, variance = (member(unflatten(self.network, part.cpu()), index) for part in found)
+        return mean, variance
+
+    def functions(self, index: int, n: int, streams: Streams) -> Functions:
+        """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
+        own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
+        return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
+
+    def state_dict(self, index: int) -> dict[str, Any]:
+        """One network's part of Adam's memory, as torch's Adam or AdamW for that network alone would save it."""
+        if not isinstance(self.rule, Adam):
+            raise StateError(f"only Adam has a state dict that torch reads, and the rule is {type(self.rule).__name__}")
+        lr = float(self._rates[int(self._next) - 1, 0]) if self._rates.numel() else 0.0
+        return optimizer_state_dict(self.network, self.state, index, self.rule, lr=lr)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The memory that makes up the state, by name."""
+        averaged = {"mean": self.mean} if self.average else {}
+        return {"weights": self.weights, **averaged, "n_data": self.n_data, "scale": self.scale, **self.state}
+
+    def restore(self, tensors: Mapping[str, Tensor], done: int) -> None:
+        """Resume where `tensors` were taken, after so many steps."""
+        self.done = done
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+
+_WARM_UP = 3
+
+
+def train(
+    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, *, proceed: Callable[[], bool] | None = None
+) -> None:
+    """The training loop: block after block, as long as `proceed`, asked after each, says so."""
+    for rows in blocks:
+        stack.prepare(rows, schedule)
+        stack.run(len(rows))
+        if proceed is not None and not proceed():
+            return
+
+
+def captured(step: Callable[[], None], streams: Sequence[Streams]) -> Callable[[], None]:
+    """A step as a CUDA graph, whose replay does its work again; `streams` are those it draws from."""
+    graph = torch.cuda.CUDAGraph()
+    for stream in streams:
+        for generator in stream.generators:
+            graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def constant(lr: float) -> Schedule:
+    """α at every step."""
+    return lambda done: torch.full_like(done, lr)
+
+
+def cosine(lr: float, steps: int) -> Schedule:
+    """α ½(1 + cos πt/T), from α down to nothing."""
+    return lambda done: 0.5 * lr * (1 + torch.cos(math.pi * done / steps))
+
+
+def _into(memory: Tensor, values: Tensor) -> Tensor:
+    """The values in the same memory where they fit its leading rows, as a captured graph needs, else in new memory."""
+    if memory.shape[1:] != values.shape[1:] or len(memory) < len(values):
+        return values.contiguous().clone()
+    memory[: len(values)].copy_(values)
+    return memory
