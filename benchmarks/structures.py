@@ -48,10 +48,10 @@ from bayesadam import scores
 from bayesadam.calibration import CalibrationMethod
 from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
+from bayesadam.engine.stack import Stack
 from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.likelihoods import RegressionPredictive
-from bayesadam.methods.base import Problem, Stack
-from bayesadam.methods.training import Data, Training
+from bayesadam.methods import Data, Problem, Training
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8
 FAR = torch.tensor([[-0.4], [0.7], [1.1]])

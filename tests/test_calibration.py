@@ -20,6 +20,7 @@ import bayesadam as ba
 from bayesadam.calibration import CalibrationError, calibrate, log_marginal_likelihood
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from bayesadam.predict import CollapsedPredictionWarning, predict
+from bayesadam.predict.options import Options
 from bayesadam.structures.diagonal import Diagonal
 from cases import mlp
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over
@@ -447,13 +448,13 @@ def test_the_marginal_likelihood_needs_noise_a_prior_and_data():
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dict[str, Any]]]:
     """Every candidate that calibration predicted with, and how."""
     seen: list[tuple[ba.Posterior, dict[str, Any]]] = []
-    original = module.predict
+    original = module.predictive_of
 
-    def recorded(posterior: ba.Posterior, inputs: Any, **options: Any) -> Any:
-        seen.append((posterior, {**options, "seed": options["generator"].initial_seed()}))
-        return original(posterior, inputs, **options)
+    def recorded(posterior: ba.Posterior, inputs: Any, options: Options) -> Any:
+        seen.append((posterior, {**vars(options), "seed": options.generator.initial_seed()}))
+        return original(posterior, inputs, options)
 
-    monkeypatch.setattr(module, "predict", recorded)
+    monkeypatch.setattr(module, "predictive_of", recorded)
     return seen
 
 
@@ -467,7 +468,7 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
     found = calibrate(posterior, batch, generator=seeded(4), **options)
     assert predictions, "the predictive asked for was never used"
     (seed,) = {used["seed"] for _, used in predictions}
-    assert {(used["method"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
+    assert {(used["predictive"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
         (predictive, 6, likelihood)
     }
 
@@ -475,7 +476,7 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CollapsedPredictionWarning)
             return log_likelihood(
-                candidate, batch, likelihood=likelihood, method=predictive, n_samples=6, generator=seeded(seed)
+                candidate, batch, likelihood=likelihood, predictive=predictive, n_samples=6, generator=seeded(seed)
             )
 
     start = calibrate(posterior, batch, likelihood=likelihood)
@@ -679,7 +680,7 @@ def test_a_single_logit_is_no_choice_of_classes(method: str, shape: tuple[int, .
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"likelihood": "poisson"}, r"likelihood must be one of .*'poisson'"),
+        ({"likelihood": "counts"}, r"likelihood must be one of .*'counts'"),
         ({"method": "grid"}, r"method must be one of .*'grid'"),
         ({"predictive": "mcmc"}, r"predictive must be one of .*'mcmc'"),
         ({"link": "softmax"}, r"link must be one of .*'softmax'"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bayesadam._extras import require
 from bayesadam.errors import BayesAdamError
 
-# What errors tell to pass, as the command line has it.
+# Keywords in error messages, and the options of the command line for them.
 _OPTIONS = {
     "n_data=": "--n-data",
     "prior_precision=": "--prior-precision",
@@ -25,9 +25,9 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; errors of the library, Ctrl-C and missing packages end in one line, not in a traceback."""
+    """Run the command line; the library's errors, Ctrl-C and missing packages end in one line, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        # Reports hold Greek letters and signs; a console that cannot show them gets question marks, not a crash.
+        # A console that cannot show Greek letters gets question marks, not a crash.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:

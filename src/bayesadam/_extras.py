@@ -7,7 +7,7 @@ from types import ModuleType
 
 from bayesadam.errors import MissingExtraError
 
-# import name → extra; None marks the light packages that a plain install already brings for the command line.
+# import name → extra; None for the light packages of the command line, which a plain install has.
 EXTRA_OF: dict[str, str | None] = {
     "matplotlib": None,
     "rich": None,
@@ -24,7 +24,7 @@ EXTRA_OF: dict[str, str | None] = {
 
 
 def require(module: str) -> ModuleType:
-    """Import `module`, or say which install brings it.
+    """Import `module`, or say how to install it.
 
     >>> require("math").__name__
     'math'

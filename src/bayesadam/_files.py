@@ -13,7 +13,7 @@ from bayesadam.errors import FileError, MissingFileError
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place on success and vanishes otherwise."""
+    """A temporary file in the folder of `path` that replaces it on success and is removed otherwise."""
     target = Path(path)
     if not target.parent.is_dir():
         raise MissingFileError(f"cannot save to {target}: the folder {target.parent} does not exist")
@@ -37,13 +37,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileError(f"cannot save to {target}: {error.strerror or error}") from error
 
 
+def sweep(path: Path) -> None:
+    """Remove what a killed process left of its temporary files for `path`."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
 def keep_apart(out: Path, *sources: Path | None) -> None:
-    """Refuse to write over what is read: a file, or one inside a folder."""
+    """Refuse to overwrite a file, or one inside a folder, that is read."""
     for source in sources:
         if source is None or not out.exists() or not source.exists():
             continue
         if out.samefile(source) or (source.is_dir() and source.resolve() in out.resolve().parents):
-            raise FileError(f"{out} is what is read, and would be lost: write to another file")
+            raise FileError(f"{out} would overwrite what is read: write to another file")
 
 
 def _umask() -> int:

@@ -1,7 +1,6 @@
-"""Tensors of which every process holds a part (torch's DTensor, as FSDP2 makes), and the few things asked of them.
+"""Tensors of which every process holds a part: torch's DTensor, as FSDP2 makes them.
 
-torch.distributed.tensor takes a second to import and is missing from some builds, so it is imported when a DTensor is at
-hand, never before.
+torch.distributed.tensor takes a second to import and is missing from some builds, so it is imported only for a DTensor.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is spread over processes; False while nothing has imported DTensor, for then there is none."""
+    """Whether a tensor is sharded over processes; while nothing has imported DTensor there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -33,7 +32,7 @@ def check_placements(name: str, parameter: DTensor) -> None:
     odd = [placement for placement in parameter.placements if type(placement) not in (Shard, Replicate)]
     if odd:
         raise MatchError(
-            f"parameter {name!r} is placed as {parameter.placements}: only Shard and Replicate are understood, not {odd[0]}"
+            f"parameter {name!r} is placed as {parameter.placements}: {odd[0]} is not supported, only Shard and Replicate"
         )
 
 
@@ -43,7 +42,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every process, all of whom must ask; a sum over shards is added up here."""
+    """The whole tensor on every process, all of which must call it; a partial sum is added up here."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -56,7 +55,7 @@ def box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def wrapped(part: Tensor, like: DTensor) -> Tensor:
-    """Parts as one tensor placed as `like`; leading dimensions that `like` has not are whole on every process."""
+    """Parts as one tensor placed as `like`; leading dimensions that `like` lacks are whole on every process."""
     from torch.distributed.tensor import DTensor, Shard
 
     extra = part.dim() - like.dim()
@@ -67,7 +66,7 @@ def wrapped(part: Tensor, like: DTensor) -> Tensor:
 
 
 def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, on the device of `like` and spread over processes as it is; leading dimensions may come before.
+    """`tensor`, on the device of `like` and sharded as it is; leading dimensions may come before.
 
     A tensor that every process holds whole is cut without communication.
     """
@@ -121,16 +120,16 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Every FSDP2 module back to its shards, for a forward without a backward leaves the root's gathered."""
+    """Reshard every FSDP2 module: a forward without a backward leaves the root's parameters gathered."""
     for module in fsdp_modules(model):
         cast("FSDPModule", module).reshard()
 
 
 def recover(model: nn.Module) -> None:
-    """FSDP2 back from a forward that raised half-way, which leaves weights gathered that the next one would use."""
+    """Reset FSDP2 after a forward that raised half-way: the next one would use weights that are still gathered."""
     inner: set[nn.Module] = set()
     for module in fsdp_modules(model):
-        # Older releases have no way back.
+        # Older releases have no reset.
         if module not in inner and hasattr(module, "reset_iter_state"):
             cast("FSDPModule", module).reset_iter_state()
         inner.update(module.modules())

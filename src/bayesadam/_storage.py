@@ -1,54 +1,81 @@
-"""Posteriors on disk: one safetensors file of named tensors and a versioned JSON header. No pickle."""
+"""Safetensors files: named tensors, and for files of our own a versioned JSON header in the metadata. No pickle."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bayesadam._files import replacing
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
-HEADER = "bayesadam"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors under `role.parameter` names, with the header as JSON in the file's metadata."""
-    text = json.dumps({"format": FORMAT_VERSION, **header})
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: the metadata key of its header, what it is called in messages, and what to do about another."""
+
+    header: str
+    what: str
+    remedy: str = ""
+
+
+POSTERIOR = Kind("bayesadam", "a saved posterior")
+MASKS = Kind("bayesadam-masks", "a file of masks")
+SIMULATION = Kind("bayesadam.bandits", "a saved simulation", ": delete it to start again, or give another path")
+AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
+
+
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: Kind = POSTERIOR
+) -> None:
+    """Write tensors by name, with the header as JSON in the metadata; complete or not at all."""
+    text = json.dumps({"format": FORMAT_VERSION, **header}, allow_nan=False)
     with replacing(path) as temporary:
-        save_file(plain, temporary, metadata={HEADER: text})
+        write_tensors(temporary, tensors, tensors.__getitem__, {kind.header: text})
 
 
-def read(
-    path: str | os.PathLike[str], *, device: str | torch.device = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: str | os.PathLike[str], kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write` made."""
     if not Path(path).is_file():
         raise MissingFileError(f"no file at {path}")
+    tensors, metadata = map_tensors(Path(path), f"not {kind.what}", kind.remedy)
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            text = (file.metadata() or {}).get(HEADER)
-            loaded = None if text is None else json.loads(text)
-            header: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
-            check_version(path, header.get("format"))
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} is truncated or not a saved posterior ({error})") from error
+        header = json.loads(metadata.get(kind.header, "null"))
+    except ValueError as error:
+        raise FileError(f"{path} is truncated or not {kind.what} ({error}){kind.remedy}") from error
+    header = header if isinstance(header, dict) else {}
+    check_version(path, header.get("format"), kind)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, header
 
 
-def check_version(path: str | os.PathLike[str], version: object) -> None:
-    """Refuse what is not a saved posterior, or is one of a later format."""
+def check_version(path: str | os.PathLike[str], version: object, kind: Kind = POSTERIOR) -> None:
+    """Refuse what is not a file of the kind, or is one of a later format."""
     if version is None:
-        raise FileError(f"{path} is not a saved posterior: it has no {HEADER!r} header")
+        raise FileError(f"{path} is not {kind.what}: it has no {kind.header!r} header{kind.remedy}")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise FileError(
             f"{path} has format {version}, this version of bayesadam reads up to {FORMAT_VERSION}: upgrade it"
@@ -68,3 +95,72 @@ def check_owner(
                 f"{path} is another model's posterior: {name!r} has shape {tuple(shape)} in the file and "
                 f"{tuple(parameters[name].shape)} in the model"
             )
+
+
+# --- tensors alone --------------------------------------------------------------------------------------------------
+
+
+def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of a file, mapped rather than read, and the metadata: pages come from the disk when they are used."""
+    try:
+        with safe_open(path, framework="pt", device="cpu"):
+            # Opening checks the header: lengths, types, and that the pieces cover the file.
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FileError(f"{path} is truncated or {otherwise} ({error}){remedy}") from error
+    metadata = header.pop("__metadata__", None) or {}
+    unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
+    if unknown:
+        raise FileError(f"{path} has tensors of type {', '.join(unknown)}, which are not supported")
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    return {name: _view(storage, 8 + length, entry) for name, entry in header.items()}, metadata
+
+
+def write_tensors(
+    target: Path, like: Mapping[str, Tensor], load: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write named tensors one by one: no two of them need be in memory at once. Tied ones are written twice.
+
+    Args:
+        target: the file.
+        like: their names, types and shapes.
+        load: (name) → its values.
+        metadata: texts to store with them.
+    """
+    codes = {dtype: code for code, dtype in _DTYPES.items()}
+    facts = {name: (t.dtype, list(t.shape), t.numel() * t.itemsize) for name, t in like.items()}
+    # Wide types first, so that every tensor is aligned.
+    names = sorted(facts, key=lambda name: (-facts[name][0].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    offset = 0
+    for name in names:
+        dtype, shape, size = facts[name]
+        if dtype not in codes:
+            raise FileError(f"{name!r} is of type {dtype}, which a safetensors file cannot hold")
+        header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in names:
+            _append(load(name), *facts[name][:2], file)
+
+
+def _append(tensor: Tensor, dtype: torch.dtype, shape: list[int], file: BinaryIO) -> None:
+    values = tensor.detach().to("cpu", dtype).contiguous()
+    assert list(values.shape) == shape
+    values.reshape(-1).view(torch.uint8).numpy().tofile(file)
+
+
+def _view(storage: Any, start: int, entry: Mapping[str, Any]) -> Tensor:
+    """One tensor of the mapped file, over its memory where the alignment allows that."""
+    dtype = _DTYPES[entry["dtype"]]
+    first, last = entry["data_offsets"]
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage, start + first, (last - first,), (1,))
+    aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+    return aligned.view(dtype).reshape(entry["shape"])

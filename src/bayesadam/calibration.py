@@ -24,7 +24,6 @@ from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
 from bayesadam.predict.options import Options, PredictiveKind
 from bayesadam.predict.prediction import predictive_of
-from bayesadam.structures.low_rank import LowRank
 from bayesadam.structures.noise import fresh_seed
 from bayesadam.structures.structure import Directions
 
@@ -179,8 +178,6 @@ class _Data:
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
                 variance = found.variance.reshape(-1, *shape)
-                # Refuses outputs that are none of this likelihood's.
-                _predictive(self.options, posterior, mean, variance[0])
                 y = record.matched(y.to(device), mean)
                 keep = record.counted(mean, y)
                 block = None if found.covariance is None else place_blocks(found.covariance, mean)[keep]
@@ -220,7 +217,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
     low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
-    if settings.form == "map" and not isinstance(structure, LowRank):
+    if settings.form == "map" and not structure.has_directions:
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
         variances: list[VarianceOf] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
         parts = list(data.moments(posterior, variances))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ast import literal_eval
+from collections.abc import Callable
 from dataclasses import replace
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +14,13 @@ from typer.core import TyperGroup
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
+from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.cli_data import app as data_app
 from bayesadam.errors import SettingError
 
 
 class _Group(TyperGroup):
-    """Ends Ctrl-C in one line and exit code 130: what typer itself makes of it differs between its versions."""
+    """Ends Ctrl-C in one line and exit code 130; typer's own handling differs between its versions."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,30 +43,50 @@ app.add_typer(data_app, name="data")
 
 Seed = Annotated[int, typer.Option("--seed", help="Fixes every random number: same seed, same results.")]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write to; made if absent.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one a line.")]
-
-
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one per line.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
-
-
-Jobs = Annotated[int, typer.Option(min=1, help="Processes side by side, on a CPU.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes, on a CPU.")]
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
-OptimizerFile = Annotated[
-    Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
-]
-OptimizerName = Annotated[
-    str, typer.Option("--optimizer", help="The optimiser that wrote the state; told by its keys if absent.")
-]
-GroupsInOrder = Annotated[
-    bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
-]
-WeightsKey = Annotated[
-    str | None, typer.Option("--weights-key", help="Which weights, where the file holds several: model.ema.")
-]
-OptimizerKey = Annotated[
-    str | None,
-    typer.Option("--optimizer-key", help="Which optimiser's state, where the file holds several: optimizer_states.0."),
-]
+
+
+def _checkpoint_options(
+    optimizer_file: Annotated[
+        Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="The optimiser that wrote the state; identified by its keys if absent.")
+    ] = "",
+    groups_in_order: Annotated[
+        bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
+    ] = False,
+    weights_key: Annotated[
+        str | None, typer.Option("--weights-key", help="Which weights, where the file holds several: model.ema.")
+    ] = None,
+    optimizer_key: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer-key", help="Which optimiser's state, where the file holds several: optimizer_states.0."
+        ),
+    ] = None,
+) -> CheckpointOptions:
+    """The options of every command that reads a checkpoint."""
+    return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights_key, optimizer_key)
+
+
+def _reads_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose argument `options` is given on the command line by the options of `_checkpoint_options`."""
+    added = signature(_checkpoint_options, eval_str=True).parameters
+    own = signature(command, eval_str=True).parameters
+
+    def run(**given: Any) -> None:
+        command(options=_checkpoint_options(**{name: given.pop(name) for name in added}), **given)
+
+    parameters = [p for name, each in own.items() for p in (added.values() if name == "options" else [each])]
+    # By keyword alone, so that options with and without a default may come in any order.
+    run.__signature__ = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -78,12 +101,12 @@ def _chosen(option: str, text: str | None) -> tuple[str, ...] | None:
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
-    """`name=value` by name: values are read as Python's numbers, tuples, True, False and None, all else as text."""
+    """`name=value` by name: values are Python's numbers, tuples, True, False and None, all else is text."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
-            raise SettingError(f"--set wants name=value, such as epsilon=0.02, got {text!r}")
+            raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
         if name in found:
             raise SettingError(f"--set {name} is given twice")
         try:
@@ -140,7 +163,7 @@ def regression(
     out: Out = Path("out/regression"),
     quiet: Quiet = False,
 ) -> None:
-    """Figure 1: the paper's toy regression, every method beside the others."""
+    """Figure 1: the paper's toy regression with every method."""
     require("matplotlib")
     from bayesadam.experiments.regression import RegressionSettings, run_regression
 
@@ -164,7 +187,7 @@ def pruning(
     out: Out = Path("out/pruning"),
     quiet: Quiet = False,
 ) -> None:
-    """Figure 2: accuracy after pruning by signal to noise, every method beside the others."""
+    """Figure 2: accuracy after pruning by signal-to-noise ratio, with every method."""
     require("matplotlib")
     from bayesadam.experiments import pruning as experiment
 
@@ -197,13 +220,13 @@ def bandits(
             "--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable."
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster.")] = "local",
+    engine: Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
     device: Device = "",
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
     quiet: Quiet = False,
 ) -> None:
-    """Table 1: Thompson sampling on the bandit problems, every agent beside the others."""
+    """Table 1: Thompson sampling on the bandit problems with every agent."""
     require("matplotlib")
     from bayesadam.experiments.bandits import BanditSettings, run_bandits
 
@@ -243,78 +266,52 @@ def report(
 
 
 @app.command()
+@_reads_checkpoint
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, typer.Option(min=0, max=1, help="The share of weights to remove.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
+    options: CheckpointOptions,
     ranking: Annotated[str, typer.Option(help="snr, magnitude or saliency.")] = "snr",
     scope: Annotated[str, typer.Option(help="global, or layer for the same share of each parameter.")] = "global",
     exclude: Annotated[str, typer.Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
-    optimizer_file: OptimizerFile = None,
-    optimizer: OptimizerName = "",
-    groups_in_order: GroupsInOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Prune a saved network by its optimiser's state, without the model and without data."""
-    from bayesadam.experiments.pruned_file import PruneSettings, run_prune
+    from bayesadam.experiments.saved_file import PruneSettings, run_prune
 
-    settings = PruneSettings(
-        checkpoint,
-        fraction,
-        ranking,
-        scope,
-        _names(exclude),
-        optimizer_file,
-        optimizer or None,
-        groups_in_order,
-        weights_key,
-        optimizer_key,
-    )
+    settings = PruneSettings(checkpoint, options, fraction, ranking, scope, _names(exclude))
     run_prune(seed=seed, out=out, quiet=quiet, settings=settings)
 
 
 @app.command()
+@_reads_checkpoint
 def sample(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Option("--out", "-o", help="The safetensors file to write.")],
+    options: CheckpointOptions,
     n_data: Annotated[
         float | None, typer.Option("--n-data", help="Training examples, where the checkpoint does not say.")
     ] = None,
     prior_precision: Annotated[
         float | None, typer.Option(min=0, help="Of the prior; N × the weight decay by default.")
     ] = None,
-    optimizer_file: OptimizerFile = None,
-    optimizer: OptimizerName = "",
-    groups_in_order: GroupsInOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
-    from bayesadam.experiments.drawn_file import SampleSettings, run_sample
+    from bayesadam.experiments.saved_file import SampleSettings, run_sample
 
-    settings = SampleSettings(
-        checkpoint,
-        n_data,
-        prior_precision,
-        optimizer_file,
-        optimizer or None,
-        groups_in_order,
-        weights_key,
-        optimizer_key,
-    )
+    settings = SampleSettings(checkpoint, options, n_data, prior_precision)
     run_sample(seed=seed, out=out, quiet=quiet, settings=settings)
 
 
 @app.command()
+@_reads_checkpoint
 def inspect(
     checkpoint: Checkpoint,
-    optimizer_file: OptimizerFile = None,
-    optimizer: OptimizerName = "",
+    options: CheckpointOptions,
     n_data: Annotated[
         float | None,
         typer.Option("--n-data", help="Training examples; without them only the order of SNR means something."),
@@ -322,20 +319,15 @@ def inspect(
     snr: Annotated[
         float | None, typer.Option("--snr", min=0, help="Count weights below this; 1 where N is known.")
     ] = None,
-    groups_in_order: GroupsInOrder = False,
-    weights_key: WeightsKey = None,
-    optimizer_key: OptimizerKey = None,
     seed: Seed = 0,
     out: Out = Path("out/inspect"),
     quiet: Quiet = False,
 ) -> None:
-    """What a saved optimiser state says about a model's weights, without the model and without data."""
+    """Report what a saved optimiser state says about the weights, without the model and without data."""
     require("matplotlib")
     from bayesadam.experiments.inspection import InspectSettings, run_inspect
 
-    settings = InspectSettings(
-        checkpoint, optimizer_file, optimizer or None, n_data, snr, groups_in_order, weights_key, optimizer_key
-    )
+    settings = InspectSettings(checkpoint, options, n_data, snr)
     run_inspect(seed=seed, out=out, quiet=quiet, settings=settings)
 
 

@@ -18,8 +18,7 @@ from bayesadam.errors import BayesAdamError
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
-# Weights looked at together, whatever the size of a tensor; and those that a median of a larger one comes from.
-_PIECE = 2**19
+# Weights that the median of a larger tensor comes from.
 _SAMPLE = 2**20
 
 
@@ -132,7 +131,7 @@ def _examine(entry: Entry) -> _Examined:
     shares = []
     try:
         with torch.no_grad():
-            for piece in pieces(entry, _PIECE):
+            for piece in pieces(entry):
                 extremes, v = read_entry(piece)
                 zeros += int((v == 0).sum())
                 wrong = int((~torch.isfinite(v) | (v < 0)).sum())
@@ -149,7 +148,7 @@ def _examine(entry: Entry) -> _Examined:
 def _decay_share(entry: Entry, v: Tensor, every: int) -> Tensor:
     """The share of weight decay in the squared gradient, of every so-manieth weight."""
     theta, v = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
-    decayed = (float(entry.group["weight_decay"]) * theta).square()
+    decayed = (entry.weight_decay * theta).square()
     return (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
 
 
@@ -203,11 +202,7 @@ def _dead(examined: Sequence[_Examined]) -> Iterator[Finding]:
 
 
 def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Finding]:
-    coupled = {
-        entry.name: float(entry.group["weight_decay"])
-        for entry in match.entries
-        if entry.reader.couples_decay(entry.group)
-    }
+    coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
         shares = {result.name: result.decay_share for result in examined if result.name in coupled}
         yield Finding(
@@ -222,13 +217,13 @@ def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Find
 
 
 def _prior(match: Match, n_data: float | None, zeros: int) -> Iterator[Finding]:
-    decays = sorted({float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in match.entries})
-    told = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
+    decays = sorted({entry.weight_decay for entry in match.entries})
+    described = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
     without = decays[0] == 0.0
     yield Finding(
         "implied-prior",
         "warning" if without and zeros else "note",
-        f"the weight decay implies a prior precision δ of {told}"
+        f"the weight decay implies a prior precision δ of {described}"
         + ("; δ = 0 is the paper's equation to the letter, with no prior at all" if without else ""),
         data={"weight_decay": decays, "prior_precision": [n_data * d for d in decays] if n_data else None},
     )
@@ -247,7 +242,7 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         yield Finding(
             "low-precision-state",
             "warning",
-            f"{len(coarse)} second moments are kept in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
+            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
             "average that changes by less than its last digit stands still. Keep the optimiser's state in float32",
             tuple(coarse),
             {"dtype": coarse},
@@ -264,12 +259,12 @@ def _left_out(match: Match) -> Iterator[Finding]:
             tuple(match.omitted),
             {"omitted": dict(match.omitted)},
         )
-    if match.strangers:
+    if match.foreign:
         yield Finding(
             "foreign-parameters",
             "note",
-            f"the optimiser also trains {match.strangers} parameters that are not this model's",
-            data={"count": match.strangers},
+            f"the optimiser also trains {match.foreign} parameters that are not this model's",
+            data={"count": match.foreign},
         )
 
 

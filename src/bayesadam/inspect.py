@@ -6,14 +6,19 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import Checkpoint, match_checkpoint, read_checkpoint
+from bayesadam.checkpoint import (
+    Checkpoint,
+    CheckpointKeywords,
+    CheckpointOptions,
+    match_checkpoint,
+    read_checkpoint,
+)
 from bayesadam.checkpoint.identify import read_alike
-from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.diagnosis import Diagnosis, diagnose
@@ -21,29 +26,24 @@ from bayesadam.errors import SettingError
 from bayesadam.structures.formulas import precision
 from bayesadam.structures.settings import Settings
 
-# log₁₀ of the signal to noise: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# log₁₀ of the signal-to-noise ratio: edges from 10⁻¹² to 10⁸, ten a decade. What lies beyond counts in the last bin.
 LOG_RANGE = (-12.0, 8.0)
 BINS = 200
 # Quantiles of a larger tensor come from a sample of this size: within 0.1 percentage points of their rank.
 _SAMPLE = 2**20
-# Weights looked at together, whatever the size of a tensor.
-_PIECE = 2**19
 _LEVELS = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """The signal to noise |μ|/σ of one parameter's weights.
+    """The signal-to-noise ratio |μ|/σ of one parameter's weights: its 5, 50 and 95 % quantiles.
 
     Attributes:
-        name: the parameter.
-        shape: its shape.
-        weights: how many it has.
-        dead: how many of them have v = 0.
-        snr_q05: the 5 % quantile of |μ|/σ.
-        snr_q50: the median.
-        snr_q95: the 95 % quantile.
-        below: how many weights lie below the threshold; None without a threshold.
+        dead: how many of the weights have v = 0.
+        below: how many lie below the threshold; None without a threshold.
         histogram: counts of log₁₀ |μ|/σ in `BINS` bins over `LOG_RANGE`; weights with |μ|/σ = 0 are in none.
     """
 
@@ -66,9 +66,9 @@ class Inspection:
         source: the file.
         format: its format.
         optimizer: the reader that read the state.
-        read_alike: optimisers that a file cannot tell from it, and that make no difference.
-        n_data: N, or None where nobody said: the numbers are then those of N = 1.
-        threshold: the signal to noise below which weights are counted; None where they are not.
+        read_alike: optimisers that a file does not distinguish from it, and that make no difference.
+        n_data: N, or None where it is not known: the numbers are then those of N = 1.
+        threshold: the signal-to-noise ratio below which weights are counted; None where they are not.
         parameters: one report each, in the file's order.
         omitted: tensors without a state, with the reason.
         diagnosis: what the doctor says of the state.
@@ -105,7 +105,7 @@ class Inspection:
         if self.n_data is not None:
             return f"|μ|/σ = |θ| N^½ v̂^¼ with N = {self.n_data:g}."
         return (
-            "|μ|/σ = |θ| v̂^¼, which is N = 1: nobody said how many examples there were. Every |μ|/σ grows as √N, so only "
+            "|μ|/σ = |θ| v̂^¼, which is N = 1: the number of examples is not known. Every |μ|/σ grows as √N, so only "
             "the order of the weights means something; give n_data (--n-data) for more."
         )
 
@@ -155,45 +155,32 @@ class Inspection:
 def inspect_checkpoint(
     path: str | os.PathLike[str] | Checkpoint,
     *,
-    optimizer_path: str | os.PathLike[str] | None = None,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    groups_in_order: bool = False,
     n_data: float | None = None,
     snr: float | None = None,
     seed: int = 0,
     track: Callable[[Sequence[Entry], str], Iterable[Entry]] | None = None,
-    weights_key: str | None = None,
-    optimizer_key: str | None = None,
+    **options: Unpack[CheckpointKeywords],
 ) -> Inspection:
-    """Signal to noise and dead weights of every parameter in a checkpoint; one tensor is in memory at a time.
+    """Signal-to-noise ratio and dead weights of every parameter in a checkpoint; one tensor is in memory at a time.
 
-    The signal to noise is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none.
+    The signal-to-noise ratio is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none.
 
     Args:
         path: the checkpoint, or what `read_checkpoint` returned.
-        optimizer_path: the file with the optimiser's state, where it is another.
-        optimizer: the name of the optimiser that wrote the state, or a reader; None tells it by the state's keys.
-        param_names: the parameter names in the optimiser's order, where the state has none of its own.
-        groups_in_order: your word that each of several groups was filled in the model's order.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
         seed: of the sample that the quantiles of very large tensors come from.
-        track: goes through the parameters and may show how far it has come.
-        weights_key: which weights, where the file holds several.
-        optimizer_key: which optimiser's state, where the file holds several.
+        track: iterates over the parameters and may show its progress.
+        **options: how the file is read, see `CheckpointOptions`.
     """
     if snr is not None and not (math.isfinite(snr) and snr >= 0):
         raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
-    checkpoint = (
-        path
-        if isinstance(path, Checkpoint)
-        else read_checkpoint(path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key)
-    )
+    reading = CheckpointOptions(**options)
+    checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(path, reading)
     known = n_data if n_data is not None else checkpoint.recorded.n_data
     settings = Settings(1.0 if known is None else known, {})
     threshold = snr if snr is not None or known is None else 1.0
-    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
+    match = match_checkpoint(checkpoint, options=reading)
     generator = torch.Generator().manual_seed(seed)
     entries = track(match.entries, "reading the state") if track else match.entries
     reader = match.entries[0].reader
@@ -217,8 +204,8 @@ def _report(entry: Entry, settings: Settings, threshold: float | None, generator
     chosen = torch.randint(total, (_SAMPLE,), generator=generator).sort().values if large else torch.zeros(0)
     dead = below = first = 0
     counts = torch.zeros(BINS, dtype=torch.int64)
-    kept = []
-    for piece in pieces(entry, _PIECE):
+    sampled = []
+    for piece in pieces(entry):
         _, v = read_entry(piece)
         dead += int((v == 0).sum())
         snr = precision(v, settings.weight, 0.0, settings.power).sqrt_().mul_(piece.parameter.detach().abs()).flatten()
@@ -226,9 +213,9 @@ def _report(entry: Entry, settings: Settings, threshold: float | None, generator
         counts += _histogram(snr)
         last = first + snr.numel()
         here = slice(*torch.searchsorted(chosen, torch.tensor([first, last])).tolist())
-        kept.append(snr[chosen[here] - first] if large else snr)
+        sampled.append(snr[chosen[here] - first] if large else snr)
         first = last
-    low, median, high = quantiles(torch.cat(kept), _LEVELS)
+    low, median, high = quantiles(torch.cat(sampled), _LEVELS)
     return ParameterReport(
         name=entry.name,
         shape=tuple(entry.parameter.shape),

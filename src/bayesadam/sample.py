@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam.checkpoint import match_checkpoint, read_checkpoint
+from bayesadam._storage import write_tensors
+from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
 from bayesadam.checkpoint.names import memory_of
-from bayesadam.checkpoint.safetensors_file import save_safetensors
-from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, read_entry
-from bayesadam.errors import FileError, ImproperError, SettingError
+from bayesadam.errors import FileError, ImproperError
+from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.noise import draw, fresh_seed, stream_seed
-from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name
+from bayesadam.structures.settings import Form, Precision, Settings, prior_or_decay
 
-# Second moments looked at together when they are checked.
-_PIECE = 2**19
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def sample_checkpoint(
@@ -34,12 +34,7 @@ def sample_checkpoint(
     power: float = 0.5,
     batch_size: int | None = None,
     form: Form = "map",
-    optimizer_path: str | os.PathLike[str] | None = None,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    groups_in_order: bool = False,
-    weights_key: str | None = None,
-    optimizer_key: str | None = None,
+    **options: Unpack[CheckpointKeywords],
 ) -> None:
     """Draw weights from the posterior of a checkpoint and write them, tensor by tensor, to a safetensors file.
 
@@ -56,26 +51,19 @@ def sample_checkpoint(
         power: p of the curvature v̂ᵖ.
         batch_size: examples behind one gradient; needed for power=1.
         form: `"map"` or `"likelihood"`.
-        optimizer_path: the optimiser's state, where it has a file of its own.
-        optimizer: the optimiser that wrote it; None tells it by its keys.
-        param_names: the parameter names in the optimiser's order.
-        groups_in_order: your word that each of several groups was filled in the model's order.
-        weights_key: which weights, where the file holds several.
-        optimizer_key: which optimiser's state, where the file holds several.
+        **options: how the file is read, see `CheckpointOptions`.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
         raise FileError(f"{out}: weights are written as safetensors, give the path that ending")
-    checkpoint = read_checkpoint(
-        path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
-    )
-    known = checkpoint.recorded.n_data if n_data is None else n_data
-    if known is None:
-        raise SettingError(f"{path} does not say how many training examples there were: pass n_data=")
-    settings = Settings(known, {}, power, batch_size, form)
-    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
-    check_entries(match, _PIECE)
-    prior = _prior(match.entries, settings.n_data, prior_precision)
+    reading = CheckpointOptions(**options)
+    checkpoint = read_checkpoint(path, reading)
+    settings = Settings(checkpoint.n_data_or(n_data), {}, power, batch_size, form)
+    match = match_checkpoint(checkpoint, options=reading)
+    check_entries(match)
+    decays = {entry.name: entry.weight_decay for entry in match.entries}
+    shapes = {entry.name: entry.parameter.shape for entry in match.entries}
+    prior = prior_or_decay(prior_precision, decays, settings.n_data, shapes)
     drawn = fresh_seed(torch.Generator().manual_seed(seed))
     owners = {memory_of(checkpoint.weights[entry.name]): entry for entry in match.entries}
 
@@ -85,13 +73,7 @@ def sample_checkpoint(
         return weight if entry is None else _drawn(entry, settings, prior[entry.name], drawn)
 
     with replacing(out) as temporary:
-        save_safetensors(checkpoint.weights, load, temporary)
-
-
-def _prior(entries: Sequence[Entry], n_data: float, given: float | None) -> dict[str, Precision]:
-    """δ by parameter name, checked as `Posterior` does."""
-    implied = {entry.name: n_data * float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in entries}
-    return prior_by_name(implied if given is None else given, {entry.name: entry.parameter.shape for entry in entries})
+        write_tensors(temporary, checkpoint.weights, load)
 
 
 @torch.no_grad()
@@ -106,10 +88,7 @@ def _drawn(entry: Entry, settings: Settings, delta: Precision, seed: int) -> Ten
     return draw(
         entry.parameter.detach().to(v.dtype),
         v,
-        weight=settings.weight,
-        delta=delta,
-        power=settings.power,
-        shrink=settings.form == "likelihood",
+        PrecisionRule.of(settings, delta),
         seed=stream_seed(seed, entry.name),
         n=None,
         dtype=entry.parameter.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -9,18 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from bayesadam.bandits.agents import AGENTS, AgentSettings, agent_settings
+from bayesadam.bandits.agents import AGENTS, agent_settings, entry, learner_of
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.gradients import ChosenArmGradient, layers_of, outputs, sampled_outputs
-from bayesadam.bandits.kinds import learner_of
-from bayesadam.bandits.learners import IVON as IvonLearner
-from bayesadam.bandits.learners import Badam, BayesByBackprop, Bootstrap, MCDropout, NetworkLearner, initial_weights
-from bayesadam.bandits.learners import Vadam as VadamLearner
+from bayesadam.bandits.learners import Badam, Bootstrap, Greedy, MCDropout, Variational, initial_weights
 from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
-from bayesadam.engine.network import Network, member, unflatten
+from bayesadam.bandits.settings import (
+    BadamSettings,
+    BBBSettings,
+    BootstrapSettings,
+    DropoutSettings,
+    GreedySettings,
+    IVONSettings,
+    VadamSettings,
+)
+from bayesadam.engine.gradients import StackedGradient, sampled_outputs
+from bayesadam.engine.network import Network, forward, member, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from bayesadam.optim import IVON, Vadam
+from bayesadam.optim import IVON, Vadam, _perturbed
 
 CPU = torch.device("cpu")
 NETWORK = Network(3, (6, 5), 4)
@@ -35,19 +42,13 @@ def filled(runs: int = 2, n: int = 40, features: int = 3, arms: int = 4, room: i
     return buffer
 
 
-def batch(runs: int = 2, b: int = 16):
-    source = torch.Generator().manual_seed(2)
-    x = torch.randn(runs, b, 3, generator=source)
-    return x, torch.randint(4, (runs, b), generator=source), torch.randn(runs, b, generator=source)
-
-
 def reference_gradient(network, flat, x, arms, targets, masks=None, importance=None):
     """By autograd, one network at a time."""
     rows = []
     for i in range(len(flat)):
         row = flat[i : i + 1].clone().requires_grad_()
-        parts = [None if masks is None else [m[i : i + 1] for m in masks]]
-        found = outputs(network, layers_of(network, row), x[i : i + 1], parts[0])[0]
+        own = None if masks is None else [m[i : i + 1] for m in masks]
+        found = forward(network, unflatten(network, row), x[i : i + 1], masks=own)[0]
         errors = (found.gather(1, arms[i].unsqueeze(1)).squeeze(1) - targets[i]).square()
         (errors if importance is None else errors * importance[i]).mean().backward()
         rows.append(row.grad[0])
@@ -57,27 +58,28 @@ def reference_gradient(network, flat, x, arms, targets, masks=None, importance=N
 # --- passes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid", "gelu"])
 @pytest.mark.parametrize("extra", ["plain", "dropout", "importance"])
 def test_the_gradient_is_autograds(activation, extra):
-    network = Network(3, (6, 5), 4, activation)
-    flat = initial_weights(network, [1, 2], None, CPU)
-    x, arms, targets = batch()
-    masks = [Streams([1, 2], "m", CPU).masks(0.3, 16, width) for width in (6, 5)] if extra == "dropout" else None
-    importance = torch.tensor([0.0, 2.0]).repeat(16).view(2, 16) if extra == "importance" else None
-    found = ChosenArmGradient(network, flat, 16)(x, arms, targets, masks=masks, importance=importance)
-    # In place activations would spoil autograd's own copy for tanh and sigmoid, so the reference is a module.
-    expected = []
-    for i in range(2):
-        module = network.build(member(unflatten(network, flat), i))
-        h = x[i]
-        for number in range(2):
-            h = getattr(module, f"activation{number}")(getattr(module, f"layer{number}")(h))
-            h = h if masks is None else h * masks[number][i]
-        errors = (module.layer2(h).gather(1, arms[i].unsqueeze(1)).squeeze(1) - targets[i]).square()
-        (errors if importance is None else errors * importance[i]).mean().backward()
-        expected.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-    torch.testing.assert_close(found, torch.stack(expected))
+    buffer = filled()
+    own = {**SMALL, "activation": activation, "standardise": False}
+    if extra == "importance":
+        learner = Bootstrap(BootstrapSettings(**own, members=3), buffer, 4, [1, 2])
+    else:
+        learner = Greedy(GreedySettings(**own), buffer, 4, [1, 2])
+    learner.observe(slice(0, 40))
+    rows = Streams(learner.owners, "rows", CPU).rows(40, 16)
+    masks = [Streams(learner.owners, "m", CPU).masks(0.3, 16, width) for width in (6, 5)]
+    masks = masks if extra == "dropout" else None
+    x, slope = learner._batch(rows)
+    found = StackedGradient(learner.network, learner.stack.weights)(x, slope, masks=masks)
+    importance = learner._counts.gather(1, rows) if extra == "importance" else None
+    # Autograd sees the rows of each network's own run.
+    runs = torch.arange(2).repeat_interleave(len(rows) // 2)[:, None]
+    arms, rewards = buffer.arms[runs, rows], buffer.rewards[runs, rows]
+    flat, x = learner.stack.weights, buffer.contexts[runs, rows]
+    expected = reference_gradient(learner.network, flat, x, arms, rewards, masks, importance)
+    torch.testing.assert_close(found, expected)
 
 
 def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
@@ -86,13 +88,13 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
     x = torch.randn(1, 2, 3)
     n = 40_000
     rows = x.repeat_interleave(n, dim=1)
-    mean_layers, variance_layers = layers_of(NETWORK, flat), layers_of(NETWORK, variance)
-    found = sampled_outputs(NETWORK, mean_layers, variance_layers, rows, Streams([0], "a", CPU)).view(2, n, 4)
+    moments = unflatten(NETWORK, flat), unflatten(NETWORK, variance)
+    found = sampled_outputs(NETWORK, *moments, rows, Streams([0], "a", CPU)).view(2, n, 4)
     # One set of weights a row, drawn whole.
     weights = flat + variance.sqrt() * torch.randn(n, flat.shape[1], generator=torch.Generator().manual_seed(3))
-    layers = layers_of(NETWORK, weights)
+    params = unflatten(NETWORK, weights)
     for row in range(2):
-        explicit = outputs(NETWORK, layers, x[:, row : row + 1].expand(n, 1, 3).contiguous())[:, 0]
+        explicit = forward(NETWORK, params, x[:, row : row + 1].expand(n, 1, 3).contiguous())[:, 0]
         error = explicit.std(dim=0) / math.sqrt(n)
         assert ((found[row].mean(dim=0) - explicit.mean(dim=0)).abs() < 6 * error).all()
         torch.testing.assert_close(torch.cov(found[row].T), torch.cov(explicit.T), rtol=0.06, atol=0.003)
@@ -100,9 +102,9 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
 
 def test_rows_have_draws_of_their_own():
     flat = initial_weights(NETWORK, [5], None, CPU)
-    layers = layers_of(NETWORK, flat), layers_of(NETWORK, torch.full_like(flat, 0.1))
+    moments = unflatten(NETWORK, flat), unflatten(NETWORK, torch.full_like(flat, 0.1))
     rows = torch.ones(1, 500, 3)
-    found = sampled_outputs(NETWORK, *layers, rows, Streams([0], "a", CPU))[0, :, 0]
+    found = sampled_outputs(NETWORK, *moments, rows, Streams([0], "a", CPU))[0, :, 0]
     neighbours = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
     assert found.unique().numel() == 500
     assert abs(neighbours) < 0.2
@@ -111,23 +113,22 @@ def test_rows_have_draws_of_their_own():
 # --- optimisers -----------------------------------------------------------------------------------------------------
 
 
-def follow(learner: NetworkLearner, steps: int):
+def follow(learner: Greedy | Variational, steps: int):
     """The mini-batches that a learner is about to draw, from a copy of its streams."""
     copy = Streams(learner.owners, "batches", CPU)
     rows = copy.rows(learner.buffer.count, steps, learner.settings.batch_size).transpose(0, 1)
     shift, scale = learner.buffer.moments()
     for chosen in rows:
-        x = learner.buffer.rows(chosen)
-        arms, rewards = learner.buffer.arms.gather(1, chosen), learner.buffer.rewards.gather(1, chosen)
+        x, arms, rewards = learner.buffer.at(chosen)
         yield x, arms, ((rewards - shift) / scale).float() if learner.settings.standardise else rewards
 
 
 @pytest.mark.parametrize("standardise", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
-    settings = AgentSettings("greedy", **SMALL, lr=0.05, lr_decay=decay, l2=0.01, clip=0.4, standardise=standardise)
-    learner = NetworkLearner(settings, filled(), 4, [3, 4])
-    leaves = [row.clone().requires_grad_() for row in learner.weights]
+    settings = GreedySettings(**SMALL, lr=0.05, lr_decay=decay, l2=0.01, clip=0.4, standardise=standardise)
+    learner = Greedy(settings, filled(), 4, [3, 4])
+    leaves = [row.clone().requires_grad_() for row in learner.stack.weights]
     optimizers = [torch.optim.Adam([leaf], lr=0.05, weight_decay=0.01) for leaf in leaves]
     clipped = 0
     for t, (x, arms, targets) in enumerate(follow(learner, 4)):
@@ -140,46 +141,49 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
             optimizer.step()
     assert clipped
     learner.train()
-    torch.testing.assert_close(learner.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "mine", "theirs"), [("vadam", VadamLearner, Vadam), ("ivon", IvonLearner, IVON)])
-def test_vadam_and_ivon_step_as_the_optimisers_do(kind, mine, theirs):
-    settings = AgentSettings(
-        kind, **SMALL, lr=0.02, clip=None, n_per_round=2.0, noise_variance=0.5, initial_std=0.1, prior_variance=0.5
+    torch.testing.assert_close(
+        learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6
     )
-    learner = mine(settings, filled(runs=1), 4, [3])
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [(VadamSettings, Vadam), (IVONSettings, IVON)])
+def test_vadam_and_ivon_step_as_the_optimisers_do(kind, theirs, monkeypatch):
+    settings = kind(
+        **SMALL, lr=0.02, clip=None, n_per_round=2.0, noise_variance=0.5, initial_std=0.1, prior_variance=0.5
+    )
+    learner = Variational(settings, filled(runs=1), 4, [3])
     n, prior = 80.0, 2.0
-    leaf = learner.weights.clone().requires_grad_()
-    if kind == "vadam":
+    leaf = learner.stack.weights.clone().requires_grad_()
+    if theirs is Vadam:
         optimizer = theirs([leaf], 0.02, n_data=n, prior_precision=prior, initial_precision=100.0)
     else:
         start = (100.0 - prior) / n
         optimizer = theirs([leaf], 0.02, n_data=n, initial_hessian=start, weight_decay=prior / n, betas=settings.betas)
     noise = Streams([3], "training", CPU)
-    optimizer._normal = lambda like, seed: noise.normal(like.shape[1])
+    monkeypatch.setattr(_perturbed, "standard_normal", lambda shape, like, seed: noise.normal(shape[1]))
     for x, arms, targets in follow(learner, 4):
         optimizer.zero_grad()
         with optimizer.sampled_parameters():
             leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets)
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
     state = optimizer.state[leaf]
-    curvature = state["second_moment" if kind == "vadam" else "hessian"]
-    torch.testing.assert_close(learner.curvature, curvature, rtol=1e-4, atol=1e-7)
-    mean, variance = learner.posterior()
-    expected = 1 / (n * curvature + prior) if kind == "vadam" else 1 / (n * (curvature + prior / n))
+    name = "second_moment" if theirs is Vadam else "hessian"
+    curvature = state[name]
+    torch.testing.assert_close(learner.stack.state[name], curvature, rtol=1e-4, atol=1e-7)
+    mean, variance = learner.gaussian()
+    expected = 1 / (n * curvature + prior) if theirs is Vadam else 1 / (n * (curvature + prior / n))
     torch.testing.assert_close(variance, expected, rtol=1e-4, atol=0)
-    torch.testing.assert_close(mean, learner.weights)
+    torch.testing.assert_close(mean, learner.stack.weights)
 
 
 def test_bayes_by_backprop_descends_the_elbo():
-    settings = AgentSettings(
-        "bbb", **SMALL, lr=0.01, clip=None, n_per_round=1.0, noise_variance=0.2, initial_std=0.1, prior_variance=0.5
+    settings = BBBSettings(
+        **SMALL, lr=0.01, clip=None, n_per_round=1.0, noise_variance=0.2, initial_std=0.1, prior_variance=0.5
     )
-    learner = BayesByBackprop(settings, filled(runs=1), 4, [3])
-    mean, rho = learner.weights.clone().requires_grad_(), learner.rho.clone().requires_grad_()
+    learner = Variational(settings, filled(runs=1), 4, [3])
+    mean, rho = learner.stack.weights.clone().requires_grad_(), learner.stack.state["rho"].clone().requires_grad_()
     optimizer = torch.optim.Adam([mean, rho], lr=0.01)
     noise = Streams([3], "training", CPU)
     module = NETWORK.build()
@@ -194,18 +198,18 @@ def test_bayes_by_backprop_descends_the_elbo():
         (nll + divergence / 40).backward()
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.weights, mean.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(learner.rho, rho.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(learner.posterior()[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(learner.stack.weights, mean.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(learner.stack.state["rho"], rho.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(learner.gaussian()[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4, atol=0)
 
 
 # --- regularisers ---------------------------------------------------------------------------------------------------
 
 
 def test_dropout_in_training_alone_for_those_who_choose_without():
-    settings = AgentSettings("greedy", **SMALL, lr=0.05, dropout=0.4, clip=None)
-    learner = NetworkLearner(settings, filled(), 4, [3, 4])
-    leaf = learner.weights.clone().requires_grad_()
+    settings = GreedySettings(**SMALL, lr=0.05, dropout=0.4, clip=None)
+    learner = Greedy(settings, filled(), 4, [3, 4])
+    leaf = learner.stack.weights.clone().requires_grad_()
     optimizer = torch.optim.Adam([leaf], lr=0.05)
     noise = Streams([3, 4], "training", CPU)
     for x, arms, targets in follow(learner, 4):
@@ -214,37 +218,36 @@ def test_dropout_in_training_alone_for_those_who_choose_without():
         leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets, masks)
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
     x = torch.randn(2, 5, 3)
-    torch.testing.assert_close(learner.scores(x), outputs(NETWORK, layers_of(NETWORK, learner.weights), x))
+    torch.testing.assert_close(learner.scores(x), forward(NETWORK, learner.params, x))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "badam", "bbb", "vadam", "ivon"])
 def test_the_average_of_the_weights_acts(kind):
-    settings = AgentSettings(kind, **{**SMALL, "train_steps": 1}, lr=0.05, average=0.6, form="map")
-    learner = learner_of(settings, filled(), 4, [3, 4])
+    own = {**SMALL, "train_steps": 1, "lr": 0.05, "average": 0.6, **({"form": "map"} if kind == "badam" else {})}
+    learner = learner_of(kind, entry(kind).settings(**own), filled(), 4, [3, 4])
     seen, expected = [], None
     for t in range(5):
         learner.train()
-        seen.append(learner.weights.clone())
+        seen.append(learner.stack.weights.clone())
         # A plain mean at first: the start has no share in it.
         share = min(0.6, t / (t + 1))
         expected = seen[0] if expected is None else share * expected + (1 - share) * seen[-1]
-    torch.testing.assert_close(learner.mean, expected)
-    assert not torch.allclose(learner.mean, learner.weights)
+    torch.testing.assert_close(learner.stack.mean, expected)
+    assert not torch.allclose(learner.stack.mean, learner.stack.weights)
     if kind == "greedy":
         x = torch.randn(2, 5, 3)
-        torch.testing.assert_close(learner.scores(x), outputs(NETWORK, layers_of(NETWORK, expected), x))
+        torch.testing.assert_close(learner.scores(x), forward(NETWORK, unflatten(NETWORK, expected), x))
     else:
-        torch.testing.assert_close(learner.posterior()[0], expected)
+        torch.testing.assert_close(learner.gaussian()[0], expected)
 
 
 @pytest.mark.parametrize("members", [1, 3])
 def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt(members):
-    kind = "greedy" if members == 1 else "bootstrap"
-    settings = AgentSettings(kind, **SMALL, standardise=True, l2=0.5, l2_by_noise=True, members=members)
+    settings = BootstrapSettings(**SMALL, standardise=True, l2=0.5, l2_by_noise=True, members=members)
     buffer = filled()
-    learner = learner_of(settings, buffer, 4, [3, 4])
+    learner = Bootstrap(settings, buffer, 4, [3, 4])
     learner.observe(slice(0, 40))
     assert (learner.noise_variance() == 1).all()
     learner.train()
@@ -252,28 +255,28 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
     source = torch.Generator().manual_seed(9)
     arms, rewards = torch.randint(4, (2, 20), generator=source), torch.randn(2, 20, generator=source)
     places = buffer.add(arms, rewards)
-    predicted = outputs(learner.network, learner._layers, buffer.contexts[:, places].repeat_interleave(members, 0))
+    predicted = forward(learner.network, learner.params, buffer.contexts[:, places].repeat_interleave(members, 0))
     learner.observe(places)
     for network in range(2 * members):
         run = network // members
         targets = (rewards[run] - shift[run]) / scale[run]
         errors = predicted[network].gather(1, arms[run].unsqueeze(1)).squeeze(1) - targets
-        kept = 0.9995**20
-        expected = (100 * kept + float(errors.square().sum())) / (100 * kept + 20)
+        before = 100 * 0.9995**20
+        expected = (before + float(errors.square().sum())) / (before + 20)
         assert float(learner.noise_variance()[network]) == pytest.approx(expected, rel=1e-4)
     learner.train()
-    torch.testing.assert_close(learner._l2, 0.5 * learner.noise_variance())
+    torch.testing.assert_close(learner.stack.penalty, 0.5 * learner.noise_variance())
 
 
 def test_an_estimated_noise_scales_the_likelihood():
-    settings = AgentSettings("bbb", **SMALL, noise_variance=None)
-    learner = BayesByBackprop(settings, filled(), 4, [3, 4])
+    settings = BBBSettings(**SMALL, noise_variance=None)
+    learner = Variational(settings, filled(), 4, [3, 4])
     learner.train()
-    torch.testing.assert_close(learner._half_precision, torch.full((2, 1), 0.5))
+    torch.testing.assert_close(learner.stack.scale, torch.full((2, 1), 0.5))
     learner.observe(learner.buffer.add(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 30.0)))
     learner.train()
     assert (learner.noise_variance() > 2).all()
-    torch.testing.assert_close(learner._half_precision, 0.5 / learner.noise_variance())
+    torch.testing.assert_close(learner.stack.scale, 0.5 / learner.noise_variance())
 
 
 # --- posteriors -----------------------------------------------------------------------------------------------------
@@ -282,41 +285,41 @@ def test_an_estimated_noise_scales_the_likelihood():
 @pytest.mark.parametrize("form", ["likelihood", "map"])
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_badams_posterior_is_the_formula(form, power):
-    settings = AgentSettings("badam", **SMALL, form=form, power=power, prior_variance=0.25, betas=(0.9, 0.99))
+    settings = BadamSettings(**SMALL, form=form, power=power, prior_variance=0.25, betas=(0.9, 0.99))
     learner = Badam(settings, filled(), 4, [3, 4])
     learner.train()
-    mean, variance = learner.posterior()
-    moment = learner._optimizer.second.double() / (1 - 0.99**4)
+    mean, variance = learner.gaussian()
+    moment = learner.stack.state["exp_avg_sq"].double() / (1 - 0.99**4)
     data = 40 * 16 * moment**power
     torch.testing.assert_close(variance.double(), 1 / (data + 4), rtol=1e-4, atol=0)
-    expected = learner.weights.double() * (data / (data + 4) if form == "likelihood" else 1)
+    expected = learner.stack.weights.double() * (data / (data + 4) if form == "likelihood" else 1)
     torch.testing.assert_close(mean.double(), expected, rtol=1e-4, atol=1e-8)
 
 
 def test_badam_before_any_training_is_the_prior():
-    learner = Badam(AgentSettings("badam", **SMALL, prior_variance=0.25), filled(), 4, [3, 4])
-    mean, variance = learner.posterior()
+    learner = Badam(BadamSettings(**SMALL, prior_variance=0.25), filled(), 4, [3, 4])
+    mean, variance = learner.gaussian()
     assert (mean == 0).all()
     torch.testing.assert_close(variance, torch.full_like(variance, 0.25))
     assert learner.scores(torch.randn(2, 5, 3)).isfinite().all()
 
 
 def test_dropout_draws_a_mask_a_row():
-    learner = MCDropout(AgentSettings("mc-dropout", **SMALL, dropout=0.4), filled(), 4, [3, 4])
+    learner = MCDropout(DropoutSettings(**SMALL, dropout=0.4), filled(), 4, [3, 4])
     found = learner.scores(torch.ones(2, 4000, 3))
     masks = Streams([3, 4], "posterior", CPU).masks(0.4, 4000 * 11)
     assert masks.unique().tolist() == pytest.approx([0, 1 / 0.6])
     assert (masks == 0).float().mean() == pytest.approx(0.4, abs=0.01)
     first = masks[:, : 4000 * 6].view(2, 4000, 6), masks[:, 4000 * 6 :].view(2, 4000, 5)
-    torch.testing.assert_close(found, outputs(learner.network, learner._layers, torch.ones(2, 4000, 3), first))
+    torch.testing.assert_close(found, forward(learner.network, learner.params, torch.ones(2, 4000, 3), masks=first))
     assert found[0, :, 0].unique().numel() > 100
 
 
 def test_one_member_of_the_ensemble_scores_each_row():
-    learner = Bootstrap(AgentSettings("bootstrap", **SMALL, members=3), filled(), 4, [3, 4])
+    learner = Bootstrap(BootstrapSettings(**SMALL, members=3), filled(), 4, [3, 4])
     contexts = torch.randn(2, 50, 3)
     found = learner.scores(contexts)
-    every = outputs(learner.network, learner._layers, contexts.repeat_interleave(3, dim=0)).view(2, 3, 50, 4)
+    every = forward(learner.network, learner.params, contexts.repeat_interleave(3, dim=0)).view(2, 3, 50, 4)
     same = (every == found.unsqueeze(1)).all(dim=3)
     assert (same.sum(dim=1) == 1).all()
     assert (same.float().mean(dim=2) > 0.1).all()
@@ -324,15 +327,15 @@ def test_one_member_of_the_ensemble_scores_each_row():
 
 def test_members_learn_from_their_own_halves():
     buffer = filled()
-    learner = Bootstrap(AgentSettings("bootstrap", **SMALL, members=3), buffer, 4, [3, 4])
+    learner = Bootstrap(BootstrapSettings(**SMALL, members=3), buffer, 4, [3, 4])
     learner.observe(slice(0, 40))
     counts = learner._counts[:, :40]
     assert counts.unique().tolist() == [0, 2]
     assert not torch.equal(counts[0], counts[1])
-    before = learner.weights.clone()
+    before = learner.stack.weights.clone()
     learner._counts.zero_()
     learner.train()
-    torch.testing.assert_close(learner.weights, before)
+    torch.testing.assert_close(learner.stack.weights, before)
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -394,7 +397,7 @@ def test_neural_linear_is_the_conjugate_posterior_on_the_features():
     learner.train()
     found = learner.linear_posterior()
     for run in range(2):
-        module = learner.network.build(member(unflatten(learner.network, learner.mean), run))
+        module = learner.network.build(member(learner.params, run)).eval()
         with torch.no_grad():
             features = with_constant(module[:-1](buffer.contexts[run, :40])).numpy()
         for arm in range(4):
@@ -463,39 +466,66 @@ def test_initial_weights_lie_in_the_range_asked_for():
 
 
 def test_settings_by_name():
-    for agent in AGENTS:
+    network = [agent for agent in AGENTS if agent not in ("uniform", "linear")]
+    for agent in network:
         paper, tuned = agent_settings(agent, "paper"), agent_settings(agent)
         assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
-        assert (paper.train_every, paper.train_steps, paper.initial_pulls, paper.clip) == (20, 50, 3, 5.0)
-        assert tuned.standardise
+        assert (paper.train_steps, paper.clip, paper.standardise, tuned.standardise) == (50, 5.0, False, True)
+    for agent in AGENTS:
+        assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (20, 3)
     assert agent_settings("badam", "paper").n_data(100) == 51_200
     assert agent_settings("badam", "paper").form == "likelihood"
-    assert agent_settings("badam-map").form == "map"
+    assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"
+    assert agent_settings("mc-dropout").dropout == agent_settings("mc-dropout", "paper").dropout == 0.2
+    assert agent_settings("epsilon-greedy").epsilon == agent_settings("epsilon-greedy", "paper").epsilon == 0.05
+    assert (agent_settings("bbb", "paper").noise_variance, agent_settings("bbb").noise_variance) == (0.01, None)
+    assert agent_settings("linear").standardise
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_settings_survive_json_with_the_keys_of_other_agents(agent):
+    own = agent_settings(agent)
+    text = json.dumps({"kind": agent, "members": 3, "window": 7, **own.plain()})
+    assert type(own).from_plain(json.loads(text)) == own
+    less = {name: value for name, value in own.plain().items() if name != "train_every"}
+    with pytest.raises(SettingError, match=f"lack train_every, which {type(own).__name__} has"):
+        type(own).from_plain(less)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("agent", "changes", "message"),
     [
-        ({"lr": 0.0}, "lr must be positive"),
-        ({"hiden": (3,)}, "no setting hiden"),
-        ({"kind": "greedy"}, "no setting kind"),
-        ({"batch_size": 1.5}, "batch_size"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"average": 1.0}, "average"),
-        ({"noise_variance": 0.0}, "noise_variance"),
-        ({"epsilon": 2}, "epsilon"),
-        ({"form": "mode"}, "form"),
-        ({"activation": "gelu"}, "activation"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"clip": 0.0}, "clip"),
-        ({"l2": math.nan}, "l2"),
-        ({"initial_pulls": -1}, "initial_pulls"),
-        ({"initial_std": 1.0}, "wider than the prior"),
+        ("vadam", {"lr": 0.0}, "lr must be positive"),
+        ("vadam", {"lr": True}, "lr must be positive"),
+        ("vadam", {"hiden": (3,)}, "vadam has no setting hiden: choose from activation, average, batch_size"),
+        ("vadam", {"dropout": 0.1}, "vadam has no setting dropout"),
+        (
+            "linear",
+            {"lr": 0.1},
+            "linear has no setting lr: choose from epsilon, initial_pulls, precision, scale, shape",
+        ),
+        ("vadam", {"rule": "adam"}, "no setting rule"),
+        ("vadam", {"batch_size": 1.5}, "batch_size must be a positive whole number, got 1.5"),
+        ("greedy", {"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ("vadam", {"average": 1.0}, "average"),
+        ("vadam", {"noise_variance": 0.0}, "noise_variance must be positive and finite, or None"),
+        ("vadam", {"epsilon": 2}, "epsilon must be between 0 and 1"),
+        ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),
+        ("vadam", {"activation": "step"}, "activation must be one of relu"),
+        ("vadam", {"betas": (0.9, 1.0)}, "betas"),
+        ("vadam", {"clip": 0.0}, "clip"),
+        ("greedy", {"l2": math.nan}, "l2"),
+        ("greedy", {"l2_by_noise": 1}, "l2_by_noise must be True or False"),
+        ("vadam", {"initial_pulls": -1}, "initial_pulls must be a whole number, 0 or more"),
+        ("vadam", {"initial_std": 1.0}, "wider than the prior"),
+        ("vadam", {"hidden": [3]}, r"hidden must be a tuple of whole numbers such as \(100, 100\), got \[3\]"),
+        ("neural-linear", {"hidden": ()}, "hidden must be one hidden layer or more"),
+        ("bootstrap", {"members": 0}, "members"),
     ],
 )
-def test_bad_settings_are_refused(changes, message):
+def test_bad_settings_are_refused(agent, changes, message):
     with pytest.raises(SettingError, match=message):
-        agent_settings("vadam", **changes)
+        agent_settings(agent, **changes)
 
 
 def test_unknown_agents_and_foreign_settings_are_refused():
@@ -503,5 +533,7 @@ def test_unknown_agents_and_foreign_settings_are_refused():
         agent_settings("bandit")
     with pytest.raises(SettingError, match="settings must be one of"):
         agent_settings("badam", "best")
-    with pytest.raises(SettingError, match="are for 'badam', not for 'greedy'"):
-        agent_settings("greedy", agent_settings("badam"))
+    for mine, other in (("greedy", "badam"), ("ivon", "vadam"), ("greedy", "mc-dropout")):
+        with pytest.raises(SettingError, match=f"{mine} takes .*Settings, not .*Settings"):
+            agent_settings(mine, agent_settings(other))
+    assert agent_settings("badam-map", agent_settings("badam")) == agent_settings("badam")

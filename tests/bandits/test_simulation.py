@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bayesadam.bandits import AGENTS, agent_settings, classification_problem, reward_problem, simulate
-from bayesadam.bandits.simulation import Playing, _lanes, in_turn
+from bayesadam.bandits.simulation import Playing, _Lane, in_turn
 from bayesadam.errors import FileError, MatchError, SettingError
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
@@ -28,7 +28,9 @@ def blobs(n: int = 400, features: int = 5, arms: int = 3):
 
 
 def small(agent: str, settings: str = "tuned", **changes: object):
-    return agent_settings(agent, settings, **(SMALL | changes))
+    """With as much of `SMALL` as the agent has."""
+    known = agent_settings(agent).names()
+    return agent_settings(agent, settings, **{k: v for k, v in (SMALL | changes).items() if k in known})
 
 
 # --- bookkeeping ----------------------------------------------------------------------------------------------------
@@ -105,8 +107,8 @@ def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
     seeds = list(range(10, 14))
     played = [chosen.run(seed, 130) for seed in seeds]
     cpu = torch.device("cpu")
-    (stack,) = _lanes(chosen, settings, seeds, played, cpu, [4])
-    (alone,) = _lanes(chosen, settings, seeds[2:3], played[2:3], cpu, [1])
+    stack = _Lane(agent, settings, 3, seeds, played, cpu)
+    alone = _Lane(agent, settings, 3, seeds[2:3], played[2:3], cpu)
     for _ in range(6):
         stack.advance()
         alone.advance()
@@ -141,9 +143,9 @@ def test_the_global_random_state_and_the_threads_are_left_alone():
 @pytest.mark.parametrize("agent", ["badam", "linear", "neural-linear", "bootstrap"])
 def test_cost_per_round_does_not_grow(agent):
     chosen = blobs(n=3000)
-    (lane,) = _lanes(chosen, small(agent, window=100), [0], [chosen.run(0)], torch.device("cpu"), [1])
+    lane = _Lane(agent, small(agent, window=100), 3, [0], [chosen.run(0)], torch.device("cpu"))
     times = []
-    while lane.done < 3000:
+    while lane.buffer.count < 3000:
         start = time.process_time()
         lane.advance()
         times.append(time.process_time() - start)

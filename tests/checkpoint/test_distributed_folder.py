@@ -23,7 +23,7 @@ import bayesadam as ba
 from bayesadam.checkpoint import distributed as distributed_module
 from bayesadam.checkpoint import format_of, read_checkpoint
 from bayesadam.checkpoint.distributed import DISTRIBUTED, covers
-from bayesadam.checkpoint.lazy import Lazy
+from bayesadam.checkpoint.lazy import Lazy, renamed
 from bayesadam.errors import BayesAdamError, FileError, MatchError
 from processes import run_ranks
 
@@ -204,7 +204,7 @@ def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
     assert "exp_avg_sq" in state
     assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
     assert state.outline["exp_avg_sq"].shape == contents.weights.outline["0.weight"].shape == (5, 3)
-    assert contents.weights.renamed({"first": "0.weight"}).outline["first"].dtype == torch.float32
+    assert renamed(contents.weights, {"first": "0.weight"}).outline["first"].dtype == torch.float32
     assert looked == []
     first, second = state["exp_avg_sq"], state["exp_avg_sq"]
     assert torch.equal(first, second)

@@ -872,4 +872,4 @@ def test_their_kin_are_refused_live(optimizer_class, path, kwargs):
 def test_every_rotated_reader_can_give_its_bases():
     rotated = [r for r in registry.registered() if isinstance(r, RotatedReader)]
     assert {r.name for r in rotated} >= {"soap", "shampoo", *SOAPS}
-    assert all(r.kept is not None and r.read is not None for r in rotated)
+    assert all(r.factors is not None and r.read is not None for r in rotated)

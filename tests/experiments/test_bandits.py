@@ -1,4 +1,4 @@
-"""Table 1's command in small: its files, its numbers against `simulate`, stopping and going on."""
+"""Table 1's command in small: its files, its numbers against `simulate`, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_cells_are_those_of_simulate(tmp_path):
     assert not list(tmp_path.glob("unfinished*"))
 
 
-def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_beside(tmp_path):
+def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_them(tmp_path):
     cells = {
         f"{problem}/{agent}": {"reward_ratio": [value, value], "regret_ratio": [0.25, 0.35]}
         for problem, agent, value in (("mushroom", "badam", 0.9), ("mushroom", "greedy", 0.8))
@@ -46,7 +46,7 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_beside(tmp
     assert "| Badam | 30.00±7.07 |" in text
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     run_bandits(**given(tmp_path / "whole"))
     real, calls = bandits.start, []
 
@@ -80,11 +80,11 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_ray_gives_the_same_numbers(tmp_path):
     pytest.importorskip("ray")
     settings = replace(SMALL, problems=("wheel:0.5",))
-    local, spread = (
+    local, on_ray = (
         json.loads(run_bandits(**given(tmp_path / engine, settings=settings, engine=engine))[-1].read_text())["results"]
         for engine in ("local", "ray")
     )
-    assert local["wheel:0.5"]["linear"]["reward_ratio"] == spread["wheel:0.5"]["linear"]["reward_ratio"]
+    assert local["wheel:0.5"]["linear"]["reward_ratio"] == on_ray["wheel:0.5"]["linear"]["reward_ratio"]
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,11 @@ def test_single_settings_are_changed(tmp_path):
     assert found["results"]["wheel:0.5"]["badam"]["reward_ratio"] == pytest.approx(expected.reward_ratio.tolist())
     assert found["settings"]["changes"] == {"hidden": [8, 4], "form": "map", "n_per_round": None, "epsilon": 0.25}
     assert "`tuned` with hidden=(8, 4), form=map" in (tmp_path / "table1.md").read_text()
+
+
+def test_a_change_concerns_the_agents_that_have_the_setting():
+    settings = BanditSettings(agents=("uniform", "greedy", "bbb"), changes={"l2": 0.5, "epsilon": 0.1})
+    assert settings.of("greedy") == agent_settings("greedy", l2=0.5, epsilon=0.1)
+    assert settings.of("bbb") == agent_settings("bbb", epsilon=0.1)
+    with pytest.raises(BayesAdamError, match="no agent here has the setting members: choose from activation"):
+        BanditSettings(agents=("uniform", "greedy"), changes={"members": 3})

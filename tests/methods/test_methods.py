@@ -17,7 +17,7 @@ from bayesadam.engine.rules import SWAG, Dropout
 from bayesadam.engine.rules.bbb import gaussian_kl
 from bayesadam.engine.streams import Streams
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum
-from bayesadam.methods.base import noise_variance, state_dict, trained
+from bayesadam.methods.base import noise_variance, trained
 from bayesadam.structures.noise import stream_seed
 
 NETWORK = Network(2, (6, 5), 1, "tanh")
@@ -92,7 +92,7 @@ def test_badams_posterior_is_the_one_read_off_a_plain_adam():
         out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, stack.data.x[1][chosen])[0]
         (out - stack.data.y[1][chosen]).square().mean().backward()
         adam.step()
-    state = state_dict(stack, 1)
+    state = stack.optimum.state_dict(1)
     for key, parameter in enumerate(params.values()):
         torch.testing.assert_close(
             state["state"][key]["exp_avg_sq"], adam.state[parameter]["exp_avg_sq"], rtol=1e-4, atol=1e-9

@@ -642,5 +642,6 @@ def test_statistics_need_a_step_and_soaps_state():
     model = nn.ParameterDict({"only": parameter})
     with pytest.raises(StateError, match="has not taken a step"):
         Posterior.from_optimizer(model, optimizer, n_data=10, structure="kronecker")
+    state = {"rotated_exp_avg_sq": torch.ones(4, 3), "left_basis": torch.eye(4)}
     with pytest.raises(KeyError, match="step"):
-        statistics({"rotated_exp_avg_sq": torch.ones(4, 3)}, optimizer.param_groups[0], parameter)
+        statistics(state, optimizer.param_groups[0], parameter)

@@ -283,7 +283,7 @@ def test_a_missing_package_names_its_extra():
         env={**os.environ, "PYTHONPATH": str(Path(ba.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "pip install 'bayesadam[transformers]'" in done.stderr

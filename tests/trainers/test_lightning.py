@@ -257,7 +257,7 @@ def test_where_a_package_is_missing(hidden, rest):
         env={**os.environ, "PYTHONPATH": str(Path(ba.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     if rest:

@@ -1,6 +1,6 @@
 """Contextual bandits: problems, agents, and simulation."""
 
-from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, AgentSettings, agent_settings
+from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
 from bayesadam.bandits.live import Agent, Decision, make_agent
 from bayesadam.bandits.problems import (
     PROBLEMS,
@@ -12,6 +12,7 @@ from bayesadam.bandits.problems import (
     reward_problem,
     wheel,
 )
+from bayesadam.bandits.settings import AgentSettings
 from bayesadam.bandits.simulation import Simulation, simulate
 
 __all__ = [

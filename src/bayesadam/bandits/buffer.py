@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -44,13 +46,14 @@ class Buffer:
         self.count = places.stop
         return places
 
-    def rows(self, places: Tensor) -> Tensor:
-        """The contexts (networks, b, features) at places (networks, b), where every run has the same number of networks."""
-        networks, b = places.shape
-        members = networks // self.runs
-        first = self._first_row.repeat_interleave(members, dim=0) if members > 1 else self._first_row
-        flat = self.contexts.view(-1, self.contexts.shape[2])
-        return flat.index_select(0, (places + first).view(-1)).view(networks, b, -1)
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of contexts (n, b, features), arms (n, b) and rewards (n, b) at places (n, b), n a multiple of the runs."""
+        n, b = places.shape
+        first = self._first_row.repeat_interleave(n // self.runs, dim=0) if n > self.runs else self._first_row
+        index = (places + first).flatten()
+        contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
+        arms, rewards = (of.view(-1).index_select(0, index).view(n, b) for of in (self.arms, self.rewards))
+        return contexts.view(n, b, -1), arms, rewards
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the rewards so far, (runs, 1), float64; the latter 1 where all are alike."""
@@ -58,3 +61,23 @@ class Buffer:
         variance = square - mean.square()
         std = torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
         return mean.unsqueeze(1), std.unsqueeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of all but the contexts, on the CPU."""
+        seen = {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
+        return {name: tensor.cpu().clone() for name, tensor in seen.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Resume where `state` was taken, with the same contexts."""
+        self.count = state["arms"].shape[1]
+        self.arms[:, : self.count].copy_(state["arms"])
+        self.rewards[:, : self.count].copy_(state["rewards"])
+        self.sums.copy_(state["sums"])
+
+    def widened(self, room: int) -> Buffer:
+        """The same observations in a buffer with more room."""
+        contexts = self.contexts.new_zeros(self.runs, room, self.contexts.shape[2])
+        contexts[:, : self.count] = self.contexts[:, : self.count]
+        wide = Buffer(contexts)
+        wide.restore(self.state())
+        return wide

@@ -1,7 +1,8 @@
-"""Bayesian linear regression an arm, on the contexts or on a network's last hidden layer."""
+"""Bayesian linear regression per arm, on the contexts or on a network's last hidden layer."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.bandits.agents import AgentSettings
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.gradients import hidden_features
-from bayesadam.bandits.learners import Learner, NetworkLearner
+from bayesadam.bandits.learners import Greedy, Learner
+from bayesadam.bandits.settings import AgentSettings, LinearSettings, NeuralLinearSettings
+from bayesadam.engine.network import features
 from bayesadam.engine.streams import Streams
 
 
@@ -31,9 +32,9 @@ class Statistics:
     squares: Tensor
 
     @classmethod
-    def zeros(cls, runs: int, arms: int, features: int, device: torch.device) -> Statistics:
+    def zeros(cls, runs: int, arms: int, width: int, device: torch.device) -> Statistics:
         """Of no data."""
-        shapes = ((features, features), (features,), ())
+        shapes = ((width, width), (width,), ())
         return cls(*(torch.zeros(runs, arms, *shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
@@ -102,14 +103,33 @@ def with_constant(x: Tensor) -> Tensor:
 class _OnStatistics(Learner):
     """Scores from a normal–inverse-gamma posterior of statistics."""
 
-    statistics: Statistics
-    _linear: LinearPosterior | None
-    _linear_noise: Streams
+    learns_at_once = True
+    settings: LinearSettings
 
-    def _begin_linear(self, features: int) -> None:
-        self.statistics = Statistics.zeros(self.buffer.runs, self.n_arms, features + 1, self.device)
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        super().__init__(settings, buffer, n_arms, seeds)
+        self.statistics = Statistics.zeros(buffer.runs, n_arms, self._width() + 1, self.device)
+        self._linear: LinearPosterior | None = None
+        self._linear_noise = Streams(seeds, "linear", self.device)
+
+    @abstractmethod
+    def _width(self) -> int:
+        """How many features there are besides the constant."""
+
+    @abstractmethod
+    def _features(self, contexts: Tensor) -> Tensor:
+        """Of contexts (runs, k, ...), the constant among them, float64."""
+
+    def _scores(self, contexts: Tensor) -> Tensor:
+        return self.linear_posterior().draws(self._features(contexts), self._linear_noise).float()
+
+    def observe(self, places: slice) -> None:
+        """Add the new observations to the statistics."""
+        super().observe(places)
+        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms).double()
+        x = self._features(self.buffer.contexts[:, places])
+        self.statistics.add(x, self.buffer.rewards[:, places].double(), chosen)
         self._linear = None
-        self._linear_noise = Streams(self.seeds, "linear", self.device)
 
     def linear_posterior(self) -> LinearPosterior:
         """The posterior of what was learnt so far, in units of the standardised rewards where these are."""
@@ -121,52 +141,50 @@ class _OnStatistics(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """The statistics."""
-        own = {"gram": self.statistics.gram, "cross": self.statistics.cross, "squares": self.statistics.squares}
-        return {**super().tensors(), **own}
+        return {**super().tensors(), **vars(self.statistics)}
 
     def streams(self) -> dict[str, Streams]:
         """The posterior draws' too."""
         return super().streams() | {"linear": self._linear_noise}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken."""
-        super().restore(state)
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The posterior follows from the statistics."""
+        super().load(tensors)
         self._linear = None
 
 
 class Linear(_OnStatistics):
-    """Linear Thompson sampling with a full posterior an arm; statistics grow by what is observed."""
+    """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed."""
 
-    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
-        self._begin_linear(buffer.contexts.shape[2])
+    def _width(self) -> int:
+        return self.buffer.contexts.shape[2]
 
-    def observe(self, places: slice) -> None:
-        """Add the new observations."""
-        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms).double()
-        x, rewards = with_constant(self.buffer.contexts[:, places]), self.buffer.rewards[:, places].double()
-        self.statistics.add(x, rewards, chosen)
-        self._linear = None
-
-    def _scores(self, contexts: Tensor) -> Tensor:
-        return self.linear_posterior().draws(with_constant(contexts), self._linear_noise).float()
+    def _features(self, contexts: Tensor) -> Tensor:
+        return with_constant(contexts)
 
 
-class NeuralLinear(_OnStatistics, NetworkLearner):
+class NeuralLinear(_OnStatistics, Greedy):
     """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
 
-    Training changes the features of all that was seen, so the statistics are computed anew after each: from the newest
+    Training changes the features of all that was seen, so the statistics are computed again after each: from the newest
     `window` observations of every arm, which bounds the cost, and weighted so that they count as all of its observations.
     """
 
+    settings: NeuralLinearSettings
+
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self._begin_linear(settings.hidden[-1])
-        self._newest = torch.zeros(buffer.runs, n_arms, settings.window, dtype=torch.int64, device=self.device)
+        self._newest = torch.zeros(buffer.runs, n_arms, self.settings.window, dtype=torch.int64, device=self.device)
         self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
 
+    def _width(self) -> int:
+        return self.settings.hidden[-1]
+
+    def _features(self, contexts: Tensor) -> Tensor:
+        return with_constant(features(self.network, self.params, contexts))
+
     def observe(self, places: slice) -> None:
-        """Put the new observations in their arms' windows, over the oldest, and in the statistics as they are now."""
+        """Put the new observations in their arms' windows, over the oldest."""
         super().observe(places)
         window = self.settings.window
         arms = self.buffer.arms[:, places]
@@ -175,35 +193,24 @@ class NeuralLinear(_OnStatistics, NetworkLearner):
         numbers = torch.arange(places.start, places.stop, device=self.device).expand_as(arms)
         self._newest.view(self.buffer.runs, -1).scatter_(1, arms * window + before % window, numbers)
         self._pulls += chosen.sum(dim=1)
-        x = self._features(self.buffer.contexts[:, places])
-        self.statistics.add(x, self.buffer.rewards[:, places].double(), chosen.double())
-        self._linear = None
 
     def train(self) -> None:
-        """Train the network, then compute the statistics anew."""
+        """Train the network, then compute the statistics again."""
         super().train()
         self.refresh()
 
     def refresh(self) -> None:
         """The statistics at the network's features as they are now."""
-        for tensor in (self.statistics.gram, self.statistics.cross, self.statistics.squares):
+        for tensor in vars(self.statistics).values():
             tensor.zero_()
         size = min(self.settings.window, self.buffer.count)
         there = torch.arange(size, device=self.device)
         for arm in range(self.n_arms):
             pulls = self._pulls[:, arm : arm + 1]
-            places = self._newest[:, arm, :size]
-            x = self._features(self.buffer.rows(places))
-            rewards = self.buffer.rewards.gather(1, places).double()
+            contexts, _, rewards = self.buffer.at(self._newest[:, arm, :size])
             weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
-            self.statistics.add_to_arm(arm, x, rewards, weights)
+            self.statistics.add_to_arm(arm, self._features(contexts), rewards.double(), weights)
         self._linear = None
-
-    def _features(self, contexts: Tensor) -> Tensor:
-        return with_constant(hidden_features(self.network, self._layers, contexts))
-
-    def _scores(self, contexts: Tensor) -> Tensor:
-        return self.linear_posterior().draws(self._features(contexts), self._linear_noise).float()
 
     def tensors(self) -> dict[str, Tensor]:
         """The windows too."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.bandits import storage
-from bayesadam.bandits.agents import AgentSettings, agent_settings
+from bayesadam import _storage as storage
+from bayesadam.bandits.agents import agent_settings, entry, learner_of
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.kinds import learner_of
 from bayesadam.bandits.learners import Learner, NetworkLearner
-from bayesadam.engine.network import Network, unflatten
+from bayesadam.bandits.settings import AgentSettings, is_count
+from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, MatchError, SettingError
 
 _FIRST_ROOM = 1024
@@ -28,7 +27,7 @@ Floats = npt.ArrayLike
 
 @dataclass(frozen=True)
 class Decision:
-    """An arm that was chosen, and the number by which its reward will be told."""
+    """An arm that was chosen, and the id by which its reward is reported."""
 
     id: int
     arm: int
@@ -60,7 +59,7 @@ def make_agent(
         changes: to single settings, such as `hidden=(50,)`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
     return Agent(name, agent_settings(name, settings, **changes), n_features, n_arms, seed)
 
@@ -69,25 +68,28 @@ class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
     Two learners share what was seen: one trains, the other acts and takes over the first one's weights after each
-    training. So `act` may be called from other threads while `update` trains, and is never kept waiting by it.
+    training. So `act` may be called from other threads while `update` trains, and never waits for it.
 
     Attributes:
         name: the agent's name.
         settings: its settings.
         n_features: the width of a context.
-        n_arms: how many arms there have been; those removed keep their number.
+        n_arms: how many arms there have been; those removed keep their index.
     """
 
     def __init__(self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int) -> None:
         self.name, self.settings, self.n_features, self.n_arms, self.seed = name, settings, n_features, n_arms, seed
         self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features))
-        self._trainer, self._actor = (learner_of(settings, self._buffer, n_arms, [seed]) for _ in range(2))
+        self._trainer, self._actor = self._learner(), self._learner()
         self._gone: set[int] = set()
         self._pulls = [0] * n_arms
         self._pending: dict[int, tuple[Tensor, int]] = {}
         self._next_id = 0
         self._since_training = 0
         self._learning, self._acting = threading.RLock(), threading.RLock()
+
+    def _learner(self) -> Learner:
+        return learner_of(self.name, self.settings, self._buffer, self.n_arms, [self.seed])
 
     # --- acting -------------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Agent:
         return chosen[0] if single else np.array(chosen)
 
     def decide(self, context: Floats, *, arms: Iterable[int] | None = None) -> Decision:
-        """As `act` for one context, remembered until its reward is told with `reward(decision.id, …)`."""
+        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`."""
         rows, single = self._checked_contexts(context)
         if not single:
             raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
@@ -164,9 +166,9 @@ class Agent:
             with self._acting:
                 known = isinstance(decision, int | np.integer)
                 if not known or decision not in self._pending:
-                    told = "was rewarded before" if known and 0 <= decision < self._next_id else "was never made"
+                    reason = "was rewarded before" if known and 0 <= decision < self._next_id else "was never made"
                     raise MatchError(
-                        f"decision {decision!r} {told}: {len(self._pending)} wait for a reward, by the id of the decision"
+                        f"decision {decision!r} {reason}: {len(self._pending)} wait for a reward, by the id of the decision"
                     )
                 row, arm = self._pending.pop(decision)
             self._learn(row.unsqueeze(0), torch.tensor([arm]), value)
@@ -197,19 +199,14 @@ class Agent:
             if trains:
                 self._trainer.train()
                 self._since_training = 0
-            if trains or not isinstance(self._trainer, NetworkLearner) or self.settings.kind == "neural-linear":
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        """The actor takes over what was learnt, and keeps its own random numbers."""
-        with self._acting:
-            streams = {f"stream.{name}": stream.state() for name, stream in self._actor.streams().items()}
-            self._actor.restore({**self._trainer.state(), **streams})
+            if trains or self._trainer.learns_at_once:
+                with self._acting:
+                    self._actor.load(self._trainer.tensors())
 
     # --- arms ---------------------------------------------------------------------------------------------------
 
     def add_arm(self) -> int:
-        """A new arm; returns its number. It is tried a few times before it competes."""
+        """A new arm; returns its index. It is tried a few times before it competes."""
         with self._learning, self._acting:
             self.n_arms += 1
             self._pulls.append(0)
@@ -217,7 +214,7 @@ class Agent:
             return self.n_arms - 1
 
     def remove_arm(self, arm: int) -> None:
-        """No longer choose an arm; rewards of earlier decisions for it are still learnt from."""
+        """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
         with self._acting:
             if arm not in range(self.n_arms) or arm in self._gone:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {self._available()}")
@@ -244,118 +241,99 @@ class Agent:
         with self._acting:
             while room < self._buffer.count + count:
                 room *= 2
-            self._rebuild(_wider(self._buffer, room))
+            self._rebuild(self._buffer.widened(room))
 
     def _rebuild(self, buffer: Buffer) -> None:
         """Learners for another number of arms or more room, with what was learnt in its place."""
         self._buffer = buffer
-        self._trainer = self._moved(self._trainer)
-        self._actor = self._moved(self._actor)
+        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
 
     def _moved(self, old: Learner) -> Learner:
-        fresh = learner_of(self.settings, self._buffer, self.n_arms, [self.seed])
-        state, before = fresh.state(), old.state()
-        networks = (getattr(old, "network", None), getattr(fresh, "network", None))
-        for name, tensor in before.items():
-            state[name] = tensor if name.startswith("stream.") else _placed(tensor, state[name], *networks)
-        fresh.restore(state)
-        return fresh
+        new = self._learner()
+        state = new.state()
+        for name, tensor in old.state().items():
+            if name.startswith("stream."):
+                state[name] = tensor
+            elif tensor.shape == state[name].shape:
+                state[name].copy_(tensor)
+            elif isinstance(old, NetworkLearner) and isinstance(new, NetworkLearner) and _is_flat(tensor, old):
+                parts = unflatten(new.network, state[name])
+                for key, part in unflatten(old.network, tensor).items():
+                    _put(part, parts[key])
+            else:
+                _put(tensor, state[name])
+        new.restore(state)
+        return new
 
     # --- saving -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: what was seen and learnt, the optimiser, the random numbers, the decisions that wait."""
         with self._learning, self._acting:
-            buffer, seen = self._buffer, slice(0, self._buffer.count)
+            waiting = [row for row, _ in self._pending.values()]
             tensors = {
-                "contexts": buffer.contexts[:, seen],
-                "arms": buffer.arms[:, seen],
-                "rewards": buffer.rewards[:, seen],
-                "sums": buffer.sums,
+                "contexts": self._buffer.contexts[:, : self._buffer.count],
+                **self._buffer.state(),
                 "pending.id": torch.tensor(list(self._pending), dtype=torch.int64),
                 "pending.arm": torch.tensor([arm for _, arm in self._pending.values()], dtype=torch.int64),
-                "pending.context": torch.stack([row for row, _ in self._pending.values()])
-                if self._pending
-                else torch.zeros(0, self.n_features),
+                "pending.context": torch.stack(waiting) if waiting else torch.zeros(0, self.n_features),
                 **{f"trainer.{name}": tensor for name, tensor in self._trainer.state().items()},
                 **{f"actor.{name}": tensor for name, tensor in self._actor.state().items()},
             }
             header = {
                 "agent": self.name,
-                "settings": asdict(self.settings),
+                "settings": self.settings.plain(),
                 "n_features": self.n_features,
                 "n_arms": self.n_arms,
                 "seed": self.seed,
-                "room": buffer.contexts.shape[1],
+                "room": self._buffer.contexts.shape[1],
                 "gone": sorted(self._gone),
                 "pulls": self._pulls,
                 "next_id": self._next_id,
                 "since_training": self._since_training,
             }
-            storage.write(Path(path), {name: tensor.clone() for name, tensor in tensors.items()}, header)
+            storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
-        """The agent that `save` wrote; it goes on as if it had never stopped."""
-        tensors, header = storage.read(Path(path), what="agent", way_out="give the file that Agent.save wrote")
+        """The agent that `save` wrote; it resumes as if it had never stopped."""
+        tensors, header = storage.read(path, storage.AGENT)
         try:
-            known = {field.name for field in fields(AgentSettings)}
-            given: dict[str, Any] = {
-                name: tuple(v) if isinstance(v, list) else v for name, v in header["settings"].items()
-            }
-            settings = AgentSettings(**{name: given[name] for name in known & given.keys()})
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
             agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
-            agent._buffer = _wider(agent._buffer, header["room"])
-            agent._rebuild(agent._buffer)
-            count = tensors["arms"].shape[1]
-            agent._buffer.contexts[:, :count] = tensors["contexts"]
-            agent._buffer.arms[:, :count] = tensors["arms"]
-            agent._buffer.rewards[:, :count] = tensors["rewards"]
-            agent._buffer.sums.copy_(tensors["sums"])
-            agent._buffer.count = count
+            agent._rebuild(agent._buffer.widened(header["room"]))
+            agent._buffer.restore(tensors)
+            agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
             for learner, prefix in ((agent._trainer, "trainer."), (agent._actor, "actor.")):
-                own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-                learner.restore(own)
-            waiting = zip(
-                tensors["pending.id"].tolist(),
-                tensors["pending.context"],
-                tensors["pending.arm"].tolist(),
-                strict=True,
-            )
-            agent._pending = {number: (row.clone(), arm) for number, row, arm in waiting}
+                learner.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            rows_and_arms = zip(tensors["pending.context"], tensors["pending.arm"].tolist(), strict=True)
+            agent._pending = dict(zip(tensors["pending.id"].tolist(), rows_and_arms, strict=True))
             agent._gone, agent._pulls = set(header["gone"]), list(header["pulls"])
             agent._next_id, agent._since_training = header["next_id"], header["since_training"]
         except KeyError as missing:
             raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
+        except SettingError as error:
+            raise FileError(f"{path} is not an agent of this version: {error}") from error
         return agent
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
     def _checked_contexts(self, context: Floats) -> tuple[Tensor, bool]:
-        try:
-            array = np.asarray(context, dtype=np.float64)
-        except (TypeError, ValueError) as error:
-            raise MatchError(f"a context must be numbers: {error}") from None
-        single = array.ndim == 1
-        rows = array[None] if single else array
-        if rows.ndim != 2 or rows.shape[1] != self.n_features or not len(rows):
+        array, narrow = _numbers(context, "a context must be numbers")
+        if array.ndim not in (1, 2) or array.shape[-1] != self.n_features or not len(array):
             raise MatchError(
                 f"a context has {self.n_features} numbers, a batch (k, {self.n_features}); got shape {array.shape}"
             )
-        with np.errstate(over="ignore"):
-            narrow = rows.astype(np.float32)
-        if not np.isfinite(narrow).all():
-            row, column = np.argwhere(~np.isfinite(narrow))[0]
-            raise MatchError(f"contexts must be finite and fit float32: row {row} has {rows[row, column]} at {column}")
-        return torch.from_numpy(narrow), single
+        rows = narrow.reshape(-1, self.n_features)
+        if not np.isfinite(rows).all():
+            row, column = np.argwhere(~np.isfinite(rows))[0]
+            value = array.reshape(rows.shape)[row, column]
+            raise MatchError(f"contexts must be finite and fit float32: row {row} has {value} at {column}")
+        return torch.from_numpy(rows), array.ndim == 1
 
     def _checked_rewards(self, reward: Any, count: int, single: bool) -> Tensor:
-        try:
-            array = np.atleast_1d(np.asarray(reward, dtype=np.float64))
-        except (TypeError, ValueError) as error:
-            raise MatchError(f"a reward must be a number: {error}") from None
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32)
+        _, narrow = _numbers(reward, "a reward must be a number")
+        narrow = np.atleast_1d(narrow)
         if narrow.shape != (count,) or not np.isfinite(narrow).all():
             wanted = "one finite number" if single else f"{count} finite numbers"
             raise MatchError(f"the reward must be {wanted}, got {reward!r}")
@@ -372,33 +350,20 @@ class Agent:
         return sorted(set(asked))
 
 
-def _wider(buffer: Buffer, room: int) -> Buffer:
-    seen = buffer.count
-    contexts = torch.zeros(1, room, buffer.contexts.shape[2])
-    contexts[:, :seen] = buffer.contexts[:, :seen]
-    wide = Buffer(contexts)
-    wide.arms[:, :seen], wide.rewards[:, :seen] = buffer.arms[:, :seen], buffer.rewards[:, :seen]
-    wide.sums.copy_(buffer.sums)
-    wide.count = seen
-    return wide
+def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    """In float64 and in float32; what does not fit the latter is infinite there."""
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise MatchError(f"{message}: {error}") from None
+    with np.errstate(over="ignore"):
+        return array, array.astype(np.float32)
 
 
-def _placed(old: Tensor, fresh: Tensor, before: Network | None, after: Network | None) -> Tensor:
-    """A tensor of a smaller learner inside that of a larger one; flat weights layer by layer."""
-    if old.shape == fresh.shape:
-        return old
-    if before is not None and after is not None and _is_flat(old, before) and _is_flat(fresh, after):
-        whole: Mapping[str, Tensor] = unflatten(after, fresh)
-        for name, part in unflatten(before, old).items():
-            _put(part, whole[name])
-        return fresh
-    _put(old, fresh)
-    return fresh
-
-
-def _is_flat(tensor: Tensor, network: Network) -> bool:
-    return tensor.dim() == 2 and tensor.shape[1] == sum(torch.Size(s).numel() for s in network.shapes().values())
+def _is_flat(tensor: Tensor, learner: NetworkLearner) -> bool:
+    return tensor.dim() == 2 and tensor.shape[1] == learner.stack.weights.shape[1]
 
 
 def _put(part: Tensor, whole: Tensor) -> None:
+    """A smaller tensor into the leading corner of a larger one."""
     whole[tuple(slice(0, length) for length in part.shape)] = part

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.bandits import storage
-from bayesadam.bandits.agents import AgentSettings, agent_settings
+from bayesadam import _storage as storage
+from bayesadam._files import sweep
+from bayesadam.bandits.agents import agent_settings, learner_of
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.kinds import learner_of
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
+from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.structures.noise import stream_seed
 
@@ -33,7 +34,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What came of it; arrays have one entry, or row, a run.
+    """The outcome; arrays have one entry, or row, per run.
 
     Attributes:
         problem: the problem's name.
@@ -77,11 +78,11 @@ def simulate(
 ) -> Simulation:
     """Let an agent play a problem.
 
-    First every arm is pulled a few times in turn. Then the agent acts, a new context a round, and trains every
+    First every arm is pulled a few times in turn. Then the agent acts, a new context per round, and trains every
     `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own draw of the posterior.
 
-    Every run has random numbers of its own, whatever is stacked with it: the same up to rounding. The same call on the same
-    machine gives the very same numbers. On a CPU the runs are shared out among as many threads as torch has.
+    Every run has its own random numbers: up to rounding it does not depend on the other runs. The same call on the same
+    machine gives the same numbers. On a CPU the runs are distributed over as many threads as torch has.
 
     >>> found = simulate("wheel:0.5", "linear", runs=2, rounds=60)
     >>> found.reward_ratio.shape
@@ -95,8 +96,8 @@ def simulate(
         seed: the runs' seeds come from it.
         device: None for a GPU where there is one.
         settings: `"tuned"`, `"paper"` or your own.
-        checkpoint: a file to which the state is written now and then. If it is there already, the simulation goes on from
-            it, and on a CPU ends with the very numbers of one that was never interrupted.
+        checkpoint: a file to which the state is written now and then. If it exists, the simulation resumes from it, and on a
+            CPU ends with the numbers of one that was never interrupted.
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all.
     """
@@ -144,13 +145,12 @@ class Playing:
     ) -> None:
         chosen = named_problem(problem) if isinstance(problem, str) else problem
         own = agent_settings(agent, settings)
-        if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+        if not is_count(runs):
             raise SettingError(f"runs must be a positive whole number, got {runs!r}")
         self.rounds = chosen.checked_rounds(rounds)
         place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        self._start = time.perf_counter()
-        self._before = 0.0
-        self._name, self._agent, self._seed, self._settings = chosen.name, agent, seed, own
+        self._start, self._before = time.perf_counter(), 0.0
+        self._problem, self._agent, self._seed, self._settings = chosen.name, agent, seed, own
         self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
@@ -159,34 +159,42 @@ class Playing:
         threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
         sizes = _sizes(runs, threads) if saved is None else saved[1]["lanes"]
         with torch.cuda.stream(self._stream):
-            self._lanes = _lanes(chosen, own, seeds, self._played, place, sizes)
-        self._header = {
+            self._lanes = [
+                _Lane(agent, own, chosen.n_arms, seeds[first:last], self._played[first:last], place)
+                for first, last in pairwise(accumulate(sizes, initial=0))
+            ]
+        self._header: dict[str, Any] = {
             "problem": chosen.name,
             "agent": agent,
             "runs": runs,
             "rounds": self.rounds,
             "seed": seed,
             "device": place.type,
-            "settings": _plain(asdict(own)),
+            "settings": own.plain(),
             "data": _fingerprint(self._played),
-            "lanes": [len(lane.seeds) for lane in self._lanes],
+            "lanes": sizes,
         }
         if self._path is not None and saved is not None:
             self._restore(self._path, *saved)
         self._written = time.perf_counter()
-        self._threads = _Threads(len(self._lanes)) if len(self._lanes) > 1 else None
+        # torch's own threads are off meanwhile: for products of this size, one thread per lane is faster than threads
+        # inside each operation, and other processes on the machine disturb them less.
+        self._threads_before = torch.get_num_threads()
+        alone = len(self._lanes) == 1
+        self._pool = None if alone else ThreadPoolExecutor(len(sizes), "", torch.set_num_threads, (1,))
 
     def __enter__(self) -> Playing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._threads is not None:
-            self._threads.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+            torch.set_num_threads(self._threads_before)
 
     @property
     def done(self) -> int:
         """The rounds played so far."""
-        return self._lanes[0].done
+        return self._lanes[0].buffer.count
 
     @property
     def finished(self) -> bool:
@@ -196,20 +204,35 @@ class Playing:
     def advance(self) -> None:
         """The rounds up to the next training, and the training; now and then, the checkpoint."""
         with torch.cuda.stream(self._stream):
-            if self._threads is None:
-                self._lanes[0].advance()
-            else:
-                self._threads.run([lane.advance for lane in self._lanes])
+            for _ in (map if self._pool is None else self._pool.map)(_Lane.advance, self._lanes):
+                pass
             late = time.perf_counter() - self._written >= self._checkpoint_seconds
             if self._path is not None and (self.finished or late):
                 self._save(self._path)
                 self._written = time.perf_counter()
 
     def result(self) -> Simulation:
-        """What came of it, when it is finished."""
+        """The outcome, when it is finished."""
         with torch.cuda.stream(self._stream):
             rewards = np.concatenate([lane.buffer.rewards.cpu().numpy() for lane in self._lanes])
-        return _summary(self._name, self._agent, self._seed, self._settings, self._played, rewards, self._seconds())
+        reward = rewards.astype(np.float64).cumsum(axis=1)
+        optimum = np.stack([rounds.optimum for rounds in self._played]).cumsum(axis=1)
+        uniform = np.stack([rounds.uniform for rounds in self._played]).sum(axis=1)
+        points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
+        regret = optimum - reward
+        return Simulation(
+            problem=self._problem,
+            agent=self._agent,
+            seed=self._seed,
+            rounds=self.rounds,
+            reward_ratio=reward[:, -1] / optimum[:, -1],
+            regret_ratio=regret[:, -1] / (optimum[:, -1] - uniform),
+            points=points,
+            reward=reward[:, points - 1],
+            regret=regret[:, points - 1],
+            seconds=self._seconds(),
+            settings=self._settings,
+        )
 
     def _seconds(self) -> float:
         return self._before + time.perf_counter() - self._start
@@ -217,14 +240,21 @@ class Playing:
     def _save(self, path: Path) -> None:
         lanes = enumerate(self._lanes)
         tensors = {f"{number}/{name}": t for number, lane in lanes for name, t in lane.state().items()}
-        storage.write(path, tensors, {**self._header, "seconds": self._seconds()})
+        storage.write(path, tensors, {**self._header, "seconds": self._seconds()}, storage.SIMULATION)
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
-        _require_same(path, self._header, found)
+        # Earlier versions wrote settings that the agent does not have, too.
+        settings = {name: value for name, value in found["settings"].items() if name in self._header["settings"]}
+        for name, value in self._header.items():
+            given = settings if name == "settings" else found.get(name)
+            if given != value:
+                what = "other data" if name == "data" else f"{name}={given!r}, not {value!r}"
+                raise MatchError(
+                    f"{path} is of a simulation with {what}: delete it to start anew, or take another path"
+                )
         with torch.cuda.stream(self._stream):
             for number, lane in enumerate(self._lanes):
-                mine = f"{number}/"
-                lane.restore({name.removeprefix(mine): t for name, t in tensors.items() if name.startswith(mine)})
+                lane.restore(_under(f"{number}/", tensors))
         self._before = float(found["seconds"])
 
 
@@ -257,53 +287,41 @@ class _Lane:
 
     def __init__(
         self,
-        problem: BanditProblem,
+        agent: str,
         settings: AgentSettings,
+        n_arms: int,
         seeds: Sequence[int],
         played: Sequence[Rounds],
         device: torch.device,
     ) -> None:
-        self.seeds = seeds
         self.buffer = Buffer(torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device))
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
-        self.learner = learner_of(settings, self.buffer, problem.n_arms, seeds)
-        self._forced = settings.initial_pulls * problem.n_arms
+        self.learner = learner_of(agent, settings, self.buffer, n_arms, seeds)
+        self._forced = settings.initial_pulls * n_arms
 
-    @property
-    def done(self) -> int:
-        return self.buffer.count
-
+    @torch.no_grad()
     def advance(self) -> None:
         """The rounds up to the next training, and the training."""
-        first, total = self.done, self._pays.shape[1]
+        runs, total, n_arms = self._pays.shape
+        first = self.buffer.count
         forced = first < self._forced
         last = min(self._forced if forced else first + self.learner.settings.train_every, total)
-        with torch.no_grad():
-            if forced:
-                turn = torch.arange(first, last, device=self._pays.device) % self._pays.shape[2]
-                arms = turn.expand(len(self.seeds), -1)
-            else:
-                arms = self.learner.scores(self.buffer.contexts[:, first:last]).argmax(dim=2)
-            rewards = self._pays[:, first:last].gather(2, arms.unsqueeze(2)).squeeze(2)
-            self.learner.observe(self.buffer.add(arms, rewards))
-            if last < total:
-                self.learner.train()
+        if forced:
+            arms = (torch.arange(first, last, device=self._pays.device) % n_arms).expand(runs, -1)
+        else:
+            arms = self.learner.scores(self.buffer.contexts[:, first:last]).argmax(dim=2)
+        rewards = self._pays[:, first:last].gather(2, arms.unsqueeze(2)).squeeze(2)
+        self.learner.observe(self.buffer.add(arms, rewards))
+        if last < total:
+            self.learner.train()
 
     def state(self) -> dict[str, Tensor]:
-        done = self.done
-        seen = {"arms": self.buffer.arms[:, :done], "rewards": self.buffer.rewards[:, :done], "sums": self.buffer.sums}
         learner = {f"learner.{name}": tensor for name, tensor in self.learner.state().items()}
-        return {name: tensor.cpu().clone() for name, tensor in seen.items()} | learner
+        return self.buffer.state() | learner
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        buffer = self.buffer
-        buffer.count = state["arms"].shape[1]
-        buffer.arms[:, : buffer.count] = state["arms"].to(buffer.arms.device)
-        buffer.rewards[:, : buffer.count] = state["rewards"].to(buffer.rewards.device)
-        buffer.sums.copy_(state["sums"])
-        self.learner.restore(
-            {name.removeprefix("learner."): t for name, t in state.items() if name.startswith("learner.")}
-        )
+        self.buffer.restore(state)
+        self.learner.restore(_under("learner.", state))
 
 
 def _sizes(runs: int, lanes: int) -> list[int]:
@@ -315,91 +333,13 @@ def _sizes(runs: int, lanes: int) -> list[int]:
     return [runs // lanes + (number < runs % lanes) for number in range(lanes)]
 
 
-def _lanes(
-    problem: BanditProblem,
-    settings: AgentSettings,
-    seeds: Sequence[int],
-    played: Sequence[Rounds],
-    device: torch.device,
-    sizes: Sequence[int],
-) -> list[_Lane]:
-    lanes, first = [], 0
-    for size in sizes:
-        last = first + size
-        lanes.append(_Lane(problem, settings, seeds[first:last], played[first:last], device))
-        first = last
-    return lanes
-
-
-class _Threads:
-    """Threads for lanes side by side.
-
-    torch's own threads are off meanwhile: for products of this size, lanes side by side are faster than threads inside
-    each operation, and other processes on the machine disturb them less.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._before = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-
-    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """All of them, each in a thread."""
-        for _ in self._pool.map(_call, tasks):
-            pass
-
-    def close(self) -> None:
-        """Give torch its threads back."""
-        self._pool.shutdown()
-        torch.set_num_threads(self._before)
-
-
-def _call(task: Callable[[], None]) -> None:
-    task()
-
-
-def _summary(
-    name: str,
-    agent: str,
-    seed: int,
-    settings: AgentSettings,
-    played: Sequence[Rounds],
-    rewards: Numbers,
-    seconds: float,
-) -> Simulation:
-    reward = rewards.astype(np.float64).cumsum(axis=1)
-    optimum = np.stack([rounds.optimum for rounds in played]).cumsum(axis=1)
-    uniform = np.stack([rounds.uniform for rounds in played]).sum(axis=1)
-    total = rewards.shape[1]
-    points = np.unique(np.linspace(1, total, min(total, _CURVE_POINTS)).round().astype(np.int64))
-    regret = optimum - reward
-    return Simulation(
-        problem=name,
-        agent=agent,
-        seed=seed,
-        rounds=total,
-        reward_ratio=reward[:, -1] / optimum[:, -1],
-        regret_ratio=regret[:, -1] / (optimum[:, -1] - uniform),
-        points=points,
-        reward=reward[:, points - 1],
-        regret=regret[:, points - 1],
-        seconds=seconds,
-        settings=settings,
-    )
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _saved(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    storage.sweep(path)
-    return storage.read(path) if path.exists() else None
-
-
-def _require_same(path: Path, header: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    for name, value in header.items():
-        if found.get(name) != value:
-            what = "other data" if name == "data" else f"{name}={found.get(name)!r}, not {value!r}"
-            raise MatchError(f"{path} is of a simulation with {what}: delete it to start anew, or take another path")
+    sweep(path)
+    return storage.read(path, storage.SIMULATION) if path.exists() else None
 
 
 def _fingerprint(played: Sequence[Rounds]) -> str:
@@ -408,7 +348,3 @@ def _fingerprint(played: Sequence[Rounds]) -> str:
         digest.update(rounds.contexts.tobytes())
         digest.update(rounds.rewards.tobytes())
     return digest.hexdigest()
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

@@ -4,6 +4,7 @@ from bayesadam.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules
 from bayesadam.checkpoint.formats import FORMATS
 from bayesadam.checkpoint.identify import identify_reader
+from bayesadam.checkpoint.options import CheckpointKeywords, CheckpointOptions
 from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature
 from bayesadam.checkpoint.write import write_pruned
@@ -11,6 +12,8 @@ from bayesadam.checkpoint.write import write_pruned
 __all__ = [
     "FORMATS",
     "Checkpoint",
+    "CheckpointKeywords",
+    "CheckpointOptions",
     "Contents",
     "Format",
     "Recorded",

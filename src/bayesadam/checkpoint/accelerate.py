@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bayesadam.checkpoint.contents import Contents, Rules
-from bayesadam.checkpoint.huggingface import choose, files_of, own_names, read_optimizer, read_tensors, read_weights
-from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.huggingface import choose, files_of, folder_format, own_names, read_tensors, read_weights
 
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
@@ -28,14 +26,8 @@ def _is_accelerate(path: Path, head: bytes) -> bool:
     )
 
 
-def _read_accelerate(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    """One model and one optimiser of those that were prepared; the others are `model_1`, `optimizer_1`, …"""
-    weights = _accelerate_with(path, weights_key, None)
-    optimizers = [name for name in files_of(path) if _OPTIMIZER.fullmatch(name)]
-    return replace(weights, optimizer=read_optimizer(path, optimizers, optimizer_key))
-
-
 def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+    """One model of those that were prepared; the others are `model_1`, …, as their optimisers are `optimizer_1`, …"""
     there = sorted(files_of(path))
     models = [name for name in there if _MODEL.fullmatch(name)]
     if len(models) > 1 or weights_key is not None:
@@ -48,9 +40,9 @@ def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str
         optimizer=optimizer,
         summary=f"{len(weights)} tensors, {there[:12]}",
         ordered=ordered,
-        # The user's script made the optimiser: its order is nobody's rule.
+        # The user's script made the optimiser: its order follows no rule.
         rules=Rules(names=partial(own_names, list(weights))),
     )
 
 
-ACCELERATE = Format("Accelerate", _is_accelerate, _read_accelerate, read_with=_accelerate_with)
+ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _OPTIMIZER.fullmatch)

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bayesadam.checkpoint.contents import Recorded, Rules
+from bayesadam.checkpoint.contents import Contents
 from bayesadam.checkpoint.lazy import renamed
+from bayesadam.checkpoint.options import DEFAULTS, CheckpointKeywords, CheckpointOptions
 from bayesadam.checkpoint.registry import format_of
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, SettingError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class Checkpoint(Contents):
     """What a trainer saved; tensors stay on the disk until they are used.
 
+    The fields that are not listed are those of `Contents`.
+
     Attributes:
-        path: the file or folder with the weights.
-        format: its format's name.
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
             parallelism.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
-        ordered: whether `weights` are in the model's order; a safetensors file is sorted.
+        path: the file or folder with the weights.
+        format: its format's name.
         stored_names: the name each of the weights has in the file.
-        weights_at: the keys that lead to the weights in the file.
-        recorded: what the trainer wrote beside them.
-        rules: what it did without writing it down.
         optimizer_path: the file with the optimiser's state, where it is another.
     """
 
-    path: Path
-    format: str
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    ordered: bool
-    stored_names: Mapping[str, str]
-    weights_at: tuple[str, ...] = ()
-    recorded: Recorded = field(default_factory=Recorded)
-    rules: Rules = field(default_factory=Rules)
-    optimizer_path: Path | None = None
+    path: Path = field(kw_only=True)
+    format: str = field(kw_only=True)
+    stored_names: Mapping[str, str] = field(kw_only=True)
+    optimizer_path: Path | None = field(kw_only=True, default=None)
 
     @property
     def param_names(self) -> tuple[str, ...] | None:
@@ -56,43 +54,45 @@ class Checkpoint:
             return tuple(name for group in groups for name in group["param_names"])
         return None
 
+    def n_data_or(self, given: float | None) -> float:
+        """N as it is given or, for None, as the trainer recorded it."""
+        known = self.recorded.n_data if given is None else given
+        if known is None:
+            raise SettingError(f"{self.path} does not say how many training examples there were: pass n_data=")
+        return known
+
     def __repr__(self) -> str:
         keys = sum(len(group["params"]) for group in self.optimizer["param_groups"])
         return f"Checkpoint({str(self.path)!r}, {self.format}, {len(self.weights)} tensors, {keys} in the optimiser)"
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    optimizer_path: str | os.PathLike[str] | None = None,
-    weights_key: str | None = None,
-    optimizer_key: str | None = None,
+    path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
 ) -> Checkpoint:
-    """Read a checkpoint of any known format, told by its content.
+    """Read a checkpoint of any known format, identified by its content.
 
     Args:
         path: the file or folder with the weights, and with the optimiser's state unless that has a file of its own.
-        optimizer_path: the file with the optimiser's state, where it is another; one that lies beside the weights is then
-            not opened.
-        weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`.
-        optimizer_key: which optimiser's state, where there are several; `"optimizer_states.0"`.
+        options: the state's file, and which weights and state where there are several.
+        **changes: the same as keywords.
     """
+    options = replace(options, **changes)
     path = Path(path)
     known = format_of(path)
-    second = None if optimizer_path is None else Path(optimizer_path)
+    second = None if options.optimizer_path is None else Path(options.optimizer_path)
     if second is None:
-        contents = state = known.read(path, weights_key, optimizer_key)
+        contents = state = known.read(path, options.weights_key, options.optimizer_key)
     else:
-        state = format_of(second).read(second, None, optimizer_key)
+        state = format_of(second).read(second, None, options.optimizer_key)
         contents = (
-            known.read_with(path, weights_key, state.optimizer)
+            known.read_with(path, options.weights_key, state.optimizer)
             if known.read_with is not None
-            else known.read(path, weights_key, None)
+            else known.read(path, options.weights_key, None)
         )
     if contents.weights is None:
         raise FileError(
-            f"{path} holds no weights that can be told as such: found {contents.summary}. Save model.state_dict() "
-            "beside the optimiser's state, or name the key with weights_key="
+            f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
+            "the optimiser's state, or name the key with weights_key="
         )
     if state.optimizer is None:
         raise FileError(
@@ -102,15 +102,15 @@ def read_checkpoint(
         )
     stored = clean_names(contents.weights)
     return Checkpoint(
+        **{
+            **{each.name: getattr(contents, each.name) for each in fields(contents)},
+            "weights": renamed(contents.weights, stored),
+            "optimizer": state.optimizer,
+            "recorded": contents.recorded.completed(state.recorded),
+        },
         path=path,
         format=known.name,
-        weights=renamed(contents.weights, stored),
-        optimizer=state.optimizer,
-        ordered=contents.ordered,
         stored_names=stored,
-        weights_at=contents.weights_at,
-        recorded=contents.recorded.completed(state.recorded),
-        rules=contents.rules,
         optimizer_path=second,
     )
 

@@ -15,13 +15,8 @@ from bayesadam.errors import FileError
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
 _OPTIMIZER_KEYS = (
-    "optimizer",
-    "optimizer_state_dict",
-    "optimizer_state",
-    "optimizer_states",
-    "optim",
-    "optim_state_dict",
-    "opt",
+    *("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states"),
+    *("optim", "optim_state_dict", "opt"),
 )
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
@@ -33,14 +28,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the trainer wrote beside the tensors; None where it wrote nothing.
-
-    Attributes:
-        step: optimiser steps taken.
-        epoch: epochs.
-        n_data: N, the number of training examples.
-        optimizer: the optimiser's class.
-    """
+    """What else the trainer wrote: steps taken, epochs, N, the optimiser's class; None where it wrote nothing."""
 
     step: int | None = None
     epoch: int | None = None
@@ -49,8 +37,8 @@ class Recorded:
 
     def completed(self, other: Recorded) -> Recorded:
         """What this lacks, from `other`."""
-        told = {key: value for key, value in asdict(self).items() if value is not None}
-        return Recorded(**{**asdict(other), **told})
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        return Recorded(**{**asdict(other), **known})
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Rules:
     """What a trainer does without writing it down; each rule needs the model.
 
     Attributes:
-        model: builds the model, without values, from what lies beside the weights; None where nothing tells.
+        model: builds the model, without values, from what is saved with the weights; None where that does not say.
         names: (model) → the model's name for each name in the file, where they differ.
         orders: (model) → the parameter names in the order in which the trainer gives them to its optimiser, group by
             group; several answers where versions of the trainer differ.
@@ -81,7 +69,7 @@ class Contents:
         summary: what the file holds, in words.
         weights_at: the keys that lead to the weights.
         ordered: whether `weights` are in the order in which the model registered them.
-        recorded: what the trainer wrote beside them.
+        recorded: what else the trainer wrote.
         rules: what it did without writing it down.
     """
 
@@ -99,11 +87,7 @@ def contents_of(
 ) -> Contents:
     """The weights and the optimiser's state in a dictionary, at the top, under a key, or one level further down.
 
-    Args:
-        tree: what the file held.
-        source: its path, for messages.
-        weights_key: which weights, where there are several; dots lead down, as in `"state.model"`.
-        optimizer_key: which optimiser's state, where there are several; `"optimizer_states.0"`.
+    `source` is the file's path, for messages; the keys choose where there are several.
     """
     if not isinstance(tree, Mapping):
         raise FileError(
@@ -111,20 +95,12 @@ def contents_of(
             "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
         )
     found = list(_branches(tree))
-    weights = _choose(
-        {path: value for path, value in found if _is_weights(value)},
-        _WEIGHTS_KEYS,
-        weights_key,
-        f"{source} holds several sets of weights",
-        "weights_key",
-    )
-    optimizer = _choose(
-        {path: value for path, value in found if _is_optimizer(value)},
-        _OPTIMIZER_KEYS,
-        optimizer_key,
-        f"{source} holds the state of several optimisers",
-        "optimizer_key",
-    )
+    held = {path: value for path, value in found if _is_weights(value)}
+    several = f"{source} holds several sets of weights"
+    weights = _choose(held, _WEIGHTS_KEYS, weights_key, several, "weights_key")
+    held = {path: value for path, value in found if _is_optimizer(value)}
+    several = f"{source} holds the state of several optimisers"
+    optimizer = _choose(held, _OPTIMIZER_KEYS, optimizer_key, several, "optimizer_key")
     path, named = weights or ((), None)
     return Contents(
         weights=None if named is None else {key: tensor for key, tensor in named.items() if isinstance(tensor, Tensor)},
@@ -142,14 +118,14 @@ def describe(tree: Mapping[Any, Any]) -> str:
     >>> describe({"epoch": 3, "model": {"w": 1}})
     "'epoch' (int), 'model' (dict of 1)"
     """
-    told = [f"{key!r} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
-    return ", ".join(told) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
+    described = [f"{key!r} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
+    return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
 
 
 def keeps_order(weights: Mapping[str, Any]) -> bool:
     """Whether a state dict is still in the order of the model's modules.
 
-    torch notes the modules, in order, beside a state dict. Without the note, names in alphabetical order are taken to
+    torch notes the modules, in order, with a state dict. Without the note, names in alphabetical order are taken to
     have been sorted by someone.
     """
     names = list(weights)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents, Recorded, contents_of, describe
 from bayesadam.checkpoint.lazy import Lazy, meta
-from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.registry import Format, refuse_keys
 from bayesadam.checkpoint.torch_file import load_tree
-from bayesadam.errors import FileError, SettingError
+from bayesadam.errors import FileError
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODELS = "mp_rank_*_model_states.pt"
@@ -30,7 +30,7 @@ _RANK = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 class _Ignored:
-    """Stands in for what DeepSpeed keeps beside the tensors and nobody needs here."""
+    """Stands in for what DeepSpeed saves with the tensors and is not needed here."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -72,11 +72,8 @@ def _has_files(folder: Path) -> bool:
 
 
 def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    for option, wanted in (("weights_key", weights_key), ("optimizer_key", optimizer_key)):
-        if wanted is not None:
-            raise SettingError(
-                f"{option}={wanted!r} makes no sense for {path}: DeepSpeed saves one model and its state"
-            )
+    why = "DeepSpeed saves one model and its state"
+    refuse_keys(path, why, weights_key=weights_key, optimizer_key=optimizer_key)
     folder = step_folder(path) or path
     if any(folder.glob(_STAGE_3)):
         raise FileError(
@@ -101,28 +98,28 @@ def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | No
 
 
 def _load_rank(folder: Path, rank: int) -> Mapping[str, Any]:
-    """What a rank kept of the optimiser, mapped rather than read."""
+    """A rank's part of the optimiser's state, mapped rather than read."""
     names = [prefix + _RANK.format(rank=rank) for prefix in ("", "bf16_")]
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise FileError(f"{folder} has no {names[0]}: every rank wrote its own, copy those of all machines into it")
     with torch.serialization.safe_globals(_STAND_INS):
-        kept: Mapping[str, Any] = load_tree(file)["optimizer_state_dict"]
-    if not isinstance(kept["base_optimizer_state"], Mapping):
+        saved_state: Mapping[str, Any] = load_tree(file)["optimizer_state_dict"]
+    if not isinstance(saved_state["base_optimizer_state"], Mapping):
         raise FileError(
             f"{file} was saved with elastic_checkpoint=True, which leaves out the optimiser's settings: save it without"
         )
-    return kept
+    return saved_state
 
 
 def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Contents:
-    """The weights and states by name, put together from the ranks' vectors when they are looked at."""
+    """The weights and states by name, put together from the ranks' vectors when they are accessed."""
     states: dict[str, Lazy] = {}
     groups: list[dict[str, Any]] = []
     masters: dict[str, Lazy] = {}
     for number, shapes in enumerate(saved["param_shapes"]):
-        kept = [rank["base_optimizer_state"] for rank in ranks]
-        moments = [state["state"][state["param_groups"][number]["params"][0]] for state in kept]
+        base_states = [rank["base_optimizer_state"] for rank in ranks]
+        moments = [state["state"][state["param_groups"][number]["params"][0]] for state in base_states]
         weights = [{"weight": rank["single_partition_of_fp32_groups"][number]} for rank in ranks]
         # All pieces have the length of the first; the padding at the end was cut off from the weights alone.
         length = max(value.numel() for value in moments[0].values() if _is_vector(value))
@@ -133,7 +130,7 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
             states[name] = _joined(folder, name, moments, parts, shape)
             masters[name] = _joined(folder, name, weights, parts, shape)
             _check_place(folder, name, masters[name]["weight"], saved["module"][name])
-        groups.append({**kept[0]["param_groups"][number], "params": list(shapes)})
+        groups.append({**base_states[0]["param_groups"][number], "params": list(shapes)})
     # Both names of a tied tensor are in the model's file, one of them in the groups; buffers and frozen ones in none.
     owner = {name: saved["shared_params"].get(name, name) for name in saved["module"]}
     outline = {
@@ -170,7 +167,7 @@ def _check_place(folder: Path, name: str, master: Tensor, weight: Tensor) -> Non
     """Refuse where the ranks' float32 weights, rounded, are not the model's: the moments are then not its own, either."""
     if master.shape != weight.shape or not torch.equal(master.to(weight.dtype).nan_to_num(), weight.nan_to_num()):
         raise FileError(
-            f"{folder}: what the ranks kept of {name!r} is not what {_MODEL} has: the files are of different saves, or "
+            f"{folder}: what the ranks have of {name!r} is not what {_MODEL} has: the files are of different saves, or "
             "of a layout that is not known. Copy the files of all ranks of one save into it"
         )
 

@@ -2,7 +2,7 @@
 
 `.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle, so
 it is read by an unpickler that makes nothing but records without behaviour. The pieces are `torch.save`d one by one; a
-tensor is put together when it is looked at, whatever the number of ranks and the dimension it was cut along.
+tensor is put together when it is accessed, whatever the number of ranks and the dimension it was cut along.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint.beside import reading_beside
 from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.torch_file import DAMAGED, damaged, load_plain
 from bayesadam.errors import FileError
 
+_WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
 _PIECES = "*.distcp"
 _DEEPEST = 100
@@ -32,38 +33,17 @@ _SAVE = (
     "torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with "
     "what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
 )
-_DAMAGED = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    OverflowError,
-    MemoryError,
-)
-
 # --- the list of contents -------------------------------------------------------------------------------------------
 
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 # All that the writer pickles, besides plain data, torch.Size and dtypes.
+_META = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        )
+        (_META, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
     ),
+    *((_META, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     # Where older releases had these two.
     (_SHARDED, "TensorProperties"),
@@ -72,12 +52,11 @@ _RECORDS = {
     # Where the folder was when it was written.
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 }
-
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class _Record:
-    """Stands in for a class of the writer's: keeps what was pickled, does nothing."""
+    """Stands in for a class of the writer's: holds what was pickled, does nothing."""
 
     state: Any = ()
 
@@ -110,15 +89,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, or a thing that is no tensor, and the bytes of the file in which it is.
-
-    Attributes:
-        file: the file.
-        start: its first byte there.
-        length: its bytes.
-        offsets: the box's first corner.
-        sizes: the box's edges.
-    """
+    """A box of a tensor, by first corner and edges, or something else, and the bytes of the file in which it is."""
 
     file: Path
     start: int
@@ -129,15 +100,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry of the folder.
-
-    Attributes:
-        key: its name in the list of contents.
-        path: the keys and list places that led to it.
-        pieces: where it lies.
-        shape: of the tensor; None where it is no tensor.
-        dtype: the tensor's type.
-    """
+    """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; no tensor has shape None."""
 
     key: str
     path: tuple[str | int, ...]
@@ -158,14 +121,14 @@ def stored_entries(folder: Path) -> list[Stored]:
             f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
             "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
         ) from None
-    except _DAMAGED as error:
+    except DAMAGED as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted:
             raise FileError(
                 f"{source} needs {wanted[1]} to be unpickled, which is none of the classes of "
                 f"torch.distributed.checkpoint, could run any code, and is not done here. Save it again, {_SAVE}"
             ) from None
-        raise _damaged(source, error) from error
+        raise damaged(source, _WRITER, error) from error
     if not nesting:
         raise FileError(
             f"{source} does not say how the dictionaries were nested (it has no planner_data), as with a planner of "
@@ -176,8 +139,8 @@ def stored_entries(folder: Path) -> list[Stored]:
         return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
     except FileError:
         raise
-    except _DAMAGED as error:
-        raise _damaged(source, error) from error
+    except DAMAGED as error:
+        raise damaged(source, _WRITER, error) from error
 
 
 def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[Any, _Record]) -> Stored:
@@ -295,21 +258,9 @@ class _Slice(io.RawIOBase):
 
 
 def _load(piece: Piece, key: str) -> Any:
-    """What was saved in a piece; nothing but tensors and plain data is unpickled."""
-    try:
-        with piece.file.open("rb", buffering=0) as file:
-            part = io.BufferedReader(_Slice(file, piece.start, piece.length))
-            with reading_beside():
-                return torch.load(part, weights_only=True, map_location="cpu")
-    except _DAMAGED as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is None:
-            raise _damaged(piece.file, error) from error
-        raise FileError(
-            f"{piece.file}: {key!r} needs the class {wanted[1]} to be unpickled, which could run any code and is not done "
-            "here. Save the checkpoint again without it; or, in Python and if you trust the file, allow the class with "
-            "torch.serialization.add_safe_globals before bayesadam reads it"
-        ) from None
+    with piece.file.open("rb", buffering=0) as file:
+        part = io.BufferedReader(_Slice(file, piece.start, piece.length))
+        return load_plain(part, f"{piece.file}: {key!r}")
 
 
 def read_stored(entry: Stored) -> Any:
@@ -335,11 +286,6 @@ def _tensor(entry: Stored, piece: Piece) -> Tensor:
             "not of one save. Copy the folder again"
         )
     return tensor.detach()
-
-
-def _damaged(path: Path, error: BaseException) -> FileError:
-    reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return FileError(f"{path} is truncated, damaged or not of torch.distributed.checkpoint ({reason})")
 
 
 # --- the dictionaries -----------------------------------------------------------------------------------------------
@@ -420,17 +366,17 @@ def _owner(rest: str, names: Mapping[str, Any]) -> str:
 
 def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     entries = stored_entries(path)
-    # Counters are needed at once; of larger tensors the shape and type are enough until they are looked at.
+    # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
     leaves = [(entry, _outlined(entry)) for entry in entries]
     behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
     try:
         tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
-    except _DAMAGED as error:
-        raise _damaged(path / _METADATA, error) from error
+    except DAMAGED as error:
+        raise damaged(path / _METADATA, _WRITER, error) from error
     keys: dict[str, str | None] = {"weights_key": weights_key, "optimizer_key": optimizer_key}
     contents = contents_of(tree, path, **keys)
     if contents.weights is None and weights_key is None:
-        # Some trainers save the model's tensors at the top, beside the rest.
+        # Some trainers save the model's tensors at the top, with the rest.
         loose = {key: value for key, value in tree.items() if isinstance(value, Tensor)}
         contents = contents_of({"model": loose, **{k: v for k, v in tree.items() if k not in loose}}, path, **keys)
 
@@ -467,4 +413,4 @@ def _is_distributed(path: Path, head: bytes) -> bool:
         return False
 
 
-DISTRIBUTED = Format("torch.distributed.checkpoint", _is_distributed, _read_distributed)
+DISTRIBUTED = Format(_WRITER, _is_distributed, _read_distributed)

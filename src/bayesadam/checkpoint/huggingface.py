@@ -11,7 +11,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._extras import require
+from bayesadam._storage import map_tensors
 from bayesadam.checkpoint.checkpoint import clean_names
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of, keeps_order
 from bayesadam.checkpoint.identify import has_tensors
-from bayesadam.checkpoint.registry import Format
-from bayesadam.checkpoint.safetensors_file import is_safetensors, mapped_tensors
+from bayesadam.checkpoint.registry import Format, refuse_keys
+from bayesadam.checkpoint.safetensors_file import is_safetensors
 from bayesadam.checkpoint.torch_file import load_tree
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import FileError, MatchError
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -76,9 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[str, Tensor], bool]:
     """The weights of a folder, in one file or in shards, and whether they are in the model's order.
 
-    Args:
-        folder: where they are.
-        names: the files that may hold them, or say which do; the first that exists is taken.
+    Of `names`, files that may hold them or say which do, the first that exists is taken.
     """
     there = files_of(folder)
     chosen = next((name for name in names if name in there), None)
@@ -99,7 +97,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     if not head:
         raise FileError(f"{path} is empty: copy it again")
     if is_safetensors(path, head):
-        return mapped_tensors(path), False
+        return map_tensors(path)[0], False
     tree = load_tree(path)
     if not isinstance(tree, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tree.items()
@@ -125,6 +123,26 @@ def read_optimizer(folder: Path, names: Collection[str], wanted: str | None) -> 
             "optimizer_path="
         )
     return found.optimizer
+
+
+ReadWith = Callable[[Path, str | None, Mapping[str, Any] | None], Contents]
+
+
+def folder_format(
+    name: str,
+    recognises: Callable[[Path, bytes], bool],
+    read_with: ReadWith,
+    is_optimizer: Callable[[str], object] = _OPTIMIZERS.__contains__,
+) -> Format:
+    """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
+
+    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+        # Mapped, so read twice at little cost: what is wrong with the weights is said first.
+        read_with(path, weights_key, None)
+        state = read_optimizer(path, [file for file in files_of(path) if is_optimizer(file)], optimizer_key)
+        return read_with(path, weights_key, state)
+
+    return Format(name, recognises, read, read_with=read_with)
 
 
 def choose(folder: Path, names: Collection[str], wanted: str | None, option: str, what: str) -> str | None:
@@ -173,9 +191,9 @@ def _no_weights(folder: Path, names: Sequence[str], there: Collection[str]) -> s
     shards = sorted(name for name in there if _SHARD.fullmatch(name))
     if shards:
         return f"{folder} has {shards[0]} and no index of its shards, such as {names[1]}: copy the whole folder"
-    told = _other_checkpoints(folder)
+    described = _other_checkpoints(folder)
     return f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}." + (
-        f" Pass one of {told}" if told else " Pass the file with the weights, and optimizer_path="
+        f" Pass one of {described}" if described else " Pass the file with the weights, and optimizer_path="
     )
 
 
@@ -293,7 +311,7 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
 def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
     transformers = require("transformers")
-    way_out = "build the model as it was built for training, and pass it"
+    remedy = "build the model as it was built for training, and pass it"
     # Attention may be asked for by the address of a kernel.
     plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
     try:
@@ -303,14 +321,14 @@ def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
             or not issubclass(made, transformers.PreTrainedModel)
             or not made.__module__.startswith("transformers.")
         ):
-            raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {way_out}")
+            raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
         with torch.device("meta"):
             model: nn.Module = made(made.config_class.from_dict(plain))  # type: ignore[attr-defined]
     except MatchError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
-        raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {way_out}") from error
+        raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {remedy}") from error
     return model
 
 
@@ -341,13 +359,8 @@ def _is_trainer(path: Path, head: bytes) -> bool:
     return _STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
 
 
-def _read_trainer(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    weights = _trainer_with(path, weights_key, None)
-    return replace(weights, optimizer=read_optimizer(path, _OPTIMIZERS, optimizer_key))
-
-
 def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
-    _refuse_key(path, weights_key)
+    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
     weights, ordered = read_weights(path)
     return Contents(
         weights=weights,
@@ -359,15 +372,10 @@ def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     )
 
 
-def _refuse_key(path: Path, weights_key: str | None) -> None:
-    if weights_key is not None:
-        raise SettingError(f"weights_key={weights_key!r} makes no sense for {path}, which has one set of weights")
-
-
 def _summary(folder: Path, weights: Mapping[str, Tensor]) -> str:
-    told = _other_checkpoints(folder)
+    described = _other_checkpoints(folder)
     files = sorted(name for name in files_of(folder) if not _SHARD.fullmatch(name))
-    return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {told}" if told else "")
+    return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {described}" if described else "")
 
 
 # --- PEFT's adapters ------------------------------------------------------------------------------------------------
@@ -376,7 +384,7 @@ def _summary(folder: Path, weights: Mapping[str, Tensor]) -> str:
 def _adapters_in(path: Path) -> list[Path]:
     """The folders with an adapter: the one called 'default' is at the top, others in a folder with their name.
 
-    Those are looked for beside what the Trainer wrote only.
+    The latter only with what the Trainer wrote.
     """
     there = files_of(path)
     own = [path] if _ADAPTER_CONFIG in there else []
@@ -386,17 +394,13 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _read_adapter(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    return _adapter_with(path, weights_key, read_optimizer(path, _OPTIMIZERS, optimizer_key))
-
-
 def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
-    _refuse_key(path, weights_key)
+    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
     folders = _adapters_in(path)
     if len(folders) > 1:
-        told = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
+        described = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
         raise FileError(
-            f"{path} holds {len(folders)} adapters, {told}, and one state of the optimiser for all: read them from the "
+            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser for all: read them from the "
             "live model and optimiser (Posterior.from_optimizer), or train one at a time"
         )
     config = read_json(folders[0] / _ADAPTER_CONFIG)
@@ -440,16 +444,16 @@ def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Modul
     if not fitting:
         names = next(iter(by_adapter.values()))
         key = next(key for key, shape in shapes.items() if key not in names or own[names[key]].shape != shape)
-        told = f"shape {tuple(own[names[key]].shape)}" if key in names else "nothing of the kind"
+        described = f"shape {tuple(own[names[key]].shape)}" if key in names else "nothing of the kind"
         raise MatchError(
             f"{path} is another model's adapter: {key!r} has shape {tuple(shapes[key])} in the file, and the model has "
-            f"{told}. Build it with the configuration in {_ADAPTER_CONFIG}"
+            f"{described}. Build it with the configuration in {_ADAPTER_CONFIG}"
         )
     return next(iter(fitting.values()))
 
 
 def _saved_names(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
-    """The model's names by those under which PEFT saves the adapter, told by the tensors themselves."""
+    """The model's names by those under which PEFT saves the adapter, identified by the tensors themselves."""
     peft = require("peft")
     try:
         # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
@@ -519,10 +523,5 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 
 PARENT = Format("folder of checkpoints", lambda path, head: path.is_dir() and bool(_checkpoints_in(path)), _read_parent)
-TRAINER = Format("Hugging Face Trainer", _is_trainer, _read_trainer, read_with=_trainer_with)
-ADAPTER = Format(
-    "PEFT adapter",
-    lambda path, head: path.is_dir() and bool(_adapters_in(path)),
-    _read_adapter,
-    read_with=_adapter_with,
-)
+TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
+ADAPTER = folder_format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _adapter_with)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.reader import Group, State, StateReader, outline
+from bayesadam.curvature.reader import Group, State, StateReader, outline, parameter_shape
 from bayesadam.curvature.registry import registered
 from bayesadam.curvature.rotated import RotatedReader, unknown_bases
 from bayesadam.errors import StateError
@@ -35,21 +35,21 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     """
     states: Mapping[Any, State] = optimizer["state"]
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
-    kept = [(outline(state), groups[key]) for key, state in states.items() if key in groups and has_tensors(state)]
-    if not kept:
+    held = [(outline(state), groups[key]) for key, state in states.items() if key in groups and has_tensors(state)]
+    if not held:
         raise StateError(
             f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_SGD_ADVICE}"
         )
-    fitting = [r for r in registered() if all(_fits(r, state, group) for state, group in kept)]
+    fitting = [r for r in registered() if all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
-    chosen = named or _flagged(fitting, kept[0][1])
+    chosen = named or _flagged(fitting, held[0][1])
     if len({_reading(r) for r in chosen}) == 1:
         # torch's AdamW says so by a flag in Adam's group.
         decoupled = [r for r in fitting if _reading(r) == _reading(chosen[0]) and not r.coupled_decay]
-        flagged = not named and bool(kept[0][1].get(chosen[0].decoupled_flag or ""))
+        flagged = not named and bool(held[0][1].get(chosen[0].decoupled_flag or ""))
         return decoupled[0] if flagged and decoupled else chosen[0]
-    keys = sorted({str(key) for state, _ in kept for key in state})
+    keys = sorted({str(key) for state, _ in held for key in state})
     if chosen:
         raise StateError(
             f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "
@@ -68,22 +68,16 @@ def read_alike(reader: StateReader) -> tuple[str, ...]:
     return tuple(r.name for r in registered() if r.name != reader.name and _reading(r) == _reading(reader))
 
 
-def kept_shape(reader: StateReader, state: State) -> torch.Size | None:
-    """The shape of the parameter behind a state, by what its reader keeps; None where nothing tells."""
-    state = outline(state)
-    if reader.statistic == "factored" and isinstance(state.get("row_var"), Tensor):
-        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
-    key = "variance" if reader.statistic == "factored" else reader.key
+def shape_behind(reader: StateReader, state: State) -> torch.Size | None:
+    """The shape of the parameter behind a state, by what its reader reads; None where nothing has it."""
     # What a basis is found from has the length of a side.
     sides = reader.bases if isinstance(reader, RotatedReader) else ()
-    for name in (*key.split(" or "), "momentum_buffer"):
-        if isinstance(state.get(name), Tensor) and name not in sides:
-            return state[name].shape  # type: ignore[no-any-return]
-    return None
+    key = "variance" if reader.statistic == "factored" else reader.key
+    return parameter_shape(state, [k for k in (*key.split(" or "), "momentum_buffer") if k not in sides])
 
 
 def has_tensors(state: Any) -> bool:
-    """Whether anything but a counter is kept."""
+    """Whether there is anything but a counter."""
     return isinstance(state, Mapping) and any(
         (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
     )

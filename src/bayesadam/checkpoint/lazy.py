@@ -1,4 +1,4 @@
-"""Dictionaries whose tensors stay on the disk until they are looked at."""
+"""Dictionaries whose tensors stay on the disk until they are accessed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from torch import Tensor
 
 
 class Lazy(Mapping[str, Any]):
-    """Tensors by name, each read from the disk when it is looked at, every time, and kept by nobody.
-
-    Two looks give two tensors: hold on to what is needed twice. Shapes and types are in `outline`, which costs nothing.
-
-    Attributes:
-        outline: the same dictionary with tensors on the meta device, without values; what is known already, numbers,
-            texts and counters, is there as it is.
+    """Tensors by name, each read from the disk whenever it is accessed, and never cached: hold on to what is needed twice.
 
     Args:
-        outline: as above; may be nested.
+        outline: the same dictionary, nested or not, with tensors on the meta device, so without values; what is known
+            already, numbers, texts and counters, is there as it is.
         read: (key) → the tensor, or the dictionary, behind a key of the outline.
     """
 
@@ -44,14 +39,6 @@ class Lazy(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Lazy({', '.join(self)})"
 
-    def renamed(self, keys: Mapping[str, str]) -> Lazy:
-        """The same tensors under other names: `keys` has the present key behind each new one.
-
-        >>> Lazy({"a.w": 1}, int).renamed({"w": "a.w"})["w"]
-        1
-        """
-        return Lazy({new: self.outline[old] for new, old in keys.items()}, lambda new: self[keys[new]])
-
 
 def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
     """A dictionary under other names, by the present key behind each; what is on the disk stays there.
@@ -59,7 +46,9 @@ def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str,
     >>> renamed({"a.w": 1, "a.b": 2}, {"w": "a.w"})
     {'w': 1}
     """
-    return tensors.renamed(keys) if isinstance(tensors, Lazy) else {new: tensors[old] for new, old in keys.items()}
+    if isinstance(tensors, Lazy):
+        return Lazy({new: tensors.outline[old] for new, old in keys.items()}, lambda new: tensors[keys[new]])
+    return {new: tensors[old] for new, old in keys.items()}
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

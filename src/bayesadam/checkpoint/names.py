@@ -1,4 +1,4 @@
-"""The parameter behind each key of an optimiser's state, where nothing but order and shapes can tell.
+"""The parameter behind each key of an optimiser's state, where there is nothing but order and shapes.
 
 An optimiser is given its parameters as a list, and saves their numbers. With one group, that list is a selection of the
 model's parameters in the model's order: all of them, or those that were not frozen. The place of a key is then certain if
@@ -19,7 +19,7 @@ from bayesadam._shards import own_part
 from bayesadam.errors import MatchError
 
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "num_batches_tracked")
-_WAY_OUT = (
+_REMEDY = (
     "Pass param_names=[...], the parameter names in the order in which the optimiser was given them, or the model "
     "(Posterior.from_checkpoint)"
 )
@@ -27,14 +27,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of the optimiser's list.
-
-    Attributes:
-        key: its number, or name, in the state.
-        group: the number of its group.
-        shape: of the parameter behind it; None where no state tells.
-        needed: whether it has a state to be read.
-    """
+    """One entry of the optimiser's list: its key, its group, the parameter's shape if known, whether it has a state."""
 
     key: Any
     group: int
@@ -61,28 +54,25 @@ def parameter_names(weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two names of one tied tensor have in common; views of one flat buffer differ."""
     if tensor.is_meta:
-        # A tensor on the disk, by its outline: nothing tells whether it is tied.
+        # A tensor on the disk, by its outline: whether it is tied is not known.
         return (id(tensor),)
     held = own_part(tensor)
     return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
 
 
 def assign(slots: Sequence[Slot], names: Mapping[str, torch.Size], *, ordered: bool, in_order: bool) -> dict[Any, str]:
-    """The name behind every key that can be told; raises unless that is every key with a state.
+    """The name behind every key that can be identified; raises unless that is every key with a state.
 
-    Args:
-        slots: the optimiser's list.
-        names: the shapes of what may be parameters.
-        ordered: whether `names` are in the model's order.
-        in_order: the caller's word that each of several groups is in the model's order, too.
+    `names` has the shapes of what may be parameters, in the model's order or not (`ordered`); `in_order` says that each of
+    several groups is in the model's order, too.
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     if len(slots) > len(names):
         raise MatchError(
             f"the optimiser's state holds {len(slots)} parameters, the weights {len(names)} tensors that may be "
-            f"parameters: it is another model's state. {_WAY_OUT}"
+            f"parameters: it is another model's state. {_REMEDY}"
         )
-    # Without an order each key stands alone, and only a shape that occurs once tells.
+    # Without an order each key stands alone, and only a shape that occurs once decides.
     alone = [[slot] for slot in slots if slot.needed]
     runs = groups if ordered and (len(groups) == 1 or in_order) else alone
     listed, shapes = list(names), list(names.values())
@@ -103,7 +93,7 @@ def assign(slots: Sequence[Slot], names: Mapping[str, torch.Size], *, ordered: b
         keys = [key for key, name in found.items() if name == doubled[0]]
         raise MatchError(
             f"by their shapes, the states under keys {keys[:4]} all belong to {doubled[0]!r}: it is another model's "
-            f"state. {_WAY_OUT}"
+            f"state. {_REMEDY}"
         )
     return found
 
@@ -134,17 +124,17 @@ def _misfit(run: Sequence[Slot], names: Sequence[str], shapes: Sequence[torch.Si
         key = next(slot.key for slot in run if slot.shape == shape)
         return (
             f"the state under key {key!r} has shape {tuple(shape)}, and of the weights {available[shape]} have that: it "
-            f"is another model's state. {_WAY_OUT}"
+            f"is another model's state. {_REMEDY}"
         )
     place = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
     return (
         f"the optimiser's state is not in the order of the weights: key {run[place].key!r} has shape "
-        f"{tuple(run[place].shape or ())} where {names[place]!r} has {tuple(shapes[place])}. {_WAY_OUT}"
+        f"{tuple(run[place].shape or ())} where {names[place]!r} has {tuple(shapes[place])}. {_REMEDY}"
     )
 
 
 def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) -> str:
-    told = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
+    described = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
     why = ""
     if not ordered:
         why = " (the file keeps no order of its tensors, as safetensors files do not)"
@@ -156,4 +146,4 @@ def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) ->
             ", or groups_in_order=True if each group was filled in the model's order, as by "
             "[p for name, p in model.named_parameters() if ...]"
         )
-    return f"the state under key {slot.key!r}, of {told}, may belong to {first!r} or to {last!r}{why}. {_WAY_OUT}{hint}"
+    return f"the state under key {slot.key!r}, of {described}, may belong to {first!r} or to {last!r}{why}. {_REMEDY}{hint}"

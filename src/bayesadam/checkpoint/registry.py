@@ -1,4 +1,4 @@
-"""The kinds of files and folders that are known: one record each, told apart by their content."""
+"""The kinds of files and folders that are known: one record each, distinguished by their content."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ class Format:
 
 
 _registry: dict[str, Format] = {}
+
+
+def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
+    """Refuse `weights_key` and `optimizer_key` where there is nothing to choose from."""
+    for option, wanted in keys.items():
+        if wanted is not None:
+            raise SettingError(f"{option}={wanted!r} makes no sense for {path}: {why}")
 
 
 def registered_formats() -> tuple[Format, ...]:

@@ -4,59 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam._shards import is_sharded, placed_like
 from bayesadam.checkpoint.checkpoint import Checkpoint, clean_names
-from bayesadam.checkpoint.identify import has_tensors, identify_reader, kept_shape
+from bayesadam.checkpoint.identify import has_tensors, identify_reader, shape_behind
 from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
-from bayesadam.curvature import Curvature, StateReader, read_state_dict, reader_named
+from bayesadam.checkpoint.options import DEFAULTS, CheckpointKeywords, CheckpointOptions
+from bayesadam.curvature import Curvature, StateReader, reader_named
 from bayesadam.curvature.match import Match, match_state_dict, unwrap
+from bayesadam.curvature.read import read_match
 from bayesadam.errors import MatchError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def match_checkpoint(
     checkpoint: Checkpoint,
     model: nn.Module | None = None,
-    *,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    groups_in_order: bool = False,
+    options: CheckpointOptions = DEFAULTS,
+    **changes: Unpack[CheckpointKeywords],
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model.
 
-    Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule tells, if there is
+    Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule decides, if there is
     one and it agrees with every shape; or the order of the file's weights, if shapes leave one answer: see
-    `bayesadam.checkpoint.names`. A model tells parameters from buffers, and the order where the file has none; where file
-    and model have different orders, both must give the same answer. The model may be a part of what was trained, such as
-    the network inside a LightningModule.
+    `bayesadam.checkpoint.names`. A model distinguishes parameters from buffers, and has the order where the file has none;
+    where file and model have different orders, both must give the same answer. The model may be a part of what was trained,
+    such as the network inside a LightningModule.
 
     Args:
         checkpoint: what `read_checkpoint` returned.
         model: the model, whose weights are neither used nor changed.
-        optimizer: the name of the optimiser that wrote the state, or a reader; None tells it by the state's keys.
-        param_names: the parameter names in the optimiser's order.
-        groups_in_order: your word that each of several groups was filled in the model's order.
+        options: the optimiser, the names and the order.
+        **changes: the same as keywords.
     """
-    resolved = _resolve(checkpoint, model, optimizer, param_names, groups_in_order)
+    resolved = _resolve(checkpoint, model, replace(options, **changes))
     return match_state_dict(resolved.model, resolved.state_dict, resolved.reader, resolved.names)
 
 
 def read_curvature(
     checkpoint: Checkpoint,
     model: nn.Module | None = None,
-    *,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    groups_in_order: bool = False,
+    options: CheckpointOptions = DEFAULTS,
+    **changes: Unpack[CheckpointKeywords],
 ) -> Curvature:
     """v̂ by parameter name; the arguments are those of `match_checkpoint`."""
-    resolved = _resolve(checkpoint, model, optimizer, param_names, groups_in_order)
-    return read_state_dict(resolved.model, resolved.state_dict, optimizer=resolved.reader, param_names=resolved.names)
+    return read_match(match_checkpoint(checkpoint, model, options, **changes))
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -94,7 +93,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What `match_state_dict` and `read_state_dict` need."""
+    """What `match_state_dict` needs."""
 
     model: nn.Module
     state_dict: Mapping[str, Any]
@@ -114,18 +113,13 @@ class _Weights(nn.Module):
         return iter(self.named.items())
 
 
-def _resolve(
-    checkpoint: Checkpoint,
-    model: nn.Module | None,
-    optimizer: str | StateReader | None,
-    param_names: Sequence[str] | None,
-    in_order: bool,
-) -> _Resolved:
+def _resolve(checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions) -> _Resolved:
     if model is not None:
-        checkpoint = _narrowed(checkpoint, unwrap(model), optimizer, param_names, in_order)
-    state_dict = checkpoint.optimizer
-    record = _record(checkpoint, optimizer)
-    known = param_names if param_names is not None else checkpoint.param_names
+        checkpoint = _narrowed(checkpoint, unwrap(model), options)
+    state_dict, in_order = checkpoint.optimizer, options.groups_in_order
+    reader = options.optimizer or identify_reader(checkpoint.optimizer, checkpoint.recorded.optimizer)
+    record = reader_named(reader) if isinstance(reader, str) else reader
+    known = options.param_names if options.param_names is not None else checkpoint.param_names
     if known is None:
         known = _by_rules(checkpoint, record, model)
     if model is None:
@@ -163,7 +157,7 @@ def _resolve(
 
 
 def _require_stored(checkpoint: Checkpoint, resolved: _Resolved, stored: Container[str]) -> None:
-    """What was trained must be in the file, or the posterior would be about weights that nobody trained."""
+    """What was trained must be in the file, or the posterior would be about weights that were never trained."""
     keys = [key for group in resolved.state_dict["param_groups"] for key in group["params"]]
     states = resolved.state_dict["state"]
     lost = [
@@ -176,11 +170,6 @@ def _require_stored(checkpoint: Checkpoint, resolved: _Resolved, stored: Contain
             f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and use "
             "Posterior.from_state_dict, or read the posterior from the live model and optimiser"
         )
-
-
-def _record(checkpoint: Checkpoint, optimizer: str | StateReader | None) -> StateReader:
-    reader = identify_reader(checkpoint.optimizer, checkpoint.recorded.optimizer) if optimizer is None else optimizer
-    return reader_named(reader) if isinstance(reader, str) else reader
 
 
 def _by_rules(checkpoint: Checkpoint, record: StateReader, model: nn.Module | None) -> list[str] | None:
@@ -222,18 +211,12 @@ def _by_rules(checkpoint: Checkpoint, record: StateReader, model: nn.Module | No
     return [stored.get(name, name) for name in fitting[0]]
 
 
-def _narrowed(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    in_order: bool = False,
-) -> Checkpoint:
+def _narrowed(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions = DEFAULTS) -> Checkpoint:
     """The part of a checkpoint that is the model's, where the model is a part of what was trained; else all of it."""
     prefix = _prefix(checkpoint, model)
     if prefix is None:
         return checkpoint
-    whole = _resolve(checkpoint, None, optimizer, param_names, in_order)
+    whole = _resolve(checkpoint, None, options)
     names = iter(whole.names)
     groups: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
@@ -298,7 +281,7 @@ def _slots(state_dict: Mapping[str, Any], record: StateReader) -> list[Slot]:
     for number, group in enumerate(state_dict["param_groups"]):
         for key in group["params"]:
             state = states.get(key, {})
-            shape = kept_shape(record, state)
+            shape = shape_behind(record, state)
             slots.append(Slot(key, number, shape, has_tensors(state) or record.statistic == "identity"))
     return slots
 

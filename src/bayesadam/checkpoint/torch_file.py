@@ -7,41 +7,56 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from bayesadam.checkpoint.beside import reading_beside
 from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.names import memory_of
 from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.safe_globals import plain_data_allowed
 from bayesadam.errors import FileError
 
+# What reading a damaged pickle may raise.
+DAMAGED = (
+    *(pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError),
+    *(AttributeError, ImportError, OverflowError, MemoryError),
+)
 _RESAVE = "torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)"
 
 
-def load_tree(path: Path) -> Any:
-    """What `torch.save` wrote, mapped rather than read; nothing but tensors and plain data is unpickled."""
+def load_plain(file: Path | BinaryIO, name: str, **options: Any) -> Any:
+    """What `torch.save` wrote; nothing but tensors and plain data is unpickled. `name` is the file's in messages."""
     try:
-        with reading_beside():
-            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+        with plain_data_allowed():
+            return torch.load(file, weights_only=True, map_location="cpu", **options)
+    except SafetensorError:
+        # Recent torch goes by the name.
+        raise FileError(f"{name} is a file of torch.save with the name of another kind: rename it to .pt") from None
+    except DAMAGED as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"the class {wanted[1]}" if wanted else "more than tensors and plain data"
+        if wanted is None and not isinstance(error, pickle.UnpicklingError):
+            raise damaged(name, "torch.save", error) from error
+        what = f"needs the class {wanted[1]}" if wanted else "is truncated, damaged, or needs more than plain data"
         raise FileError(
-            f"{path} needs {what} to be unpickled, which could run any code and is not done here. Save it again from "
+            f"{name} {what} to be unpickled, which could run any code and is not done here. Save it again from "
             f"where it was made, {_RESAVE}; or, if you trust the file, do so in Python with what "
             "torch.load(path, weights_only=False) returns, or allow the class there with "
             "torch.serialization.add_safe_globals before bayesadam reads it"
         ) from None
-    except SafetensorError:
-        # Recent torch goes by the name.
-        raise FileError(f"{path} is a file of torch.save with the name of another kind: rename it to .pt") from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise FileError(f"{path} is truncated, damaged or no file of torch.save ({reason})") from error
+
+
+def load_tree(path: Path) -> Any:
+    """What is in a file of `torch.save`, mapped rather than read."""
+    return load_plain(path, str(path), mmap=True)
+
+
+def damaged(name: object, writer: str, error: BaseException) -> FileError:
+    """The error to raise for a file that cannot be read."""
+    reason = " ".join(str(error).split())[:160] or type(error).__name__
+    return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
 
 
 def _read_torch(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:

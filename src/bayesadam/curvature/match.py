@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._shards import check_placements, is_sharded, reshard
-from bayesadam.curvature.reader import Group, State, StateReader, outline
+from bayesadam.curvature.reader import Group, State, StateReader, outline, parameter_shape
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
 from bayesadam.curvature.rotated import unknown_bases
 from bayesadam.errors import MatchError, StateError
@@ -24,7 +24,7 @@ _UNTRAINED = "never received a gradient"
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter with the optimiser state that was kept for it."""
+    """One parameter with its optimiser state."""
 
     name: str
     parameter: nn.Parameter
@@ -32,14 +32,19 @@ class Entry:
     group: Group
     reader: StateReader
 
+    @property
+    def weight_decay(self) -> float:
+        """λ of its group."""
+        return float(self.group.get("weight_decay", 0.0) or 0.0)
+
 
 @dataclass(frozen=True)
 class Match:
-    """The parameters whose state is known, and those left out with the reason."""
+    """The parameters whose state is known, those omitted with the reason, and the number of another model's parameters."""
 
     entries: tuple[Entry, ...]
     omitted: Mapping[str, str]
-    strangers: int = 0
+    foreign: int = 0
     optimizers: tuple[str, ...] = field(default=())
 
 
@@ -72,7 +77,7 @@ def match_optimizers(
     omitted: dict[str, str] = {}
     refusals: list[str] = []
     owners: dict[str, int] = {}
-    strangers = 0
+    foreign = 0
     for index, optimizer in enumerate(optimizer_list):
         record = _resolve(optimizer, reader)
         refusal = refuse(record, type(optimizer).__name__) if record.statistic == "none" else None
@@ -82,7 +87,7 @@ def match_optimizers(
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
-                    strangers += 1
+                    foreign += 1
                 elif owners.setdefault(name, index) != index:
                     raise MatchError(
                         f"parameter {name!r} is trained by two of the optimisers given; pass only the one whose second "
@@ -92,9 +97,9 @@ def match_optimizers(
                     omitted[name] = f"trained by {type(optimizer).__name__}, which keeps no second moment per weight"
                 else:
                     _take(entries, omitted, name, parameter, optimizer.state.get(parameter, {}), group, record)
-    if strangers and not entries and not omitted:
+    if foreign and not entries and not omitted:
         raise MatchError(
-            f"none of the {strangers} parameters of {_class_names(optimizer_list)} belongs to this "
+            f"none of the {foreign} parameters of {_class_names(optimizer_list)} belongs to this "
             f"{type(model).__name__}: pass the model that this optimiser trained (a copied or re-created model has "
             "new parameters; use Posterior.from_state_dict with optimizer.state_dict() for it)"
         )
@@ -104,7 +109,7 @@ def match_optimizers(
         model,
         entries,
         omitted,
-        strangers,
+        foreign,
         tuple(type(o).__name__ for o in optimizer_list),
         _class_names(optimizer_list),
     )
@@ -251,7 +256,7 @@ def _finished(
     model: nn.Module,
     entries: dict[str, Entry],
     omitted: dict[str, str],
-    strangers: int,
+    foreign: int,
     optimizers: tuple[str, ...],
     source: str,
 ) -> Match:
@@ -263,12 +268,12 @@ def _finished(
         reasons = Counter(omitted.values())
         if _UNTRAINED in reasons:
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
-        told = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
-        raise StateError(f"{source} leaves no parameter to read: {told}")
+        described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        raise StateError(f"{source} leaves no parameter to read: {described}")
     return Match(
         tuple(entries[name] for name in order if name in entries),
         {name: omitted[name] for name in order if name in omitted},
-        strangers,
+        foreign,
         optimizers,
     )
 
@@ -310,7 +315,7 @@ def _names_of(
             f"{'are no parameters of this model' if unknown else 'are named twice'}: is it another model's state?"
         )
     for key, name in zip(keys, names, strict=True):
-        shape = _shape_of(states.get(key, {}))
+        shape = parameter_shape(states.get(key, {}))
         if shape is not None and shape != parameters[name].shape:
             raise MatchError(
                 f"by {source}, the state under key {key!r} has shape {tuple(shape)} but parameter {name!r} has "
@@ -347,7 +352,7 @@ def _names_by_order(
         return names
     # Groups may hold the parameters in any order: only shapes that occur once can tell which is which.
     by_shape: dict[torch.Size, str] = {parameters[name].shape: name for name in names}
-    shapes = [_shape_of(states.get(key, {})) for key in keys]
+    shapes = [parameter_shape(states.get(key, {})) for key in keys]
     if len(by_shape) == len(names) and all(shape in by_shape for shape in shapes):
         return [by_shape[shape] for shape in shapes if shape is not None]
     raise MatchError(
@@ -355,28 +360,3 @@ def _names_by_order(
         "could be confused. Pass param_names=[...], the parameter names in the order in which the optimiser was given "
         "them, or load it into an optimiser built as in training and use Posterior.from_optimizer"
     )
-
-
-# Entries that have the parameter's own shape, in every optimiser that has them.
-_SHAPED_KEYS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "rotated_exp_avg_sq",
-    "square_avg",
-    "sum",
-    "exp_inf",
-    "exp_avg_var",
-    "exp_hessian_diag_sq",
-    "variance",
-)
-
-
-def _shape_of(state: State) -> torch.Size | None:
-    """The shape of the parameter behind a state, where one of its tensors tells."""
-    state = outline(state)
-    for key in (*_SHAPED_KEYS, "state2", "state1"):
-        if isinstance(state.get(key), Tensor):
-            return state[key].shape  # type: ignore[no-any-return]
-    if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
-        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
-    return None

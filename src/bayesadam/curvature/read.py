@@ -17,10 +17,13 @@ from bayesadam.curvature.match import Entry, Match, match_optimizers, match_stat
 from bayesadam.curvature.reader import StateReader, second_moment, start_of, stored_statistic
 from bayesadam.errors import MatchError, StateError
 
+# Weights read together, whatever the size of a tensor.
+PIECE = 2**19
+
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """The second moments v̂ of a model's gradients, and where they came from; everything by parameter name.
+    """The second moments v̂ of a model's gradients, and where they came from, by parameter name.
 
     Attributes:
         second_moment: v̂, bias-corrected, float32 (float64 for float64 parameters).
@@ -52,7 +55,7 @@ def read_optimizer(
         reader: overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
         bias_correction: False leaves moving averages as the optimiser keeps them.
     """
-    return _read(match_optimizers(model, optimizer, reader), bias_correction)
+    return read_match(match_optimizers(model, optimizer, reader), bias_correction=bias_correction)
 
 
 def read_state_dict(
@@ -64,11 +67,12 @@ def read_state_dict(
     bias_correction: bool = True,
 ) -> Curvature:
     """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
-    return _read(match_state_dict(model, state_dict, optimizer, param_names), bias_correction)
+    match = match_state_dict(model, state_dict, optimizer, param_names)
+    return read_match(match, bias_correction=bias_correction)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type a posterior is kept in: float32, or float64 for float64 parameters."""
+    """The type of a posterior: float32, or float64 for float64 parameters."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -100,12 +104,12 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ) from None
 
 
-def pieces(entry: Entry, size: int) -> Iterator[Entry]:
+def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
     """The entry in slices of the flat tensor, so that a large one need not be in memory at once.
 
-    A statistic that is not kept number by number, Adafactor's or an 8-bit one, comes whole.
+    A statistic that is not stored number by number, Adafactor's or an 8-bit one, comes whole.
     """
-    reader, shape = entry.reader, entry.parameter.shape
+    reader, shape, size = entry.reader, entry.parameter.shape, size or PIECE
     plain = reader.read is None and reader.statistic in ("average", "sum", "root", "identity")
     if not plain or entry.parameter.numel() <= size:
         yield entry
@@ -122,8 +126,8 @@ def pieces(entry: Entry, size: int) -> Iterator[Entry]:
         yield replace(entry, parameter=part, state={**state, **{key: value[here] for key, value in flat.items()}})
 
 
-def check_entries(match: Match, size: int) -> None:
-    """Refuse a state with second moments that are negative, NaN or infinite, looking at so many of them at a time."""
+def check_entries(match: Match, size: int | None = None) -> None:
+    """Refuse a state with second moments that are negative, NaN or infinite, reading so many of them at a time."""
     with torch.no_grad():
         extremes = {}
         for entry in match.entries:
@@ -132,14 +136,15 @@ def check_entries(match: Match, size: int) -> None:
     _check_values(extremes, match)
 
 
-def _read(match: Match, bias_correction: bool) -> Curvature:
+def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
+    """v̂ of every matched parameter."""
     with torch.no_grad():
         read = {entry.name: read_entry(entry, bias_correction=bias_correction) for entry in match.entries}
     _check_values({name: extremes for name, (extremes, _) in read.items()}, match)
     return Curvature(
         second_moment={entry.name: placed_like(read[entry.name][1], entry.parameter) for entry in match.entries},
         steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
-        weight_decay={entry.name: float(entry.group.get("weight_decay", 0.0) or 0.0) for entry in match.entries},
+        weight_decay={entry.name: entry.weight_decay for entry in match.entries},
         reader={entry.name: entry.reader.name for entry in match.entries},
         omitted=match.omitted,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,12 +39,12 @@ class StateReader:
         decay: the entry of the parameter group that is β, with an index where it is a tuple.
         bias_correction: whether 1 − βᵗ is to be divided out (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
-        step: whether t is kept per parameter (`"state"`) or per group (`"group"`).
+        step: whether t is stored per parameter (`"state"`) or per group (`"group"`).
         coupled_decay: whether weight decay is added to the gradient before it is squared, and so leaks into v.
         decoupled_flag: an entry of the group that, where true, overrides `coupled_decay`.
         maximum_key: the running maximum that replaces `key` where the group says `amsgrad`.
         centre_key: the average gradient that is squared and subtracted where the group says `centered`.
-        mark: an entry of the group that this optimiser alone has, by which a saved state is told from others with its keys.
+        mark: an entry of the group that this optimiser alone has, by which a saved state is distinguished from others with its keys.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
         advice: what a user of an optimiser with no second moment can do instead.
         note: a remark for the docs and for `doctor`.
@@ -137,7 +137,7 @@ def second_moment(
         centre = state[reader.centre_key].detach().to(stored)
         if correct:
             centre = centre / remaining
-        # Rounding can leave a variance a hair below zero.
+        # Rounding can leave a variance slightly below zero.
         stored = stored.addcmul_(centre, centre, value=-1.0).clamp_(min=0.0)
     return stored
 
@@ -171,6 +171,33 @@ def opened(state: State) -> State:
 def outline(state: State) -> State:
     """What the state holds, without reading tensors that are still on the disk: those are there as shape and type."""
     return opened(getattr(state, "outline", state))
+
+
+# Entries that have the parameter's own shape, in every optimiser that has them.
+_SHAPED_KEYS = (
+    *(
+        "exp_avg",
+        "exp_avg_sq",
+        "rotated_exp_avg_sq",
+        "square_avg",
+        "sum",
+        "exp_inf",
+        "exp_avg_var",
+        "exp_hessian_diag_sq",
+    ),
+    *("variance", "state2", "state1"),
+)
+
+
+def parameter_shape(state: State, keys: Iterable[str] = _SHAPED_KEYS) -> torch.Size | None:
+    """The shape of the parameter behind a state, where a tensor under one of the keys, or a factored one, has it."""
+    state = outline(state)
+    for key in keys:
+        if isinstance(state.get(key), Tensor):
+            return state[key].shape  # type: ignore[no-any-return]
+    if isinstance(state.get("row_var"), Tensor) and isinstance(state.get("col_var"), Tensor):
+        return torch.Size((*state["row_var"].shape[:-1], state["col_var"].shape[-1]))
+    return None
 
 
 def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:

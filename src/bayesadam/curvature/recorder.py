@@ -1,9 +1,8 @@
-"""The gradients of the last steps, kept beside any optimiser: what richer posteriors than a diagonal are made of."""
+"""The gradients of an optimiser's last steps: what richer posteriors than a diagonal are built from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._shards import is_sharded
-from bayesadam.curvature.match import listed_optimizers, match_optimizers
-from bayesadam.curvature.read import Curvature, read_optimizer, working_dtype
+from bayesadam.curvature.match import Match, listed_optimizers, match_optimizers
+from bayesadam.curvature.read import Curvature, working_dtype
 from bayesadam.errors import MatchError, SettingError, StateError
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Keeps the last K mini-batch gradients, one of every k steps, as the optimiser was given them.
 
-    It costs a copy of the gradients at every k-th step and K copies of the weights' memory; all mathematics is left for
-    the moment when a posterior is asked for. Gradients are taken after clipping and unscaling, before any weight decay.
+    It costs a copy of the gradients at every k-th step and K copies of the weights' memory; nothing is computed until
+    a posterior is built. Gradients are taken after clipping and unscaling, before any weight decay.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -57,7 +56,7 @@ class Recorder:
 
     @property
     def recorded(self) -> int:
-        """How many gradients are kept now, K at most."""
+        """How many gradients are stored now, K at most."""
         return min(self._taken, self.keep)
 
     @property
@@ -83,11 +82,15 @@ class Recorder:
         Raises:
             StateError: none was recorded, or one is not finite.
         """
+        return self.gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
+
+    def gradients_of(self, match: Match) -> dict[str, Tensor]:
+        """Those of parameters that are matched already."""
         count = self.recorded
         if count == 0:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
         found = {}
-        for entry in match_optimizers(model, list(self.optimizers), "ogd").entries:
+        for entry in match.entries:
             ring = self._rings.get(entry.parameter)
             if ring is None:
                 continue
@@ -102,7 +105,7 @@ class Recorder:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` goes on from; tensors and plain data."""
+        """What `load_state_dict` resumes from; tensors and plain data."""
         return {
             "keep": self.keep,
             "every": self.every,
@@ -111,7 +114,7 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
+        """Resume where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
         try:
             asked = {key: state[key] for key in ("keep", "every", "steps", "rings")}
         except KeyError as missing:
@@ -165,7 +168,7 @@ class Recorder:
             return
         if is_sharded(parameter):
             raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is spread over processes, and recorded gradients must be whole: "
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over processes, and recorded gradients must be whole: "
                 "record with replicas, or use structure='diagonal'"
             )
         if ring is None:
@@ -176,22 +179,19 @@ class Recorder:
             ring[row].div_(scale.to(ring.device))
 
 
-def read_recorder(model: nn.Module, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
+def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
     """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
-    gradients = recorder.gradients(model)
-    bare = read_optimizer(model, list(recorder.optimizers), reader="ogd")
-    never = {name: "no gradient was recorded" for name in bare.second_moment if name not in gradients}
-    return (
-        replace(
-            bare,
-            second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},
-            steps=dict.fromkeys(gradients, float(recorder.recorded)),
-            weight_decay={name: bare.weight_decay[name] for name in gradients},
-            reader=dict.fromkeys(gradients, "recorder"),
-            omitted={**bare.omitted, **never},
-        ),
-        gradients,
+    gradients = recorder.gradients_of(match)
+    found = [entry for entry in match.entries if entry.name in gradients]
+    never = {entry.name: "no gradient was recorded" for entry in match.entries if entry.name not in gradients}
+    curvature = Curvature(
+        second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},
+        steps=dict.fromkeys(gradients, float(recorder.recorded)),
+        weight_decay={entry.name: entry.weight_decay for entry in found},
+        reader=dict.fromkeys(gradients, "recorder"),
+        omitted={**match.omitted, **never},
     )
+    return curvature, gradients
 
 
 def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
@@ -213,5 +213,5 @@ def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
 
 
 def _place(parameter: Tensor) -> Tensor:
-    """An empty tensor of the device and the type that gradients are kept in."""
+    """An empty tensor of the device and type in which gradients are stored."""
     return torch.empty(0, device=parameter.device, dtype=working_dtype(parameter.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -13,45 +14,40 @@ from bayesadam.curvature.soap_packages import SOAP_PACKAGE_READERS
 from bayesadam.errors import SettingError
 
 _BETA2 = ("betas", 1)
+_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
 
 
-def _adam(name: str, *classes: str, coupled_decay: bool = False, decoupled_flag: str | None = None) -> StateReader:
-    return StateReader(
-        name,
-        classes,
-        key="exp_avg_sq",
-        decay=_BETA2,
-        bias_correction=True,
-        maximum_key="max_exp_avg_sq",
-        coupled_decay=coupled_decay,
-        decoupled_flag=decoupled_flag,
-    )
+def _average(name: str, *classes: str, key: str = "exp_avg_sq", note: str = "", **fields: Any) -> StateReader:
+    """A moving average of squared gradients from 0, to be corrected for its bias."""
+    return StateReader(name, classes, key=key, note=note, **{"decay": _BETA2, "bias_correction": True, **fields})
+
+
+def _adam(name: str, *classes: str, coupled_decay: bool = False) -> StateReader:
+    flag = "decoupled_weight_decay" if coupled_decay else None
+    return _average(name, *classes, maximum_key="max_exp_avg_sq", coupled_decay=coupled_decay, decoupled_flag=flag)
 
 
 def _eight_bit(name: str, stem: str, module: str) -> StateReader:
     """bitsandbytes' family of one Adam: plain or paged, with an 8-bit or a 32-bit state."""
-    return StateReader(
+    return _average(
         name,
-        tuple(f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")),
+        *(f"{module}.{paged}{stem}{bits}" for paged in ("", "Paged") for bits in ("", "8bit", "32bit")),
         statistic="quantised",
         key="state2",
-        decay=_BETA2,
-        bias_correction=True,
         note="8-bit blocks: about two digits of v, and small entries of a block round to zero.",
     )
 
 
-_TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
-_OGD_ADVICE = (
-    "its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
-    f"reader='ogd', or {_TRAIN_WITH}"
-)
+def _none(name: str, *classes: str, advice: str = _TRAIN_WITH) -> StateReader:
+    """An optimiser without a second moment per weight."""
+    return StateReader(name, classes, statistic="none", advice=advice)
+
 
 _BUILT_IN: tuple[StateReader, ...] = (
-    _adam("adam", "torch.optim.adam.Adam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
+    _adam("adam", "torch.optim.adam.Adam", coupled_decay=True),
     _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
-    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
-    _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True, decoupled_flag="decoupled_weight_decay"),
+    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True),
+    _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     SOAP_READER,
     *SOAP_PACKAGE_READERS,
@@ -64,25 +60,17 @@ _BUILT_IN: tuple[StateReader, ...] = (
         start="initial_accumulator_value",
         coupled_decay=True,
     ),
-    StateReader(
+    _average(
         "rmsprop",
-        ("torch.optim.rmsprop.RMSprop",),
+        "torch.optim.rmsprop.RMSprop",
         key="square_avg",
         decay=("alpha", None),
-        bias_correction=True,
         centre_key="grad_avg",
         coupled_decay=True,
-        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights "
-        "would look flat.",
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights would "
+        "look flat.",
     ),
-    StateReader(
-        "adadelta",
-        ("torch.optim.adadelta.Adadelta",),
-        key="square_avg",
-        decay=("rho", None),
-        bias_correction=True,
-        coupled_decay=True,
-    ),
+    _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
         "adamax",
         ("torch.optim.adamax.Adamax",),
@@ -99,53 +87,43 @@ _BUILT_IN: tuple[StateReader, ...] = (
         key="row_var, col_var or variance",
         note="Rank-one per matrix. Its average starts from the first gradient, so nothing is to be corrected.",
     ),
-    StateReader(
+    _average(
         "lamb",
-        ("timm.optim.lamb.Lamb",),
-        key="exp_avg_sq",
-        decay=_BETA2,
-        bias_correction=True,
+        "timm.optim.lamb.Lamb",
         step="group",
         note="Decay is added after the moments, so v is the data's alone. Lamb clips the global gradient norm.",
     ),
-    StateReader(
+    _average(
         "adan",
-        ("timm.optim.adan.Adan",),
-        key="exp_avg_sq",
+        "timm.optim.adan.Adan",
         decay=("betas", 2),
-        bias_correction=True,
         step="group",
         note="Averages (g + β₂ Δg)², the gradient with Nesterov's look-ahead.",
     ),
-    StateReader(
+    _average(
         "rmsproptf",
-        ("timm.optim.rmsprop_tf.RMSpropTF",),
+        "timm.optim.rmsprop_tf.RMSpropTF",
         key="square_avg",
         decay=("alpha", None),
-        bias_correction=True,
         start=1.0,
         centre_key="grad_avg",
         coupled_decay=True,
         decoupled_flag="decoupled_decay",
         note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
     ),
-    StateReader(
+    _average(
         "adabelief",
-        ("timm.optim.adabelief.AdaBelief",),
+        "timm.optim.adabelief.AdaBelief",
         key="exp_avg_var",
-        decay=_BETA2,
-        bias_correction=True,
         maximum_key="max_exp_avg_var",
         coupled_decay=True,
         decoupled_flag="decoupled_decay",
         note="A centred second moment, to which AdaBelief adds eps at every step.",
     ),
-    StateReader(
+    _average(
         "adahessian",
-        ("timm.optim.adahessian.Adahessian",),
+        "timm.optim.adahessian.Adahessian",
         key="exp_hessian_diag_sq",
-        decay=_BETA2,
-        bias_correction=True,
         note="The square of a true curvature: power=0.5 is already the Laplace-consistent choice.",
     ),
     _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
@@ -156,29 +134,27 @@ _BUILT_IN: tuple[StateReader, ...] = (
         statistic="identity",
         note="V = 1 for every weight: the posterior is isotropic and knows nothing of the data.",
     ),
-    StateReader("sgd", ("torch.optim.sgd.SGD",), statistic="none", advice=_OGD_ADVICE),
-    StateReader("rprop", ("torch.optim.rprop.Rprop",), statistic="none", advice=_TRAIN_WITH),
-    StateReader("asgd", ("torch.optim.asgd.ASGD",), statistic="none", advice=_TRAIN_WITH),
-    StateReader("lbfgs", ("torch.optim.lbfgs.LBFGS",), statistic="none", advice=_TRAIN_WITH),
-    StateReader(
+    _none(
+        "sgd",
+        "torch.optim.sgd.SGD",
+        advice="its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
+        f"reader='ogd', or {_TRAIN_WITH}",
+    ),
+    _none("rprop", "torch.optim.rprop.Rprop"),
+    _none("asgd", "torch.optim.asgd.ASGD"),
+    _none("lbfgs", "torch.optim.lbfgs.LBFGS"),
+    _none(
         "muon",
-        ("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
-        statistic="none",
+        *("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
         advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
         f"posterior.omitted; otherwise {_TRAIN_WITH}",
     ),
-    StateReader(
-        "lion",
-        ("timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-        statistic="none",
-        advice=_TRAIN_WITH,
-    ),
-    StateReader("lars", ("timm.optim.lars.Lars",), statistic="none", advice=_TRAIN_WITH),
-    StateReader(
+    _none("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
+    _none("lars", "timm.optim.lars.Lars"),
+    _none(
         "novograd",
-        ("timm.optim.nvnovograd.NvNovoGrad",),
-        statistic="none",
-        advice=f"it keeps one number a layer, not one a weight; {_TRAIN_WITH}",
+        "timm.optim.nvnovograd.NvNovoGrad",
+        advice=f"it has one number per layer, not one per weight; {_TRAIN_WITH}",
     ),
 )
 

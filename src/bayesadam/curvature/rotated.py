@@ -1,17 +1,18 @@
-r"""A second moment that is diagonal in a rotated space: what SOAP keeps, and what a Kronecker-factored posterior needs."""
+r"""A second moment that is diagonal in a rotated space: what SOAP stores, and what a Kronecker-factored posterior needs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State, StateReader, outline, second_moment
+from bayesadam.errors import StateError
 
 # Adam's names where nothing is rotated. Names of their own elsewhere, so that no reader of Adam takes them for weights'.
 PLAIN_KEY = "exp_avg_sq"
@@ -102,8 +103,6 @@ class Rotated:
     which is never formed: `rotation.out_of` of ε (w v̂ᵖ + δ)^(−1/2) is a draw from it, and `rotation.diagonal` of
     1/(w v̂ᵖ + δ) has its diagonal.
 
-    The tensors are the optimiser's as they were when this was read: it replaces its bases, it does not write to them.
-
     Attributes:
         rotation: Q_L and Q_R; a vector has Q_R alone, or neither.
         second_moment: v̂, bias-corrected, of the parameter's shape: entry (i, j) of the matrix belongs to left eigenvector
@@ -114,24 +113,31 @@ class Rotated:
     second_moment: Tensor
 
 
+Factors = tuple[Tensor, Sequence[Tensor | None]]
+
+
 @dataclass(frozen=True)
 class RotatedReader(StateReader):
-    """A reader of a second moment that is kept in the eigenbases of each weight.
+    """A reader of a second moment that is stored in the eigenbases of each weight.
 
-    `read` gives its diagonal in the space of the weights, and `kept` all of it.
+    Without a `read` of its own, the diagonal in the space of the weights comes from `factors`.
 
     Attributes:
-        kept: a function (state, group, parameter shape) → (bases, s in their coordinates), s as the optimiser keeps it; or
-            None for a parameter that is not rotated.
+        factors: a function (state, group, parameter shape) → (s, one basis a dimension of s), s as the optimiser stores it,
+            in the bases' coordinates; None is the identity.
         bases: the entries of the state that are bases, or what they are found from.
         idle_steps: the steps that are counted but leave no gradient in s.
         counter: the entry that counts, where it is not `step`.
     """
 
-    kept: Callable[[State, Group, torch.Size], tuple[Rotation, Tensor] | None] | None = None
+    factors: Callable[[State, Group, torch.Size], Factors] | None = None
     bases: tuple[str, ...] = ()
     idle_steps: int = 0
     counter: str = "step"
+
+    def __post_init__(self) -> None:
+        if self.read is None and self.factors is not None:
+            object.__setattr__(self, "read", partial(_weight_diagonal, self.factors))
 
     def steps(self, state: State, group: Group) -> float | None:
         """t, the number of gradients behind s."""
@@ -144,17 +150,37 @@ class RotatedReader(StateReader):
         Raises:
             KeyError: the state lacks an entry.
         """
-        found = None if self.kept is None else self.kept(state, group, shape)
-        if found is None:
+        stored, bases = (None, ()) if self.factors is None else self.factors(state, group, shape)
+        if stored is None or all(basis is None for basis in bases):
             return None
-        rotation, stored = found
-        return Rotated(rotation, second_moment(stored.detach().clone(), self, state, group))
+        moment = second_moment(stored.detach().clone().reshape(shape), self, state, group)
+        return Rotated(rotation_of(bases, stored.shape), moment)
+
+
+def _weight_diagonal(factors: Callable[..., Factors], state: State, group: Group, shape: torch.Size) -> Tensor:
+    """The diagonal of V in the space of the weights, v ×₁ Q₁² ×₂ Q₂² …, squared entry by entry; not bias-corrected."""
+    moment, bases = factors(state, group, shape)
+    for basis in bases:
+        # Each turn takes the first dimension and puts it last.
+        moment = moment.movedim(0, -1)
+        if basis is not None:
+            moment = moment @ basis.to(moment.dtype).square().mT
+    return moment.reshape(shape)
+
+
+def require_shape(moment: Tensor, fits: bool, shape: Sequence[int]) -> None:
+    """Refuse the second moment of another parameter."""
+    if not fits:
+        raise StateError(
+            f"the second moment of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs to "
+            "another model"
+        )
 
 
 def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[str]:
     """The entries of a state that look like bases and that its reader knows nothing of.
 
-    A second moment kept beside bases is in their coordinates. Taken for the weights' own it has the right name and the right
+    A second moment stored with bases is in their coordinates. Taken for the weights' own it has the right name and the right
     shape, and every number in it is wrong. Lists of tensors, square matrices that are not of the parameter's shape, and
     matrices with a name that bases have, are such entries. A `read` function of the user's own is trusted.
     """
@@ -177,22 +203,13 @@ def _like_bases(name: str, value: Any, shape: torch.Size) -> bool:
     return named or (len(value) > 1 and value.shape != shape)
 
 
-def _stored(state: State) -> Tensor:
+def _soap_factors(state: State, group: Group, shape: torch.Size) -> Factors:
+    """`SOAP`'s: it replaces its bases and never writes to them, so they need no copy."""
     stored: Tensor = state[ROTATED_KEY if ROTATED_KEY in state else PLAIN_KEY]
-    return stored
-
-
-def _unrotated(state: State, group: Group, shape: torch.Size) -> Tensor:
-    """The diagonal of V in the space of the weights, not bias-corrected: what a diagonal posterior can take from SOAP."""
-    return _rotation(state).diagonal(_stored(state))
-
-
-def _rotation(state: State) -> Rotation:
-    return Rotation(state.get(LEFT_KEY), state.get(RIGHT_KEY))
-
-
-def _kept(state: State, group: Group, shape: torch.Size) -> tuple[Rotation, Tensor] | None:
-    return (_rotation(state), state[ROTATED_KEY]) if ROTATED_KEY in state else None
+    require_shape(stored, stored.shape == shape, shape)
+    if len(shape) < 2:
+        return stored, [state.get(RIGHT_KEY)] * len(shape)
+    return stored.flatten(1), [state.get(LEFT_KEY), state.get(RIGHT_KEY)]
 
 
 SOAP_READER = RotatedReader(
@@ -202,8 +219,7 @@ SOAP_READER = RotatedReader(
     decay=("betas", 1),
     bias_correction=True,
     mark="precondition_every",
-    read=_unrotated,
-    kept=_kept,
+    factors=_soap_factors,
     bases=("left", "right", LEFT_KEY, RIGHT_KEY),
-    note="The diagonal of a matrix that is diagonal in rotated coordinates; a Kronecker-factored posterior keeps all of it.",
+    note="The diagonal of a matrix that is diagonal in rotated coordinates; a Kronecker-factored posterior has all of it.",
 )

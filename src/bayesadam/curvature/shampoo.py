@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State, StateReader
-from bayesadam.curvature.rotated import RotatedReader, Rotation, rotation_of
+from bayesadam.curvature.rotated import Factors, RotatedReader
 from bayesadam.errors import StateError
 
 _MOST_DIMENSIONS = 8
@@ -42,13 +42,13 @@ def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Ten
     start, steps = float(group["matrix_eps"]), float(group["step"])
     factors = []
     for dim, side in enumerate(shape):
-        kept: Tensor = state[f"pre_cond_{dim}"]
-        if kept.shape != (side, side):
+        stored: Tensor = state[f"pre_cond_{dim}"]
+        if stored.shape != (side, side):
             raise StateError(
-                f"dimension {dim} of a parameter of shape {tuple(shape)} has a statistic of shape {tuple(kept.shape)}: the "
+                f"dimension {dim} of a parameter of shape {tuple(shape)} has a statistic of shape {tuple(stored.shape)}: the "
                 "state belongs to another model"
             )
-        wide = kept.detach().to(torch.promote_types(kept.dtype, torch.float32), copy=True)
+        wide = stored.detach().to(torch.promote_types(stored.dtype, torch.float32), copy=True)
         wide.diagonal().sub_(start).clamp_(min=0.0)
         factors.append(wide)
     traces = torch.stack([factor.trace() for factor in factors])
@@ -71,11 +71,11 @@ def _diagonal(state: State, group: Group, shape: torch.Size) -> Tensor:
     return _product([factor.diagonal() for factor in kronecker_factors(state, group, shape)])
 
 
-def _kept(state: State, group: Group, shape: torch.Size) -> tuple[Rotation, Tensor]:
+def _factors(state: State, group: Group, shape: torch.Size) -> Factors:
     found = [torch.linalg.eigh(factor) for factor in kronecker_factors(state, group, shape)]
-    # Rounding can leave an eigenvalue a hair below zero.
+    # Rounding can leave an eigenvalue slightly below zero.
     values = _product([pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found])
-    return rotation_of([pair.eigenvectors.flip(1).contiguous() for pair in found], shape), values
+    return values, [pair.eigenvectors.flip(1).contiguous() for pair in found]
 
 
 def _product(vectors: list[Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ SHAMPOO_READERS = (
         decoupled_flag="weight_decouple",
         mark="matrix_eps",
         read=_diagonal,
-        kept=_kept,
+        factors=_factors,
         bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(_MOST_DIMENSIONS)),
         note="A mean over all steps, as Adagrad's. The Kronecker product that L and R give, not a moment of its own.",
     ),

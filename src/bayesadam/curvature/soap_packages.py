@@ -1,6 +1,6 @@
 """The second moments of other packages' SOAPs: Adam's, in the eigenbases of every dimension of a weight.
 
-All of them keep V with V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, one orthogonal Q a dimension, eigenvectors as columns, and
+All of them store V with V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, one orthogonal Q a dimension, eigenvectors as columns, and
 let V's entries go with the columns of Q when a basis is refreshed. Entry (i, j, …) of V thus belongs to column i of Q₁, column j
 of Q₂, and so on, and the curvature of a weight seen as the matrix (first dimension, all others) is
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State
-from bayesadam.curvature.rotated import RotatedReader, Rotation, rotation_of
+from bayesadam.curvature.rotated import Factors, RotatedReader, require_shape
 from bayesadam.errors import StateError
 
 _MOMENT, _BASES, _STATISTICS = "exp_avg_sq", "Q", "GG"
@@ -47,19 +47,10 @@ def checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | N
         if basis is not None and not _is_orthogonal(basis):
             raise StateError(
                 f"a basis of shape {tuple(basis.shape)}, of a parameter whose second moment is {tuple(shape)}, is not "
-                "orthogonal: the file is damaged, or training met a non-finite gradient; go back to a checkpoint before that"
+                "orthogonal: the file is damaged, or training met a non-finite gradient; use a checkpoint before that"
             )
-    return bases
-
-
-def weight_diagonal(moment: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
-    """The diagonal of V in the space of the weights: v ×₁ Q₁² ×₂ Q₂² …, squared entry by entry."""
-    for basis in bases:
-        # Each turn takes the first dimension and puts it last.
-        moment = moment.movedim(0, -1)
-        if basis is not None:
-            moment = moment @ basis.to(moment.dtype).square().mT
-    return moment
+    # Copies: heavyball writes to its bases.
+    return [None if basis is None else _wide(basis, copy=True) for basis in bases]
 
 
 def _is_orthogonal(basis: Tensor) -> bool:
@@ -72,7 +63,7 @@ def _is_orthogonal(basis: Tensor) -> bool:
 # --- the authors' soap.py, and pytorch_optimizer ------------------------------------------------------------------------
 
 
-def _listed(state: State, group: Group, shape: torch.Size) -> tuple[Tensor, list[Tensor | None]]:
+def _listed(state: State, group: Group, shape: torch.Size) -> Factors:
     """`exp_avg_sq` of the parameter's shape, and `Q`, a list with a matrix or an empty list for each dimension."""
     # The authors' layout has both; other SOAPs with a Q count and correct otherwise.
     for entry in (_STATISTICS, "precondition_frequency"):
@@ -84,26 +75,14 @@ def _listed(state: State, group: Group, shape: torch.Size) -> tuple[Tensor, list
             "ways (data_format is not in the state): train with merge_dims=False"
         )
     moment: Tensor = state[_MOMENT]
-    if moment.shape != shape:
-        raise StateError(
-            f"the second moment of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
-            "to another model"
-        )
+    require_shape(moment, moment.shape == shape, shape)
     return _wide(moment), checked_bases(state[_BASES], shape)
-
-
-def _listed_diagonal(state: State, group: Group, shape: torch.Size) -> Tensor:
-    return weight_diagonal(*_listed(state, group, shape))
-
-
-def _listed_kept(state: State, group: Group, shape: torch.Size) -> tuple[Rotation, Tensor] | None:
-    return _rotated(*_listed(state, group, shape), shape)
 
 
 # --- heavyball ------------------------------------------------------------------------------------------------------------
 
 
-def _bucketed(state: State, group: Group, shape: torch.Size) -> tuple[Tensor, list[Tensor | None]]:
+def _bucketed(state: State, group: Group, shape: torch.Size) -> Factors:
     """One view of the parameter, its dimensions after the first merged; a leading 1 before the second moment and the bases."""
     views = [view for view in state.values() if isinstance(view, Mapping)]
     if len(views) != 1 or group["split"] or group["ecc"] or group["param_ecc"]:
@@ -112,11 +91,8 @@ def _bucketed(state: State, group: Group, shape: torch.Size) -> tuple[Tensor, li
             "split=False, ecc=None and param_ecc=None"
         )
     moment, bases = (_only(views[0], stem) for stem in (_HEAVYBALL_MOMENT, _HEAVYBALL_BASES))
-    if moment.shape[:2] != (1, *shape[:1]) or moment.numel() != shape.numel():
-        raise StateError(
-            f"the second moment of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
-            "to another model"
-        )
+    fits = moment.shape[:2] == (1, *shape[:1]) and moment.numel() == shape.numel()
+    require_shape(moment, fits, shape)
     inner = [None if basis is None else basis.squeeze(0) for basis in bases]
     return _wide(moment.squeeze(0)), checked_bases(inner, moment.shape[1:])
 
@@ -126,25 +102,9 @@ def _only(view: State, stem: str) -> Any:
     if len(found) != 1:
         raise StateError(
             f"heavyball's state has {sorted(map(str, view))}, and {len(found)} of them are called {stem}0, {stem}1 …: it is "
-            "read of its SOAP alone, not of SOAP's kin (KLSOAP, SOLP, …) or of chains of your own"
+            "read of its SOAP alone, not of its relatives (KLSOAP, SOLP, …) or of chains of your own"
         )
     return view[found[0]]
-
-
-def _bucketed_diagonal(state: State, group: Group, shape: torch.Size) -> Tensor:
-    return weight_diagonal(*_bucketed(state, group, shape)).reshape(shape)
-
-
-def _bucketed_kept(state: State, group: Group, shape: torch.Size) -> tuple[Rotation, Tensor] | None:
-    return _rotated(*_bucketed(state, group, shape), shape)
-
-
-def _rotated(moment: Tensor, bases: Sequence[Tensor | None], shape: torch.Size) -> tuple[Rotation, Tensor] | None:
-    if all(basis is None for basis in bases):
-        return None
-    # Copies: heavyball writes to its bases.
-    wide = [None if basis is None else _wide(basis, copy=True) for basis in bases]
-    return rotation_of(wide, moment.shape), moment.reshape(shape)
 
 
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
@@ -161,8 +121,7 @@ SOAP_PACKAGE_READERS = (
         decay=_BETA2,
         bias_correction=True,
         mark="max_precond_dim",
-        read=_listed_diagonal,
-        kept=_listed_kept,
+        factors=_listed,
         bases=(_BASES, _STATISTICS),
         note="The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.",
     ),
@@ -174,8 +133,7 @@ SOAP_PACKAGE_READERS = (
         bias_correction=True,
         step="group",
         mark="max_precondition_dim",
-        read=_listed_diagonal,
-        kept=_listed_kept,
+        factors=_listed,
         bases=(_BASES, _STATISTICS),
         idle_steps=1,
         note="One count for all parameters of a group: v of one that missed steps is taken for smaller than it is.",
@@ -185,10 +143,9 @@ SOAP_PACKAGE_READERS = (
         ("heavyball.SOAP",),
         key=_HEAVYBALL_MOMENT,
         step="group",
-        read=_bucketed_diagonal,
-        kept=_bucketed_kept,
+        factors=_bucketed,
         idle_steps=1,
         counter="step_count",
-        note="Its average is free of bias: β₂ grows with the steps. SOAP itself alone, not its kin (KLSOAP, SOLP, …).",
+        note="Its average is free of bias: β₂ grows with the steps. SOAP itself alone, not its relatives (KLSOAP, SOLP, …).",
     ),
 )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
+from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
 from bayesadam.engine.rules.rule import Functions, Gaussian, Rule, State, Step
 from bayesadam.engine.streams import Streams
+from bayesadam.errors import StateError
 
 Batch = Callable[[Tensor], tuple[Tensor, Slope]]
 Schedule = Callable[[Tensor], Tensor]
@@ -176,6 +179,13 @@ class Stack:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
         own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
         return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
+
+    def state_dict(self, index: int) -> dict[str, Any]:
+        """One network's part of Adam's memory, as torch's Adam or AdamW for that network alone would save it."""
+        if not isinstance(self.rule, Adam):
+            raise StateError(f"only Adam has a state dict that torch reads, and the rule is {type(self.rule).__name__}")
+        lr = float(self._rates[int(self._next) - 1, 0]) if self._rates.numel() else 0.0
+        return optimizer_state_dict(self.network, self.state, index, self.rule, lr=lr)
 
     def tensors(self) -> dict[str, Tensor]:
         """The memory that makes up the state, by name."""

@@ -1,10 +1,10 @@
-"""Table 1: agents on the bandit problems, with the paper's numbers beside ours."""
+"""Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from bayesadam._extras import require
-from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, agent_settings
+from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
@@ -64,7 +64,7 @@ _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on beside the seed.
+    """What the table depends on besides the seed.
 
     Attributes:
         problems: its columns.
@@ -72,7 +72,7 @@ class BanditSettings:
         runs: of each cell.
         rounds: of each run; None for as many as the problem says.
         settings: `"tuned"` or `"paper"`.
-        changes: to single ones of them, by name, for every agent.
+        changes: to single ones of them, by name, for every agent that has them.
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]
@@ -89,8 +89,19 @@ class BanditSettings:
         unknown = [name for name in self.agents if name not in AGENTS]
         if unknown or not self.agents:
             raise SettingError(f"agents must be among {', '.join(AGENTS)}; got {', '.join(unknown) or 'none'}")
-        for name in self.agents:
-            agent_settings(name, self.settings, **self.changes)
+        known = {name for agent in self.agents for name in agent_settings(agent, self.settings).names()}
+        unknown = sorted(set(self.changes) - known)
+        if unknown:
+            raise SettingError(
+                f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(sorted(known))}"
+            )
+        for agent in self.agents:
+            self.of(agent)
+
+    def of(self, agent: str) -> AgentSettings:
+        """The settings of an agent, with those changes that concern it."""
+        own = agent_settings(agent, self.settings)
+        return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
 
     def cells(self) -> list[str]:
         """`problem/agent`, column by column."""
@@ -106,7 +117,7 @@ Cell = dict[str, Any]
 
 
 def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Playing:
-    """One cell under way; with a folder, its state goes there so that a killed one goes on."""
+    """One cell under way; with a folder, its state goes there so that a killed one resumes."""
     problem, _, agent = name.partition("/")
     checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
     return Playing(
@@ -116,7 +127,7 @@ def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder
         rounds=settings.rounds,
         seed=seed,
         device=device,
-        settings=agent_settings(agent, settings.settings, **settings.changes),
+        settings=settings.of(agent),
         checkpoint=checkpoint,
     )
 
@@ -141,7 +152,7 @@ def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int
 
 
 def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
-    """Every cell a task of its own on the Ray cluster that this process belongs to, or on one of this machine."""
+    """One task per cell on the Ray cluster that this process belongs to, or on one of this machine."""
     ray: Any = require("ray")
     started = not ray.is_initialized()
     if started:
@@ -174,12 +185,12 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
-    spread = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return mean, math.sqrt(spread)
+    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+    return mean, math.sqrt(variance)
 
 
-def _short(mean: float, spread: float) -> str:
-    return f"{mean:.3f}±{spread:.3f}".replace("0.", ".")
+def _short(mean: float, sd: float) -> str:
+    return f"{mean:.3f}±{sd:.3f}".replace("0.", ".")
 
 
 def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
@@ -195,7 +206,7 @@ def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
             _bold(_short(*ours[p][agent]), ours[p][agent][0] == best[p]) if agent in ours.get(p, {}) else ""
             for p in settings.problems
         ]
-        lines.append(f"| {TITLES[agent]} | " + " | ".join(row) + " |")
+        lines.append(f"| {TITLES.get(agent, agent)} | " + " | ".join(row) + " |")
         if agent in PAPER:
             theirs = [
                 _bold(_short(*PAPER[agent][p]), PAPER[agent][p][0] == published[p]) if p in _COLUMNS else ""
@@ -208,7 +219,7 @@ def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
             _moments(found[p][agent]["regret_ratio"]) if agent in found.get(p, {}) else None for p in settings.problems
         ]
         regret.append(
-            f"| {TITLES[agent]} | "
+            f"| {TITLES.get(agent, agent)} | "
             + " | ".join("" if s is None else f"{100 * s[0]:.2f}±{100 * s[1]:.2f}" for s in shares)
             + " |"
         )
@@ -245,12 +256,12 @@ def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
             mean = _moments(found[problem][agent]["reward_ratio"])[0]
             paper = PAPER.get(agent, {}).get(problem)
             row.append(f"{mean:.3f}" + ("" if paper is None else f" ({paper[0]:.2f})"))
-        view.add_row(TITLES[agent], *row)
+        view.add_row(TITLES.get(agent, agent), *row)
     return view
 
 
 def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs, a panel a problem."""
+    """Cumulative regret, mean and one standard deviation over the runs, one panel per problem."""
     found = by_problem(cells)
     columns = min(3, len(settings.problems))
     rows = -(-len(settings.problems) // columns)
@@ -262,7 +273,9 @@ def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
                 cell = found[problem][agent]
                 pairs = list(zip(cell["regret_mean"], cell["regret_sd"], strict=True))
                 shade = plots.colour(agent)
-                axes.plot(cell["points"], cell["regret_mean"], color=shade, linewidth=1.4, label=TITLES[agent])
+                axes.plot(
+                    cell["points"], cell["regret_mean"], color=shade, linewidth=1.4, label=TITLES.get(agent, agent)
+                )
                 low, high = [m - s for m, s in pairs], [m + s for m, s in pairs]
                 axes.fill_between(cell["points"], low, high, color=shade, alpha=0.15, linewidth=0)
             axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")

@@ -1,17 +1,19 @@
-"""The `inspect` command: a checkpoint's weights by signal to noise, as a table and a picture."""
+"""The `inspect` command: a checkpoint's weights by signal-to-noise ratio, as a table and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
 
+from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
+from bayesadam.experiments.saved_file import flat
 from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, inspect_checkpoint
 
 if TYPE_CHECKING:
@@ -24,22 +26,18 @@ _ROWS = 40
 
 @dataclass(frozen=True)
 class InspectSettings:
-    """What is inspected, and how; the arguments of `inspect_checkpoint`."""
+    """What is inspected, and how: see `inspect_checkpoint`."""
 
     path: Path
-    optimizer_path: Path | None = None
-    optimizer: str | None = None
+    options: CheckpointOptions
     n_data: float | None = None
     snr: float | None = None
-    groups_in_order: bool = False
-    weights_key: str | None = None
-    optimizer_key: str | None = None
 
 
 def table(inspection: Inspection) -> Table:
     """One row per parameter, and the total."""
     heading, *rows, total = inspection.rows()
-    view = Table(title="Signal to noise |μ|/σ of the weights", title_justify="left", show_footer=True)
+    view = Table(title="Signal-to-noise ratio |μ|/σ of the weights", title_justify="left", show_footer=True)
     for number, (title, footer) in enumerate(zip(heading, total, strict=True)):
         view.add_column(title, footer, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
     for row in rows:
@@ -102,7 +100,7 @@ def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: I
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
-    axes.set(title="Signal to noise of the weights", xlabel=f"|μ|/σ  ({scale})")
+    axes.set(title="Signal-to-noise ratio of the weights", xlabel=f"|μ|/σ  ({scale})")
     axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)
 
 
@@ -114,8 +112,8 @@ def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
     axes.set_xlim(0.5, max(weights.max(), 2) * 100)
     for row, place in zip(shown, places, strict=True):
         dead = row.dead / row.weights if row.weights else 0.0
-        told = f" {row.weights:,}" + (f", {dead:.1%} dead" if row.dead else "")
-        axes.text(max(row.weights, 0.5), float(place), told, va="center", fontsize=7.5, color=plots.INK)
+        described = f" {row.weights:,}" + (f", {dead:.1%} dead" if row.dead else "")
+        axes.text(max(row.weights, 0.5), float(place), described, va="center", fontsize=7.5, color=plots.INK)
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.spines["left"].set_visible(False)
     axes.set(title="Weights, and the share with v = 0", xlabel="weights")
@@ -123,11 +121,17 @@ def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
 
 def run_inspect(*, seed: int, out: Path, quiet: bool, settings: InspectSettings) -> tuple[Path, ...]:
     """The `inspect` command."""
-    asked = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    run = Run("inspect", seed, out, asked, quiet=quiet)
+    run = Run("inspect", seed, out, flat(settings), quiet=quiet)
     run.prepare()
     with run.progress() as track:
-        inspection = inspect_checkpoint(**vars(settings), seed=seed, track=track)
+        inspection = inspect_checkpoint(
+            settings.path,
+            n_data=settings.n_data,
+            snr=settings.snr,
+            seed=seed,
+            track=track,
+            **vars(settings.options),
+        )
         figure = picture(inspection)
     run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)
     return run.finish({"inspect.png": plots.png(figure)}, inspection.to_dict())

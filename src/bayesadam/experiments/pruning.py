@@ -20,7 +20,7 @@ from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
 from bayesadam.experiments.work import resumed, worked_off
 from bayesadam.methods import Data, Network, Problem, Training
-from bayesadam.methods.base import posteriors, state_dict, trained
+from bayesadam.methods.base import posteriors, trained
 from bayesadam.methods.optimum import diagonal_ggn
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
@@ -187,7 +187,7 @@ def _from_adam(problem: Problem) -> list[Posterior]:
     return [
         Posterior.from_state_dict(
             problem.network.build(member(problem.optimum.params, index)),
-            state_dict(problem, index),
+            problem.optimum.state_dict(index),
             len(problem.data),
             prior_precision=0.0,
         )

@@ -164,7 +164,7 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
         rows["nll_out"].append(scores.nll(far, outside.y))
         rows["std_in"].append(float(near.variance.sqrt().mean()))
         rows["std_out"].append(float(far.variance.sqrt().mean()))
-        rows["coverage95_in"].append(scores.coverage(near, inside.y))  # type: ignore[arg-type]
+        rows["coverage95_in"].append(scores.coverage(near, inside.y))
         rows["rmse_in"].append(scores.rmse(near.mean, inside.y))
     shown: Any = fitted.predictors[0](grid.x)
     curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))

@@ -14,7 +14,7 @@ from bayesadam.engine.batches import blocks
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.rules import Adam, Dropout, Rule
-from bayesadam.engine.rules.adam import adam_state, adam_update, optimizer_state_dict
+from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError, SettingError
@@ -202,13 +202,6 @@ class _NoiseLevel:
         precision = torch.exp(-2 * self._log)
         adam_update(self._log, 1 - losses * precision, self._state, lr=self._lr, betas=(0.9, 0.999))
         return 0.5 * precision.unsqueeze(1)
-
-
-def state_dict(problem: Problem, index: int) -> dict[str, Any]:
-    """One network's part of the optimum's Adam, as Adam's own state dict."""
-    stack = problem.optimum
-    assert isinstance(stack.rule, Adam)
-    return optimizer_state_dict(stack.network, stack.state, index, stack.rule, lr=problem.training.lr)
 
 
 def noise_variance(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:

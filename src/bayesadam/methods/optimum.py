@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 from bayesadam.calibration import calibrate
 from bayesadam.engine.network import Network, forward, member
 from bayesadam.likelihoods import Predictive, likelihood
-from bayesadam.methods.base import Fitted, Problem, from_draws, held_out_noise, sampled, state_dict
+from bayesadam.methods.base import Fitted, Problem, from_draws, held_out_noise, sampled
 from bayesadam.posterior import Posterior
 
 N_MEMBERS = 5
@@ -28,7 +28,7 @@ def fit_badam(problem: Problem) -> Fitted:
     data = problem.data
     posteriors = []
     for index, network in enumerate(_networks(problem)):
-        read = Posterior.from_state_dict(network, state_dict(problem, index), len(data))
+        read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
         held_out = (data.x_held_out[index], data.y_held_out[index])
         posteriors.append(calibrate(read.replace(prior_precision=1.0), held_out, likelihood=data.likelihood))
     return Fitted("badam", tuple(_linearised(p, problem) for p in posteriors), tuple(posteriors))

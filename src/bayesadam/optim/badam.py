@@ -1,4 +1,4 @@
-r"""Badam, Algorithm 1 of the paper: Adam, whose state is read as a posterior when training ends."""
+r"""Badam, Algorithm 1 of the paper: Adam, whose state gives a posterior when training ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bayesadam.posterior import Posterior
 
 
 class Badam(torch.optim.Adam):
-    r"""Adam, to the bit, that also answers `posterior`.
+    r"""Adam, to the bit, with a method `posterior`.
 
     .. math::
         &\textbf{input}: \theta_1, \eta, \beta_1, \beta_2, \epsilon, N; \quad m_0 = v_0 = 0 \\

@@ -1,4 +1,4 @@
-r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbases of Shampoo, a Kronecker-factored V on the way."""
+r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbases of Shampoo, which gives a Kronecker-factored V."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ class SOAP(Optimizer):
             \text{falling, and the rows of}\ V_t\ \text{with them}; \quad Q_L \leftarrow \operatorname{qr}(L\, Q_L).Q; \\
         &\quad \phantom{\textbf{if}\ k \mid t:} \quad \text{the same for}\ Q_R, R\ \text{and the columns of}\ V_t
 
-    The first gradient of a parameter, :math:`G_0`, only finds its bases, as in the authors' code: nothing moves, not by
-    weight decay either, and t counts from the next. In the bases of its own singular vectors :math:`G_0` is diagonal, and
-    Adam would divide the rounding errors beside the diagonal by themselves. For the same reason L, R and the bases are
-    brought up to date after the step, so a gradient is never rotated by bases that know it.
+    The first gradient of a parameter, :math:`G_0`, only initialises its bases, as in the authors' code: there is no update
+    and no weight decay, and t counts from the next. In the bases of its own singular vectors :math:`G_0` is diagonal, and
+    Adam would divide the rounding errors off the diagonal by themselves. For the same reason L, R and the bases are
+    updated after the step, so a gradient is never rotated by bases that were computed from it.
 
-    M is the average of the gradients as they come, in the space of the weights, but is stored as M': between two
-    refreshes the bases stand still and averaging commutes with rotating, and a refresh turns M' with them. That is the
-    paper's M to the last digits, for one rotation of four less.
+    M is the average of the gradients in the space of the weights, but is stored as M': between two refreshes the bases are
+    constant and averaging commutes with rotating, and a refresh rotates M' with them. That is the paper's M up to
+    rounding, with three rotations instead of four.
 
     A tensor of more than two dimensions, a convolution's weight, is the matrix (first dimension, all others). Parameters
-    of one dimension or none are given to Adam, with their first gradient. A side longer than `max_side` keeps the identity
-    for its basis, and a matrix with two such sides is Adam's again; with max_side=0 this is `torch.optim.AdamW`.
+    of one dimension or none are updated by Adam, from their first gradient. The basis of a side longer than `max_side` is
+    the identity, and a matrix with two such sides is updated by Adam; with max_side=0 this is `torch.optim.AdamW`.
 
     V in its bases is a Kronecker-factored posterior: `Posterior.from_optimizer(..., structure="kronecker")` reads it.
 
     A step multiplies matrices: about 6 (m²n + mn²) operations more than Adam's, whatever the batch. It pays where batches
-    are large beside m and n, or where fewer steps are worth it. `statistics_every` above 1 saves a third of that.
+    are large compared with m and n, or where fewer steps are worth it. `statistics_every` above 1 saves a third of that.
 
-    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any optimiser.
+    The state of 16-bit parameters is float32, but updates below their precision are lost, as with any optimiser.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = SOAP(model.parameters(), lr=1e-2)
@@ -91,9 +91,9 @@ class SOAP(Optimizer):
         eps: ε.
         weight_decay: λ, decoupled as in AdamW.
         precondition_every: k, the steps between two refreshes of the bases.
-        statistics_every: s, the steps between two gradients that L and R take in; their memory is s/(1 − β_s) steps.
-        max_side: the longest side that gets a basis; one costs 2 side² numbers to keep.
-        maximize: climb instead.
+        statistics_every: s, the steps between two updates of L and R, which average over s/(1 − β_s) steps.
+        max_side: the longest side that gets a basis, which takes 2 side² numbers of memory.
+        maximize: maximise instead.
     """
 
     reader = SOAP_READER
@@ -129,7 +129,7 @@ class SOAP(Optimizer):
         """One step of every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew, with its gradients, and returns it; not needed.
+            closure: recomputes the loss and its gradients, and returns the loss; optional.
         """
         loss = None
         if closure is not None:
@@ -150,7 +150,7 @@ class SOAP(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict()` was taken."""
+        """Resume where `state_dict()` was taken."""
         for group in state_dict["param_groups"]:
             try:
                 _check(group)
@@ -220,8 +220,8 @@ def _plain_step(weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor], 
 def _rotated_step(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], group: Group) -> None:
     """Adam's step in the eigenbases, then the statistics and, when due, the bases."""
     left, right = state.get(LEFT_KEY), state.get(RIGHT_KEY)
-    kept, square = state[_ROTATED_MOMENTUM].flatten(1), state[ROTATED_KEY].flatten(1)
-    momentum, denominator, size = _adam(into_basis(gradient, left, right), kept, square, state, group)
+    stored, square = state[_ROTATED_MOMENTUM].flatten(1), state[ROTATED_KEY].flatten(1)
+    momentum, denominator, size = _adam(into_basis(gradient, left, right), stored, square, state, group)
     direction = momentum.div(denominator)
     keep = 1 - group["lr"] * group["weight_decay"]
     # The last product is added into the weights as it is formed, and the decay with it.
@@ -249,7 +249,7 @@ def _adam(
 
 
 def _refresh(state: dict[str, Tensor]) -> None:
-    """One power iteration and a QR for each basis; V goes with its columns, M' is turned."""
+    """One power iteration and a QR for each basis; V is permuted with its columns, M' is rotated."""
     shape = state[ROTATED_KEY].shape
     square = state[ROTATED_KEY].flatten(1)
     momentum = state[_ROTATED_MOMENTUM].flatten(1)
@@ -303,5 +303,5 @@ def _require_usable(parameter: Tensor, gradient: Tensor) -> None:
         raise SettingError(f"{what} is complex ({parameter.dtype}): freeze it, or store it as two real tensors")
     if is_sharded(parameter):
         raise SettingError(
-            f"{what} is spread over processes, and its bases need the whole matrix: train with replicas, or with AdamW"
+            f"{what} is sharded over processes, and its bases need the whole matrix: train with replicas, or with AdamW"
         )

@@ -1,4 +1,4 @@
-"""Sharded posteriors on disk: a folder of torch.distributed.checkpoint, and the header as JSON beside it.
+"""Sharded posteriors on disk: a folder of torch.distributed.checkpoint, and the header as a JSON file in it.
 
 Each process writes its shards; any number of processes reads them. The one pickle there, torch's list of contents, is
 read by `checkpoint.distributed`, which makes nothing but plain records of it, before torch is let near it.
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, wrapped
-from bayesadam._storage import FORMAT_VERSION, HEADER, check_owner, check_version
+from bayesadam._storage import FORMAT_VERSION, POSTERIOR, check_owner, check_version
 from bayesadam.checkpoint.distributed import stored_entries
 from bayesadam.errors import FileError, MissingFileError
 
-_HEADER_FILE = f"{HEADER}.json"
+_HEADER_FILE = f"{POSTERIOR.header}.json"
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -109,12 +109,12 @@ def _by_first(work: Callable[[], None]) -> None:
     """Have the first process do something while the others wait; they fail together."""
     import torch.distributed as dist
 
-    told: list[str | None] = [None]
+    failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             work()
         except OSError as error:
-            told = [str(error)]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise FileError(told[0])
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise FileError(failure[0])

@@ -15,20 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import _storage as storage
+from bayesadam import likelihoods
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.likelihoods import (
-    BinaryMixture,
-    ClassificationMixture,
-    HeteroscedasticMixture,
-    LikelihoodName,
-    Link,
-    PoissonMixture,
-    Predictive,
-    RegressionMixture,
-)
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.posterior.posterior import Posterior
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -107,7 +99,7 @@ class Mixture:
         return {name: variance.sqrt_() for name, variance in self.variance.items()}
 
     def snr(self) -> dict[str, Tensor]:
-        """Signal to noise |E[θ]|/σ of the whole mixture; 0 where the variance is infinite."""
+        """Signal-to-noise ratio |E[θ]|/σ of the whole mixture; 0 where the variance is infinite."""
         stddev = self.stddev
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
 
@@ -143,7 +135,7 @@ class Mixture:
         return draws
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions are kept."""
+        """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
 
@@ -169,27 +161,27 @@ class Mixture:
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> RegressionMixture: ...
+    ) -> likelihoods.RegressionMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> ClassificationMixture: ...
+    ) -> likelihoods.ClassificationMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> BinaryMixture: ...
+    ) -> likelihoods.BinaryMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> HeteroscedasticMixture: ...
+    ) -> likelihoods.HeteroscedasticMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> PoissonMixture: ...
+    ) -> likelihoods.PoissonMixture: ...
 
     @overload
     def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
@@ -254,7 +246,7 @@ class Mixture:
             tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
             headers.append(header)
         header = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
-        storage.write(path, _apart(tensors), header)
+        storage.write(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
@@ -367,7 +359,7 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
 
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
-    """Weights of sum 1, equal ones for None; those whose sum is 1 already are kept to the bit."""
+    """Weights of sum 1, equal ones for None; those whose sum is 1 already stay as they are."""
     if weights is None:
         return (1 / count,) * count
     plain = weights.tolist() if isinstance(weights, Tensor) else weights
@@ -438,14 +430,3 @@ def _with(path: str | os.PathLike[str], model: nn.Module, besides: Mapping[str, 
         for name, tensor in besides.items():
             held[name].copy_(tensor)
     return own
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which no two share memory, as a file needs them: posteriors that `replace` made do."""
-    seen: set[int] = set()
-    found = {}
-    for key, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[key] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return found

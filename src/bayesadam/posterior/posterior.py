@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
+from bayesadam import likelihoods
 from bayesadam._alone import alone_with
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
-from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature
-from bayesadam.curvature import Curvature, StateReader, read_optimizer, read_state_dict
+from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
+from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import (
+    Match,
     check_parameter,
     listed_optimizers,
     match_optimizers,
@@ -29,19 +31,10 @@ from bayesadam.curvature.match import (
     own_parameters,
     unwrap,
 )
-from bayesadam.curvature.read import working_dtype
+from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
-from bayesadam.likelihoods import (
-    BinaryPredictive,
-    ClassificationPredictive,
-    HeteroscedasticPredictive,
-    LikelihoodName,
-    Link,
-    PoissonPredictive,
-    Predictive,
-    RegressionPredictive,
-)
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.posterior import folder
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -49,17 +42,15 @@ from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
-from bayesadam.structures.kronecker import kronecker_from_gradients, kronecker_of
-from bayesadam.structures.low_rank import low_rank_of
 from bayesadam.structures.padding import keep_row, padding_rows
-from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name
-from bayesadam.structures.stored import stored_structure, stored_weights
-from bayesadam.structures.structure import Directions, Structure
+from bayesadam.structures.registry import load_structure, structure_named
+from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name, prior_or_decay
+from bayesadam.structures.stored import Stored
+from bayesadam.structures.structure import Directions, Reading, Structure, StructureSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_STRUCTURES = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
 
 
@@ -72,8 +63,8 @@ class Posterior:
         map form         μ = θ_t                      Σ = (w c + δ)⁻¹
         likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
 
-    Frozen: `replace` returns a new one that shares its tensors. It keeps its own copy of the weights, so training may
-    go on. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
+    Frozen: `replace` returns a new one that shares its tensors. It has its own copy of the weights, so training may
+    continue. Build it with `from_optimizer`, `from_state_dict` or `from_checkpoint`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -129,20 +120,20 @@ class Posterior:
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1.
             form: `"map"` or `"likelihood"`.
-            structure: `"diagonal"`; `"kronecker"`, with the eigenbases that `SOAP` keeps or those of recorded gradients;
+            structure: `"diagonal"`; `"kronecker"`, with the eigenbases of `SOAP` or those of recorded gradients;
                 `"low-rank"`, recorded gradients and δ alone outside them, or `"low-rank+diagonal"`, with what the
                 optimiser's own second moment has beyond them.
             recorder: a `Recorder` of the optimiser, whose gradients then stand for its state.
             reader: overrides how the optimiser is read; `"ogd"` gives V = 1 for optimisers without a second moment.
         """
-        _check_structure(structure)
-        if recorder is not None:
-            curvature, kept = _recorded(model, optimizer, recorder, structure, reader)
-            return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
-        _check_unrecorded(structure)
-        curvature = read_optimizer(model, optimizer, reader=reader)
-        kept = kronecker_of(match_optimizers(model, optimizer, reader)) if structure == "kronecker" else None
-        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
+        settings = Settings(n_data, {}, power, batch_size, form)
+        spec = structure_named(structure, recorded=recorder is not None)
+        if recorder is not None and set(map(id, listed_optimizers(optimizer))) != set(map(id, recorder.optimizers)):
+            raise MatchError("the recorder is attached to another optimiser than the one given")
+        # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
+        chosen = "ogd" if recorder is not None and not spec.needs_state else reader
+        match = match_optimizers(model, optimizer, chosen)
+        return cls._from_match(model, match, spec, settings, prior_precision, recorder=recorder)
 
     @classmethod
     def from_state_dict(
@@ -167,19 +158,13 @@ class Posterior:
             n_data: N, the number of training examples.
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
-            prior_precision: as in `from_optimizer`.
-            power: as in `from_optimizer`.
-            batch_size: as in `from_optimizer`.
-            form: as in `from_optimizer`.
-            structure: as in `from_optimizer`.
+
+        The rest is as in `from_optimizer`.
         """
-        _check_structure(structure)
-        _check_unrecorded(structure)
-        curvature = read_state_dict(model, state_dict, optimizer=optimizer, param_names=param_names)
-        kept = None
-        if structure == "kronecker":
-            kept = kronecker_of(match_state_dict(model, state_dict, optimizer, param_names))
-        return cls._from_curvature(model, curvature, n_data, prior_precision, power, batch_size, form, kept)
+        settings = Settings(n_data, {}, power, batch_size, form)
+        spec = structure_named(structure, recorded=False)
+        match = match_state_dict(model, state_dict, optimizer, param_names)
+        return cls._from_match(model, match, spec, settings, prior_precision)
 
     @classmethod
     def from_checkpoint(
@@ -204,43 +189,20 @@ class Posterior:
 
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
-            model: the model that was trained, its weights as yet of no matter; a part of it will do.
+            model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            optimizer_path: the file with the optimiser's state, where it is another.
-            optimizer: the name of the optimiser that wrote it, or a reader; None tells it by the state's keys.
-            param_names: the parameter names in the optimiser's order, where the state has none of its own.
-            groups_in_order: your word that each of several groups was filled in the model's order.
-            weights_key: which weights, where the file holds several.
-            optimizer_key: which optimiser's state, where the file holds several.
-            prior_precision: as in `from_optimizer`.
-            power: as in `from_optimizer`.
-            batch_size: as in `from_optimizer`.
-            form: as in `from_optimizer`.
-            structure: as in `from_optimizer`.
+            optimizer_path: this and the next five are those of `CheckpointOptions`.
+            optimizer: the name of the optimiser that wrote the state; None identifies it.
+
+        The rest is as in `from_optimizer`.
         """
-        _check_structure(structure)
-        _check_unrecorded(structure)
-        checkpoint = read_checkpoint(
-            path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
-        )
-        known = checkpoint.recorded.n_data if n_data is None else n_data
-        if known is None:
-            raise SettingError(f"{path} does not say how many training examples there were: pass n_data=")
-        # A bad N, power or prior is refused before the model is touched.
-        Settings(known, {}, power, batch_size, form)
-        curvature = read_curvature(
-            checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
-        )
-        kept = None
-        if structure == "kronecker":
-            kept = kronecker_of(
-                match_checkpoint(
-                    checkpoint, model, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order
-                )
-            )
-        prior = _prior(curvature, known, prior_precision)
-        load_weights(checkpoint, model)
-        return cls._from_curvature(model, curvature, known, prior, power, batch_size, form, kept)
+        spec = structure_named(structure, recorded=False)
+        options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
+        checkpoint = read_checkpoint(path, options)
+        settings = Settings(checkpoint.n_data_or(n_data), {}, power, batch_size, form)
+        match = match_checkpoint(checkpoint, model, options)
+        load = partial(load_weights, checkpoint, model)
+        return cls._from_match(model, match, spec, settings, prior_precision, load=load)
 
     @classmethod
     def from_moments(
@@ -263,25 +225,30 @@ class Posterior:
         return cls(unwrap(model), mode, Diagonal(moments), settings, omitted)
 
     @classmethod
-    def _from_curvature(
+    def _from_match(
         cls,
         model: nn.Module,
-        curvature: Curvature,
-        n_data: float,
+        match: Match,
+        spec: StructureSpec,
+        settings: Settings,
         prior_precision: Precision | Mapping[str, Precision] | None,
-        power: float,
-        batch_size: int | None,
-        form: Form,
-        structure: Structure | None = None,
+        *,
+        recorder: Recorder | None = None,
+        load: Callable[[], None] | None = None,
     ) -> Posterior:
+        """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
+        read = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
+        curvature, gradients = read
+        structure = spec.build(Reading(match, curvature, gradients))
         moments = curvature.second_moment
+        shapes = {name: v.shape for name, v in moments.items()}
+        prior = prior_or_decay(prior_precision, curvature.weight_decay, settings.n_data, shapes)
+        if load is not None:
+            load()
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
-        # N is checked before it multiplies the weight decay.
-        unit = Settings(n_data, {}, power, batch_size, form)
-        prior = sharded.prior_like(_prior(curvature, n_data, prior_precision), mode)
-        settings = replace(unit, prior_precision=prior)
-        return cls(unwrap(model), mode, structure or Diagonal(moments), settings, curvature.omitted)
+        settings = replace(settings, prior_precision=sharded.prior_like(prior, mode))
+        return cls(unwrap(model), mode, structure, settings, curvature.omitted)
 
     # --- what it says -------------------------------------------------------------------------------------------
 
@@ -322,13 +289,13 @@ class Posterior:
     def coordinate_variance(self) -> Mapping[str, Tensor]:
         """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
 
-        Computed once and kept for prediction after prediction: to be read, not written to.
+        Computed once for all predictions: to be read, not written to.
         """
         return self._filled.coordinate_variance(self.settings)
 
     @cached_property
     def directions(self) -> Directions | None:
-        """The directions over all weights in which Σ is narrower than `coordinate_variance`, of a low-rank posterior; kept like it."""
+        """The directions over all weights with less variance than `coordinate_variance`, of a low-rank posterior; cached like it."""
         return self._filled.directions(self.settings)
 
     @property
@@ -342,7 +309,7 @@ class Posterior:
         return {name: variance.sqrt_() for name, variance in self.variance.items()}
 
     def snr(self) -> dict[str, Tensor]:
-        """Signal to noise |μ|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
+        """Signal-to-noise ratio |μ|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
         stddev = self.stddev
         return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
 
@@ -363,7 +330,7 @@ class Posterior:
 
     @cached_property
     def is_sharded(self) -> bool:
-        """Whether its parameters are spread over processes (FSDP2), each of which then holds its part of everything."""
+        """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of everything."""
         return any(is_sharded(theta) for theta in self.mode.values())
 
     # --- drawing and scoring ------------------------------------------------------------------------------------
@@ -375,7 +342,7 @@ class Posterior:
             n: the number of draws, a leading dimension; None for one draw without it.
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
                 alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
-                processes a sharded posterior is spread over: there the first process's generator counts.
+                processes share a sharded posterior: there the first process's generator counts.
         """
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
@@ -386,7 +353,7 @@ class Posterior:
             return self._with_padding(drawn)
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, are kept.
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay.
 
         Padding rows count as any weights, so they need a prior here.
         """
@@ -455,27 +422,27 @@ class Posterior:
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> RegressionPredictive: ...
+    ) -> likelihoods.RegressionPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> ClassificationPredictive: ...
+    ) -> likelihoods.ClassificationPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> BinaryPredictive: ...
+    ) -> likelihoods.BinaryPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> HeteroscedasticPredictive: ...
+    ) -> likelihoods.HeteroscedasticPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> PoissonPredictive: ...
+    ) -> likelihoods.PoissonPredictive: ...
 
     @overload
     def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
@@ -563,7 +530,7 @@ class Posterior:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device or in another floating type; the model stays where it is."""
         if dtype is not None and dtype not in (torch.float32, torch.float64):
-            raise SettingError(f"a posterior is kept in float32 or float64, not {dtype}; draws follow the parameters")
+            raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
         mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
         prior = {
             name: delta.to(device=device, dtype=dtype) if isinstance(delta, Tensor) else delta
@@ -648,8 +615,9 @@ class Posterior:
         try:
             names: list[str] = header["parameters"]
             stored: dict[str, Any] = dict(header["settings"])
-            mode = stored_weights(path, "mode", tensors, names, parameters)
-            structure = stored_structure(path, header["structure"], tensors, names, parameters)
+            found = Stored(path, tensors, names, parameters)
+            mode = found.weights("mode")
+            structure = load_structure(header["structure"], found)
             numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
             prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
@@ -698,26 +666,23 @@ class Posterior:
         flat = structure.flat_weights(self.settings)
         if flat:
             name, count = next(iter(flat.items()))
-            why = "Their gradient was never other than zero: dead units or constant inputs"
-            if self.structure.kind == "low-rank":
-                why = "Outside its directions a low-rank posterior has the prior alone"
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.mode[name].numel()}). {why}. Give them a prior, "
+                f"{name!r}: {count} of {self.mode[name].numel()}). {structure.flat_reason}. Give them a prior, "
                 "posterior.replace(prior_precision=...), or calibrate"
             )
 
     def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings ask of it."""
-        doubt = self._filled.limits(self.settings)
-        if doubt is not None:
-            warn(doubt, StructureWarning)
+        limits = self._filled.limits(self.settings)
+        if limits is not None:
+            warn(limits, StructureWarning)
 
     def require_whole(self, what: str) -> None:
         """Raise where the posterior is sharded, for `what` needs whole tensors."""
         if self.is_sharded:
             raise SettingError(
-                f"{what} needs whole tensors, and this posterior is spread over processes: use "
+                f"{what} needs whole tensors, and this posterior is sharded over processes: use "
                 "posterior.gathered(model) with a plain model of the same architecture, on every process alike; numbers "
                 "found there go back with posterior.replace(...)"
             )
@@ -738,45 +703,3 @@ def _noise(value: Any) -> Tensor | None:
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise SettingError(f"noise_variance must be finite and at least 0, got {value!r}")
     return noise
-
-
-def _prior(
-    curvature: Curvature, n_data: float, given: Precision | Mapping[str, Precision] | None
-) -> dict[str, Precision]:
-    """δ by parameter name, checked; N × the weight decay where none is given."""
-    implied = {name: n_data * decay for name, decay in curvature.weight_decay.items()}
-    shapes = {name: v.shape for name, v in curvature.second_moment.items()}
-    return prior_by_name(implied if given is None else given, shapes)
-
-
-def _check_structure(structure: str) -> None:
-    if structure not in _STRUCTURES:
-        raise SettingError(f"structure must be one of {_STRUCTURES}, got {structure!r}")
-
-
-def _check_unrecorded(structure: str) -> None:
-    if structure.startswith("low-rank"):
-        raise SettingError(
-            f"structure={structure!r} is made of recorded gradients: recorder = bayesadam.Recorder(optimizer) before training, "
-            "then Posterior.from_optimizer(..., recorder=recorder)"
-        )
-
-
-def _recorded(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    recorder: Recorder,
-    structure: str,
-    reader: str | StateReader | None,
-) -> tuple[Curvature, Structure | None]:
-    """The curvature of a recorder's gradients, and the structure made of them; None is the diagonal."""
-    if {id(o) for o in listed_optimizers(optimizer)} != {id(o) for o in recorder.optimizers}:
-        raise MatchError("the recorder is attached to another optimiser than the one given")
-    curvature, gradients = read_recorder(model, recorder)
-    if structure == "diagonal":
-        return curvature, None
-    if structure == "kronecker":
-        return curvature, kronecker_from_gradients(gradients)
-    if structure == "low-rank":
-        return curvature, low_rank_of(gradients)
-    return curvature, low_rank_of(gradients, read_optimizer(model, optimizer, reader=reader).second_moment)

@@ -1,4 +1,4 @@
-"""Masks put to work: weights set to 0, and kept there while training goes on."""
+"""Masks applied: weights set to 0, and held there while training continues."""
 
 from __future__ import annotations
 

@@ -93,10 +93,9 @@ class Reader:
     layout: Layout
     padded: bool
 
-    def by_unit(self, width: int) -> Tensor:
-        """Its weight as (outputs, outer, units, the rest)."""
-        weight = self.layer.weight.detach()
-        return weight.reshape(len(weight), self.layout.outer, width, -1)
+    def by_unit(self, tensor: Tensor, width: int) -> Tensor:
+        """A tensor of its weight's shape as (outputs, outer, units, the rest)."""
+        return tensor.reshape(len(tensor), self.layout.outer, width, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +157,7 @@ def understand(model: nn.Module, example: Any) -> Network:
 
 
 def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """An example as arguments: a tensor alone, a tuple spread, a mapping as keywords."""
+    """An example as arguments: a tensor alone, a tuple unpacked, a mapping as keywords."""
     if isinstance(example, Mapping):
         return (), example
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}

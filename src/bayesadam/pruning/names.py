@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam.errors import MatchError, SettingError
-
-_NORM = re.compile(r"Norm(\d*d)?$")
-_EMBEDDING = re.compile(r"Embedding(s|Bag)?$")
 
 
 class Owner(NamedTuple):
@@ -55,26 +53,12 @@ def matching(model: nn.Module, patterns: str | Sequence[str]) -> set[str]:
     A kind that the model has none of is passed over; a pattern that matches nothing is an error.
     """
     held = owners(model)
-    found: set[str] = set()
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        kind = _KINDS.get(pattern)
-        chosen = {
-            name
-            for name, ways in held.items()
-            if any(kind(owner) if kind else fnmatchcase(owner.name, pattern) for owner in ways)
-        }
-        if not chosen and kind is None:
-            raise MatchError(
-                f"exclude pattern {pattern!r} matches no parameter of {type(model).__name__}; near it: "
-                f"{near(pattern.strip('*'), held)}. The kinds are {', '.join(map(repr, _KINDS))}"
-            )
-        found |= chosen
-    return found
+    kinds = {kind: {name for name, ways in held.items() if any(map(fits, ways))} for kind, fits in _KINDS.items()}
+    return _matching(patterns, {name: [owner.name for owner in ways] for name, ways in held.items()}, kinds)
 
 
 def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set[str]:
-    """As `matching`, where the names are all there is: they tell biases, but not the class of a module."""
-    found: set[str] = set()
+    """As `matching`, where the names are all there is: they identify biases, but not the class of a module."""
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         if pattern in _KINDS and pattern != "biases":
             raise SettingError(
@@ -83,14 +67,22 @@ def matching_names(names: Collection[str], patterns: str | Sequence[str]) -> set
                 + ", ".join(sorted(names)[:8])
                 + (", …" if len(names) > 8 else "")
             )
-        chosen = {name for name in names if pattern == "biases" and _bias_key(name.rpartition(".")[2])}
-        chosen |= {name for name in names if fnmatchcase(name, pattern)}
-        if not chosen and pattern != "biases":
+    biases = {name for name in names if _bias_key(name.rpartition(".")[2])}
+    return _matching(patterns, {name: [name] for name in names}, {"biases": biases})
+
+
+def _matching(
+    patterns: str | Sequence[str], aliases: Mapping[str, Sequence[str]], kinds: Mapping[str, set[str]]
+) -> set[str]:
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        chosen = {name for name, ways in aliases.items() if any(fnmatchcase(way, pattern) for way in ways)}
+        if not chosen and pattern not in kinds:
             raise MatchError(
-                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), names)}. Of the kinds, "
-                "'biases' can be told"
+                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), aliases)}. The kinds are "
+                + ", ".join(map(repr, kinds))
             )
-        found |= chosen
+        found |= kinds.get(pattern, chosen)
     return found
 
 
@@ -105,8 +97,8 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
                 f"mask {given!r} is of no parameter of {type(model).__name__}; near it: {near(given, parameters)}"
             )
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            told = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {told}")
+            described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
         if mask.shape != parameters[name].shape:
             raise MatchError(
                 f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {tuple(parameters[name].shape)}"
@@ -117,12 +109,8 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
-def _is_norm(owner: Owner) -> bool:
-    return any(_NORM.search(kind.__name__) for kind in type(owner.module).__mro__)
-
-
-def _is_bias(owner: Owner) -> bool:
-    return _bias_key(owner.key)
+def _is_of(pattern: str, owner: Owner) -> bool:
+    return any(re.search(pattern, kind.__name__) for kind in type(owner.module).__mro__)
 
 
 def _bias_key(key: str) -> bool:
@@ -130,8 +118,8 @@ def _bias_key(key: str) -> bool:
     return "bias" in key.split("_")
 
 
-def _is_embedding(owner: Owner) -> bool:
-    return any(_EMBEDDING.search(kind.__name__) for kind in type(owner.module).__mro__)
-
-
-_KINDS = {"norms": _is_norm, "biases": _is_bias, "embeddings": _is_embedding}
+_KINDS: dict[str, Callable[[Owner], bool]] = {
+    "norms": partial(_is_of, r"Norm(\d*d)?$"),
+    "biases": lambda owner: _bias_key(owner.key),
+    "embeddings": partial(_is_of, r"Embedding(s|Bag)?$"),
+}

@@ -14,8 +14,9 @@ from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.graph import Units, understand
 from bayesadam.pruning.masks import Scope, check_scope, checked_fraction
 from bayesadam.pruning.names import matching
-from bayesadam.pruning.rankings import Ranking, weight_scores, wide
+from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import lowest
+from bayesadam.structures.diagonal import wide
 
 
 def rank_neurons(
@@ -74,7 +75,7 @@ def neuron_masks(
             masks[name][gone.to(masks[name].device)] = False
         for reader in units.readers:
             mask = masks[f"{reader.name}.weight"]
-            mask.view(len(mask), reader.layout.outer, units.width, -1)[:, :, gone.to(mask.device)] = False
+            reader.by_unit(mask, units.width)[:, :, gone.to(mask.device)] = False
     return masks
 
 
@@ -107,6 +108,6 @@ def _ranked(posterior: Posterior, ranking: Ranking, found: Sequence[Units]) -> I
         groups = [scores[name].reshape(units.width, -1) for name in _own(units)]
         for reader in units.readers:
             read = scores[f"{reader.name}.weight"]
-            groups.append(read.reshape(len(read), reader.layout.outer, units.width, -1).movedim(2, 0).flatten(1))
+            groups.append(reader.by_unit(read, units.width).movedim(2, 0).flatten(1))
         sums = [group.sum(1, dtype=wide(group)).to(groups[0].device) for group in groups]
         yield f"{units.name}.weight", torch.stack(sums).sum(0)

@@ -10,14 +10,14 @@ from torch import Tensor
 from bayesadam._alone import in_eval_mode
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.pruning.graph import Reader, Units, understand
+from bayesadam.pruning.graph import Units, understand
 from bayesadam.pruning.rankings import Ranking, weight_scores
 
 
 def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input: Any) -> dict[str, Tensor]:
     """s_ij a_j b_i, the score of a weight times what reaches its input and what its output reaches; for `ranking=`.
 
-    With s the scores of single weights, such as signal to noise, a_j is the strength of the unit the weight reads,
+    With s the scores of single weights, such as signal-to-noise ratios, a_j is the strength of the unit the weight reads,
     a_j² = Σ_k (s_jk a_k)² + s_j² with the bias last, and b_i that of the units which read its own, b_i² = Σ_k (s_ki b_k)²;
     both are 1 at the network's ends, and 1 on average over each layer. Squared, the product sums over all paths through the
     weight. A weight out of a unit that nothing reaches is worth nothing, however sure it is, and so is one into a unit that
@@ -53,7 +53,7 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
         for reader in units.readers:
             read = f"{reader.name}.weight"
             if read in scores:
-                by_unit = _by_unit(reader, scores[read], units.width) * arriving[units.name][:, None]
+                by_unit = reader.by_unit(scores[read], units.width) * arriving[units.name][:, None]
                 scores[read] = by_unit.reshape(scores[read].shape)
     return scores
 
@@ -69,7 +69,7 @@ def _arriving(found: list[Units], own: dict[str, Tensor]) -> dict[str, Tensor]:
         for reader in units.readers:
             read = f"{reader.name}.weight"
             if read in strength:
-                by_unit = _by_unit(reader, strength[read], units.width) * arriving[units.name].square()[:, None]
+                by_unit = reader.by_unit(strength[read], units.width) * arriving[units.name].square()[:, None]
                 strength[read] = by_unit.reshape(strength[read].shape)
     return arriving
 
@@ -83,14 +83,9 @@ def _leaving(found: list[Units], own: dict[str, Tensor]) -> dict[str, Tensor]:
             read = own.get(f"{reader.name}.weight")
             if read is not None:
                 handed_on = read if reader.name not in leaving else read * _along(leaving[reader.name], read)
-                total += _by_unit(reader, handed_on.square(), units.width).sum(dim=(0, 1, 3), dtype=torch.float64)
+                total += reader.by_unit(handed_on.square(), units.width).sum(dim=(0, 1, 3), dtype=torch.float64)
         leaving[units.name] = _of_mean_one(total.sqrt().to(own[f"{units.name}.weight"].dtype))
     return leaving
-
-
-def _by_unit(reader: Reader, tensor: Tensor, width: int) -> Tensor:
-    """A tensor of a reader's weight as (outputs, outer, units, the rest)."""
-    return tensor.reshape(len(tensor), reader.layout.outer, width, -1)
 
 
 def _along(by_output: Tensor, like: Tensor) -> Tensor:

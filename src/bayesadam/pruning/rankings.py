@@ -11,7 +11,6 @@ from torch import Tensor
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.pruning.names import near
-from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.formulas import precision, shrunk_mean
 from bayesadam.structures.settings import Precision
 
@@ -110,7 +109,7 @@ def _score(posterior: Posterior, ranking: Ranking, name: str) -> object:
             f"ranking must be one of {', '.join(map(repr, RANKINGS))}, a function of (theta, v), or scores by parameter "
             f"name; got {ranking!r}"
         )
-    if not isinstance(posterior.structure, Diagonal):
+    if not posterior.structure.independent:
         raise SettingError(
             f"ranking {ranking!r} needs a second moment for each weight, which a {posterior.structure.kind!r} posterior "
             "has not: pass ready scores, such as ranking=posterior.snr()"
@@ -124,8 +123,8 @@ def _score(posterior: Posterior, ranking: Ranking, name: str) -> object:
 
 def _checked(name: str, score: object, theta: Tensor) -> Tensor:
     if not isinstance(score, Tensor) or score.shape != theta.shape or score.is_complex():
-        told = f"shape {tuple(score.shape)}, {score.dtype}" if isinstance(score, Tensor) else type(score).__name__
-        raise MatchError(f"the scores of {name!r} must be a real tensor of shape {tuple(theta.shape)}, got {told}")
+        described = f"shape {tuple(score.shape)}, {score.dtype}" if isinstance(score, Tensor) else type(score).__name__
+        raise MatchError(f"the scores of {name!r} must be a real tensor of shape {tuple(theta.shape)}, got {described}")
     if not score.is_floating_point():
         return score.to(theta.device, torch.float64)
     bad = int(torch.isnan(score).sum())
@@ -135,8 +134,3 @@ def _checked(name: str, score: object, theta: Tensor) -> Tensor:
             "finite? See bayesadam.doctor"
         )
     return score.detach().to(theta.device)
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The type sums over many weights are taken in; Apple's MPS has no float64."""
-    return tensor.dtype if tensor.device.type == "mps" else torch.float64

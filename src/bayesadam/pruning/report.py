@@ -13,22 +13,13 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.names import checked_masks
-from bayesadam.pruning.rankings import wide
-from bayesadam.structures.diagonal import Diagonal
+from bayesadam.structures.diagonal import wide
 from bayesadam.structures.formulas import precision
 
 
 @dataclass(frozen=True)
 class PrunedParameter:
-    """One row of a report.
-
-    Attributes:
-        name: the parameter.
-        weights: how many it has.
-        kept: how many the mask keeps; all of them without a mask.
-        bytes_dense: its size as it is stored now.
-        bytes_sparse: as a bit for each weight and the values kept, where that is smaller.
-    """
+    """One row of a report: a parameter, its weights and those that stay, its bytes as it is and without the zeros."""
 
     name: str
     weights: int
@@ -137,7 +128,7 @@ def _expected_loss_change(posterior: Posterior, masks: Mapping[str, Tensor]) -> 
     for name, mask in masks.items():
         if bool(mask.all()):
             continue
-        if name not in posterior.mode or not isinstance(posterior.structure, Diagonal):
+        if name not in posterior.mode or not posterior.structure.independent:
             return None
         removed = ~mask.to(posterior.mode[name].device)
         theta, v = posterior.mode[name][removed], posterior.structure.second_moment[name][removed]

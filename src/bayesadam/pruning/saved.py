@@ -6,13 +6,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import match_checkpoint, read_checkpoint, write_pruned
+from bayesadam.checkpoint import (
+    CheckpointKeywords,
+    CheckpointOptions,
+    match_checkpoint,
+    read_checkpoint,
+    write_pruned,
+)
 from bayesadam.checkpoint.lazy import Lazy, meta
-from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import SettingError
@@ -22,10 +28,11 @@ from bayesadam.pruning.rankings import RANKINGS, Weights
 from bayesadam.pruning.report import PrunedParameter, PruningReport, saving
 from bayesadam.pruning.select import Cut, cut_after
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # N and a prior do not change the order: the ranking sees the paper's |θ| v̂^¼.
 _POWER = 0.5
-# Weights looked at together, whatever the size of a tensor.
-_PIECE = 2**19
 
 
 def prune_checkpoint(
@@ -36,12 +43,7 @@ def prune_checkpoint(
     ranking: str = "snr",
     scope: Scope = "global",
     exclude: str | Sequence[str] = (),
-    optimizer_path: str | os.PathLike[str] | None = None,
-    optimizer: str | StateReader | None = None,
-    param_names: Sequence[str] | None = None,
-    groups_in_order: bool = False,
-    weights_key: str | None = None,
-    optimizer_key: str | None = None,
+    **options: Unpack[CheckpointKeywords],
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays as it was.
 
@@ -53,12 +55,7 @@ def prune_checkpoint(
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
         exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need the
             model, see `pruning_masks`.
-        optimizer_path: the optimiser's state, where it has a file of its own.
-        optimizer: the optimiser that wrote it; None tells it by its keys.
-        param_names: the parameter names in the optimiser's order.
-        groups_in_order: your word that each of several groups was filled in the model's order.
-        weights_key: which weights, where the file holds several.
-        optimizer_key: which optimiser's state, where the file holds several.
+        **options: how the file is read, see `CheckpointOptions`.
 
     Returns:
         What was removed of the parameters with a state; buffers and frozen weights have no row.
@@ -67,12 +64,11 @@ def prune_checkpoint(
     share = checked_fraction(fraction)
     if ranking not in RANKINGS:
         raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
-    checkpoint = read_checkpoint(
-        path, optimizer_path=optimizer_path, weights_key=weights_key, optimizer_key=optimizer_key
-    )
-    match = match_checkpoint(checkpoint, optimizer=optimizer, param_names=param_names, groups_in_order=groups_in_order)
+    reading = CheckpointOptions(**options)
+    checkpoint = read_checkpoint(path, reading)
+    match = match_checkpoint(checkpoint, options=reading)
     entries = {entry.name: entry for entry in match.entries}
-    check_entries(match, _PIECE)
+    check_entries(match)
     whole = matching_names(entries.keys(), exclude)
     eligible = {name: entry for name, entry in entries.items() if name not in whole}
     cuts = _cuts(eligible, RANKINGS[ranking], share, scope)
@@ -99,7 +95,7 @@ Rank = Callable[[Weights], Tensor]
 @torch.no_grad()
 def _scored(entry: Entry, rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores and weights of one parameter, piece by piece."""
-    for piece in pieces(entry, _PIECE):
+    for piece in pieces(entry):
         _, v = read_entry(piece)
         theta = piece.parameter.detach().to(v.dtype)
         yield rank(Weights(theta, v, 1.0, _POWER, 0.0, "map")).reshape(-1), theta.reshape(-1)

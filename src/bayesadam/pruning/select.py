@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Weights looked at together: bounds the extra memory whatever the size of a parameter.
+# Weights processed together: bounds the extra memory whatever the size of a parameter.
 CHUNK = 1 << 22
 _DIGIT = 16
 _BINS = 1 << _DIGIT
@@ -20,13 +20,7 @@ Pieces = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the lowest scores end: all below `score`, of those equal to it all with |weight| below `size`, and `ties` more.
-
-    Attributes:
-        score: the score.
-        size: the |weight|.
-        ties: how many of those equal in both, first come.
-    """
+    """Where the lowest scores end: all below `score`, of those equal to it all with |weight| below `size`, and `ties` more."""
 
     score: float
     size: float
@@ -49,13 +43,8 @@ class Cut:
 def cut_after(pieces: Pieces, count: int, *, wide: bool = False) -> Cut:
     """The cut with exactly `count` weights below it, of the lowest scores over all pieces taken together.
 
-    Equal scores are taken by |weight|, smallest first, then by position. No score may be NaN. The pieces are gone through
-    a few times and never brought together.
-
-    Args:
-        pieces: float32, or float64 if `wide`.
-        count: how many, at least one.
-        wide: whether any is float64.
+    Equal scores are taken by |weight|, smallest first, then by position. No score may be NaN, and `count` is at least 1. The
+    pieces, float32 or with `wide` float64, are iterated over a few times and never brought together.
     """
     kind = torch.float64 if wide else torch.float32
     score, below = _kth(lambda: (score.to(kind) for score, _ in pieces()), count, kind)

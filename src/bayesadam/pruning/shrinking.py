@@ -61,7 +61,7 @@ def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
     constant = (units.layer.weight.flatten(1) == 0).all(1)
     unread = torch.ones_like(constant)
     for reader in units.readers:
-        unread &= (reader.by_unit(width) == 0).all(3).all(1).all(0).to(unread.device)
+        unread &= (reader.by_unit(reader.layer.weight, width) == 0).all(3).all(1).all(0).to(unread.device)
         constant &= _foldable(reader, seen[reader.name], width).to(constant.device)
     gone = unread | constant
     if bool(gone.all()):
@@ -97,7 +97,7 @@ def _pads_zeros(layer: Layer) -> bool:
 
 def _fold(reader: Reader, seen: Seen, width: int, units: Tensor) -> None:
     """b + Σ W a over the constant units."""
-    layer, weight = reader.layer, reader.by_unit(width)
+    layer, weight = reader.layer, reader.by_unit(reader.layer.weight.detach(), width)
     units = units.to(weight.device)
     values = seen.first.view(1, reader.layout.outer, width, -1)[:, :, units]
     added = (weight[:, :, units].cpu().double() * values.cpu().double()).sum((1, 2, 3))

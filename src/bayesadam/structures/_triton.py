@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.noise import Part
-from bayesadam.structures.settings import Precision
 
 # One Philox call gives four normals; a program makes this many calls. Part of what a seed means.
 _CALLS = 1024
@@ -74,20 +74,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     _write(out, theta, v, deltas, fourth, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
 
 
-def fill(
-    rows: Tensor,
-    theta: Tensor,
-    v: Tensor,
-    *,
-    weight: float,
-    delta: Precision,
-    power: float,
-    shrink: bool,
-    seed: int,
-    part: Part,
-) -> None:
+def fill(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
     """Fill `rows`, (draws, weights) in any floating type, from float32 θ and v̂ on the same CUDA device."""
     draws, size = rows.shape
+    delta = rule.delta
     blocks = triton.cdiv(part.first + size, 4 * _CALLS) - part.first // (4 * _CALLS)
     with torch.cuda.device(theta.device):
         _kernel[(blocks * draws,)](
@@ -98,12 +88,12 @@ def fill(
             size,
             part.first,
             blocks,
-            weight,
+            rule.weight,
             0.0 if isinstance(delta, Tensor) else delta,
-            power,
+            rule.power,
             seed,
-            KIND=_POWERS.get(power, 2),
-            SHRINK=shrink,
+            KIND=_POWERS.get(rule.power, 2),
+            SHRINK=rule.shrink,
             TENSOR_DELTA=isinstance(delta, Tensor),
             CALLS=_CALLS,
             num_warps=8,

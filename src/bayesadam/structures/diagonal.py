@@ -1,4 +1,4 @@
-"""The diagonal Gaussian: one precision a weight, w v̂ᵖ + δ."""
+"""The diagonal Gaussian: one precision per weight, w v̂ᵖ + δ."""
 
 from __future__ import annotations
 
@@ -13,39 +13,37 @@ from torch import Tensor
 
 from bayesadam._shards import placed_like, whole
 from bayesadam.curvature.rotated import Rotation
-from bayesadam.structures.formulas import curvature, precision, shrunk_mean
+from bayesadam.structures.formulas import PrecisionRule, curvature
 from bayesadam.structures.noise import stream_seed
 from bayesadam.structures.padding import keep_row
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.sharded import draw
-from bayesadam.structures.structure import Named
+from bayesadam.structures.stored import Stored
+from bayesadam.structures.structure import Named, Plain, Reading, StructureSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal:
+class Diagonal(Plain):
     """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
 
     second_moment: Mapping[str, Tensor]
     kind = "diagonal"
+    independent = True
     bases: ClassVar[Mapping[str, Rotation]] = {}
 
     def precision(self, name: str, settings: Settings) -> Tensor:
         """The precision of every weight of one parameter."""
-        return precision(self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power)
+        return self._rule(name, settings).precision(self.second_moment[name])
+
+    def _rule(self, name: str, settings: Settings) -> PrecisionRule:
+        return PrecisionRule.of(settings, settings.prior_precision[name])
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form, w c/(w c + δ) θ in the likelihood form."""
-        if settings.form == "map":
-            return dict(mode)
-        return {
-            name: shrunk_mean(
-                theta, self.second_moment[name], settings.weight, settings.prior_precision[name], settings.power
-            )
-            for name, theta in mode.items()
-        }
+        return {name: self._rule(name, settings).mean(theta, self.second_moment[name]) for name, theta in mode.items()}
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
@@ -54,9 +52,6 @@ class Diagonal:
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances themselves: the weights are the coordinates."""
         return self.variance(settings)
-
-    def directions(self, settings: Settings) -> None:
-        """None."""
 
     def curvatures(self, power: float) -> list[Tensor]:
         """v̂ᵖ, parameter by parameter."""
@@ -68,11 +63,8 @@ class Diagonal:
         for name, v in self.second_moment.items():
             data = curvature(v, settings.power).mul_(settings.weight)
             share = data / (data + settings.prior_precision[name]).clamp_(min=torch.finfo(data.dtype).tiny)
-            total += float(whole(share.sum(dtype=_wide(share))))
+            total += float(whole(share.sum(dtype=wide(share))))
         return total
-
-    def limits(self, settings: Settings) -> None:
-        """None."""
 
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
@@ -82,10 +74,7 @@ class Diagonal:
             name: draw(
                 theta,
                 self.second_moment[name],
-                weight=settings.weight,
-                delta=settings.prior_precision[name],
-                power=settings.power,
-                shrink=settings.form == "likelihood",
+                self._rule(name, settings),
                 seed=stream_seed(seed, name),
                 n=n,
                 dtype=dtypes[name],
@@ -102,7 +91,7 @@ class Diagonal:
             quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
             terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
-            part = whole(terms.sum(dim=dims, dtype=_wide(terms)) if dims else terms.to(_wide(terms)))
+            part = whole(terms.sum(dim=dims, dtype=wide(terms)) if dims else terms.to(wide(terms)))
             total = total + (part if isinstance(total, float) else part.to(total.device))
         return torch.as_tensor(total)
 
@@ -111,7 +100,7 @@ class Diagonal:
         total: Tensor | float = 0.0
         for name in self.second_moment:
             logs = self.precision(name, settings).log_()
-            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - whole(logs.sum(dtype=_wide(logs))))
+            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - whole(logs.sum(dtype=wide(logs))))
             total = total + (part if isinstance(total, float) else part.to(total.device))
         return torch.as_tensor(total)
 
@@ -159,6 +148,17 @@ def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
     return {**moments, **new}
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide(tensor: Tensor) -> torch.dtype:
     """The type sums over many weights are taken in; Apple's MPS has no float64."""
     return tensor.dtype if tensor.device.type == "mps" else torch.float64
+
+
+def _build(reading: Reading) -> Diagonal:
+    return Diagonal(reading.curvature.second_moment)
+
+
+def _load(stored: Stored) -> Diagonal:
+    return Diagonal(stored.moments("second_moment"))
+
+
+DIAGONAL = StructureSpec("diagonal", _build, _load)

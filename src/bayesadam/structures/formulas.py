@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, Settings
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionRule:
+    """The numbers of  precision = w v̂ᵖ + δ  for one parameter; with `shrink` the mean is w c/(w c + δ) θ."""
+
+    weight: float
+    delta: Precision
+    power: float
+    shrink: bool
+
+    @classmethod
+    def of(cls, settings: Settings, delta: Precision) -> PrecisionRule:
+        """That of a posterior's settings, with the parameter's own δ."""
+        return cls(settings.weight, delta, settings.power, settings.form == "likelihood")
+
+    def precision(self, second_moment: Tensor) -> Tensor:
+        """w v̂ᵖ + δ."""
+        return precision(second_moment, self.weight, self.delta, self.power)
+
+    def mean(self, mode: Tensor, second_moment: Tensor) -> Tensor:
+        """θ, or the shrunk mean."""
+        return shrunk_mean(mode, second_moment, self.weight, self.delta, self.power) if self.shrink else mode
 
 
 def curvature(second_moment: Tensor, power: float) -> Tensor:

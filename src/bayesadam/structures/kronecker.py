@@ -17,14 +17,15 @@ from bayesadam.curvature.rotated import RotatedReader, Rotation
 from bayesadam.errors import SettingError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Settings
-from bayesadam.structures.structure import Named
+from bayesadam.structures.stored import Stored, is_orthonormal
+from bayesadam.structures.structure import Named, Plain, Reading, StructureSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
-class Kronecker:
+class Kronecker(Plain):
     """Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ for every matrix W, diagonal for the rest.
 
     In the coordinates of its bases it is a `Diagonal`, and every method is that one's between two rotations.
@@ -81,9 +82,6 @@ class Kronecker:
             for name, values in self.coordinate_variance(settings).items()
         }
 
-    def directions(self, settings: Settings) -> None:
-        """None."""
-
     def curvatures(self, power: float) -> list[Tensor]:
         """v̂ᵖ of the coordinates, parameter by parameter."""
         return self._inner.curvatures(power)
@@ -92,15 +90,12 @@ class Kronecker:
         """That of the coordinates."""
         return self._inner.effective_dimension(self._checked(settings))
 
-    def limits(self, settings: Settings) -> None:
-        """None."""
-
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """Coordinates drawn one by one, and rotated back."""
-        kept = {name: v.dtype if name in self.bases else dtypes[name] for name, v in self.second_moment.items()}
-        drawn = self._inner.sample(self._into(mode), self._checked(settings), seed=seed, n=n, dtypes=kept)
+        inner = {name: v.dtype if name in self.bases else dtypes[name] for name, v in self.second_moment.items()}
+        drawn = self._inner.sample(self._into(mode), self._checked(settings), seed=seed, n=n, dtypes=inner)
         return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
@@ -143,10 +138,6 @@ class Kronecker:
             {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()},
             {name: basis.to(device, dtype) for name, basis in self.bases.items()},
         )
-
-    def gathered(self) -> Self:
-        """Itself: its tensors are whole."""
-        return self
 
 
 def kronecker_of(match: Match) -> Kronecker:
@@ -201,3 +192,25 @@ def _eigenbasis(rows: Tensor) -> Tensor:
     """The eigenvectors of A Aᵀ as columns, from the largest eigenvalue down."""
     vectors: Tensor = torch.linalg.eigh(rows @ rows.T).eigenvectors
     return vectors.flip(1).contiguous()
+
+
+def _build(reading: Reading) -> Kronecker:
+    return kronecker_of(reading.match) if reading.gradients is None else kronecker_from_gradients(reading.gradients)
+
+
+def _load(stored: Stored) -> Kronecker:
+    """The second moments and their bases, each basis of the side of its parameter and orthogonal."""
+    moments = stored.moments("second_moment")
+    bases: dict[str, Rotation] = {}
+    for name, v in moments.items():
+        sides = [stored.tensors.get(f"{side}.{name}") for side in ("left", "right")]
+        lengths = [v.shape[0], v.numel() // max(v.shape[0], 1)] if v.dim() > 1 else [0, v.numel()]
+        for basis, length in zip(sides, lengths, strict=True):
+            if basis is not None and not (basis.shape == (length, length) and is_orthonormal(basis)):
+                raise stored.damaged(f"a basis of {name!r} is not orthogonal, or not of its shape")
+        if any(side is not None for side in sides):
+            bases[name] = Rotation(*sides).to(v.device, v.dtype)
+    return Kronecker(moments, bases)
+
+
+KRONECKER = StructureSpec("kronecker", _build, _load)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from bayesadam._storage import check_owner
+from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import ImproperError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.structure import Directions, Named
+from bayesadam.structures.stored import Stored, is_orthonormal
+from bayesadam.structures.structure import Directions, Named, Plain, Reading, StructureSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +29,7 @@ _FULL = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(Plain):
     r"""V = U diag(s) Uᵀ + diag(r), U orthonormal over all weights together; the precision is  w Vᵖ + δ.
 
     .. math::
@@ -49,6 +53,8 @@ class LowRank:
     rest: Mapping[str, Tensor]
     kind: str = "low-rank"
     bases: ClassVar[Mapping[str, Rotation]] = {}
+    has_directions = True
+    flat_reason = "Outside its directions a low-rank posterior has the prior alone"
     _known: WeakKeyDictionary[Settings, Directions] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @property
@@ -160,14 +166,14 @@ class LowRank:
         return total
 
     def limits(self, settings: Settings) -> str | None:
-        """Whether γ comes near K, so that the rest passes for unknown what was only not kept."""
+        """Whether γ comes near K, so that directions which were only not recorded count as unknown."""
         if self.kind != "low-rank":
             return None
         gamma, rank = self.effective_dimension(settings), len(self.values)
         if gamma <= _FULL * rank:
             return None
         return (
-            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were kept: uncertainty is "
+            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: uncertainty is "
             f"overstated in the directions that were not. Record more of them, ba.Recorder(optimizer, keep={2 * rank}), or use "
             "structure='kronecker'"
         )
@@ -193,10 +199,6 @@ class LowRank:
             {name: r.to(device=device, dtype=dtype) for name, r in self.rest.items()},
             self.kind,
         )
-
-    def gathered(self) -> Self:
-        """Itself: its tensors are whole."""
-        return self
 
     def _times_covariance(self, named: Named, settings: Settings) -> dict[str, Tensor]:
         variance, found = self.coordinate_variance(settings), self.directions(settings)
@@ -251,3 +253,39 @@ def _column(values: Tensor, rows: Tensor) -> Tensor:
 
 def _times(tensor: Tensor, delta: Precision) -> Tensor:
     return tensor * (delta.to(tensor) if isinstance(delta, Tensor) else delta)
+
+
+def _gradients(reading: Reading) -> Named:
+    assert reading.gradients is not None
+    return reading.gradients
+
+
+def _build(reading: Reading) -> LowRank:
+    return low_rank_of(_gradients(reading))
+
+
+def _build_with_diagonal(reading: Reading) -> LowRank:
+    return low_rank_of(_gradients(reading), read_match(reading.match).second_moment)
+
+
+def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
+    named = {name: stored.tensors[f"directions.{name}"] for name in stored.names}
+    check_owner(stored.path, {name: rows.shape[1:] for name, rows in named.items()}, stored.parameters)
+    values = stored.tensors["eigenvalues.directions"]
+    flat = [rows.unsqueeze(-1).flatten(1) for rows in named.values() if len(rows) == len(values)]
+    whole = len(flat) == len(named) and is_orthonormal(torch.cat(flat, dim=1).T)
+    if not whole or values.dim() != 1 or not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise stored.damaged("its directions are not orthonormal, or not as many as its eigenvalues")
+    rows = {name: r.to(stored.parameters[name].device, working_dtype(r.dtype)) for name, r in named.items()}
+    first = next(iter(rows.values()))
+    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else stored.moments("rest"), kind)
+
+
+LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)
+LOW_RANK_DIAGONAL = StructureSpec(
+    "low-rank+diagonal",
+    _build_with_diagonal,
+    partial(_load, kind="low-rank+diagonal"),
+    needs_gradients=True,
+    needs_state=True,
+)

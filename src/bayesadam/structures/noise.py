@@ -10,15 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.structures.formulas import precision, shrunk_mean
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.formulas import PrecisionRule
 
 # A block fits a CPU core's cache. Part of what a seed means: changing it changes every draw.
 _BLOCK = 65_536
@@ -65,37 +64,25 @@ def standard_normal(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
 def draw(
     mode: Tensor,
     second_moment: Tensor,
+    rule: PrecisionRule,
     *,
-    weight: float,
-    delta: Precision,
-    power: float,
-    shrink: bool,
     seed: int,
     n: int | None,
     dtype: torch.dtype,
     part: Part | None = None,
 ) -> Tensor:
-    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own; μ is θ, or w c/(w c + δ) θ with `shrink`.
+    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own.
 
-    Beside the result at most a few blocks of memory are used, and on CUDA with Triton none. Where `mode` and
+    Besides the result at most a few blocks of memory are used, and on CUDA with Triton none. Where `mode` and
     `second_moment` are a part of a parameter, the draw is that part of the whole parameter's.
     """
     out = torch.empty((n or 1, *mode.shape), dtype=dtype, device=mode.device)
     if out.numel():
         theta, v = mode.reshape(-1), second_moment.reshape(-1)
-        deltas = delta.to(theta).reshape(-1) if isinstance(delta, Tensor) else delta
+        if isinstance(rule.delta, Tensor):
+            rule = replace(rule, delta=rule.delta.to(theta).reshape(-1))
         fill = _filler(theta.device.type, theta.dtype)
-        fill(
-            out.view(out.shape[0], -1),
-            theta,
-            v,
-            weight=weight,
-            delta=deltas,
-            power=power,
-            shrink=shrink,
-            seed=seed,
-            part=part or Part(0, theta.numel()),
-        )
+        fill(out.view(out.shape[0], -1), theta, v, rule, seed, part or Part(0, theta.numel()))
     return out if n is not None else out[0]
 
 
@@ -116,21 +103,9 @@ def _triton_fill() -> Callable[..., None] | None:
     return fill
 
 
-def _fill_row_by_row(
-    rows: Tensor,
-    theta: Tensor,
-    v: Tensor,
-    *,
-    weight: float,
-    delta: Precision,
-    power: float,
-    shrink: bool,
-    seed: int,
-    part: Part,
-) -> None:
+def _fill_row_by_row(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
     """On any device, with torch's own generator."""
-    mean = shrunk_mean(theta, v, weight, delta, power) if shrink else theta
-    std = precision(v, weight, delta, power).rsqrt_()
+    mean, std = rule.mean(theta, v), rule.precision(v).rsqrt_()
     generator = torch.Generator(device=theta.device)
     here = slice(part.first, part.first + theta.numel())
     for number, row in enumerate(rows):
@@ -141,18 +116,7 @@ def _fill_row_by_row(
             row.copy_(noise)
 
 
-def _fill_on_cpu(
-    rows: Tensor,
-    theta: Tensor,
-    v: Tensor,
-    *,
-    weight: float,
-    delta: Precision,
-    power: float,
-    shrink: bool,
-    seed: int,
-    part: Part,
-) -> None:
+def _fill_on_cpu(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
     """Block by block in cache, blocks shared among threads.
 
     numpy does the arithmetic: its normals are drawn several times faster than torch's, outside the interpreter lock, and
@@ -165,7 +129,7 @@ def _fill_on_cpu(
     starts = range(part.first // width * width, end, width)
     blocks = [(start, first) for start in starts for first in range(0, rows.shape[0], height)]
     means, moments = theta.numpy(), v.numpy()
-    deltas = delta.numpy() if isinstance(delta, Tensor) else delta
+    deltas = rule.delta.numpy() if isinstance(rule.delta, Tensor) else rule.delta
 
     def work(mine: list[tuple[int, int]]) -> None:
         buffer = np.empty((height, width), means.dtype)
@@ -175,10 +139,10 @@ def _fill_on_cpu(
             here = slice(start + inside.start - part.first, start + inside.stop - part.first)
             if start != known:
                 known = start
-                data = np.sqrt(moments[here]) if power == 0.5 else np.power(moments[here], power)
-                data *= weight
+                data = np.sqrt(moments[here]) if rule.power == 0.5 else np.power(moments[here], rule.power)
+                data *= rule.weight
                 total = data + (deltas[here] if isinstance(deltas, np.ndarray) else deltas)
-                mean = means[here] * (data / total) if shrink else means[here]
+                mean = means[here] * (data / total) if rule.shrink else means[here]
                 root = np.sqrt(total, out=total)
             some = rows[first : first + height, here]
             block = buffer[: some.shape[0], : min(width, part.total - start)]

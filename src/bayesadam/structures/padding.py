@@ -25,8 +25,8 @@ def padding_rows(model: nn.Module) -> dict[str, int]:
 
 def keep_row(values: Tensor, theta: Tensor, row: int) -> None:
     """Write a row of θ, (rows, ...), into values, (..., rows, ...); of shards, what this process has of it."""
-    own, kept = own_part(values), own_part(theta)
+    own, source = own_part(values), own_part(theta)
     at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
-    if 0 <= at < len(kept):
+    if 0 <= at < len(source):
         with torch.no_grad():
-            own.select(own.dim() - kept.dim(), at).copy_(kept[at])
+            own.select(own.dim() - source.dim(), at).copy_(source[at])

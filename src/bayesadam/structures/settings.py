@@ -97,6 +97,14 @@ def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Pre
     return found
 
 
+def prior_or_decay(
+    prior: Any, weight_decay: Mapping[str, float], n_data: float, shapes: Mapping[str, torch.Size]
+) -> dict[str, Precision]:
+    """δ by parameter name as in `prior_by_name`; None takes N × the weight decay."""
+    implied = {name: n_data * decay for name, decay in weight_decay.items()}
+    return prior_by_name(implied if prior is None else prior, shapes)
+
+
 def _positive(name: str, value: object, meaning: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from bayesadam._shards import agreed, box, is_sharded, own_part, placed_like, recover, reshard, wrapped
 from bayesadam.structures import noise
+from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.noise import Part
 from bayesadam.structures.settings import Precision
 
@@ -18,34 +20,35 @@ from bayesadam.structures.settings import Precision
 def common_seed(generator: torch.Generator | None, named: Mapping[str, Tensor]) -> int:
     """A fresh seed; where parameters are sharded, that of the first process, so that the parts belong to one draw."""
     seed = noise.fresh_seed(generator)
-    spread = next((tensor for tensor in named.values() if is_sharded(tensor)), None)
-    return seed if spread is None else agreed(seed, spread)
+    shard = next((tensor for tensor in named.values() if is_sharded(tensor)), None)
+    return seed if shard is None else agreed(seed, shard)
 
 
 def prior_like(prior: Mapping[str, Precision], named: Mapping[str, Tensor]) -> dict[str, Precision]:
-    """Prior precisions that are tensors, spread over processes as the parameters are."""
+    """Prior precisions that are tensors, sharded as the parameters are."""
     return {
         name: placed_like(delta, named[name]) if isinstance(delta, Tensor) and is_sharded(named[name]) else delta
         for name, delta in prior.items()
     }
 
 
-def draw(mode: Tensor, second_moment: Tensor, *, delta: Precision, **options: Any) -> Tensor:
+def draw(mode: Tensor, second_moment: Tensor, rule: PrecisionRule, **options: Any) -> Tensor:
     """`noise.draw`, of this process's part where the parameter is sharded."""
     if not is_sharded(mode):
-        return noise.draw(mode, second_moment, delta=delta, **options)
+        return noise.draw(mode, second_moment, rule, **options)
     theta, v = own_part(mode), own_part(second_moment)
-    deltas = own_part(delta) if isinstance(delta, Tensor) else delta
+    delta = own_part(rule.delta) if isinstance(rule.delta, Tensor) else rule.delta
     offset, shape = box(mode)
     if 0 in shape or is_run(shape, mode.shape):
-        drawn = noise.draw(theta, v, delta=deltas, part=Part(_flat(offset, mode.shape), mode.numel()), **options)
+        part = Part(_flat(offset, mode.shape), mode.numel())
+        drawn = noise.draw(theta, v, replace(rule, delta=delta), part=part, **options)
     else:
         # Not a run of the flat parameter (split by columns, say): draw in full, keep the box.
         here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
         lead = (slice(None),) if options["n"] is not None else ()
-        full = [_filled(part, mode.shape, here) for part in (theta, v)]
-        spread = _filled(deltas, mode.shape, here) if isinstance(deltas, Tensor) else deltas
-        drawn = noise.draw(*full, delta=spread, **options)[lead + here].clone()
+        v, theta = _filled(v, mode.shape, here), _filled(theta, mode.shape, here)
+        delta = _filled(delta, mode.shape, here) if isinstance(delta, Tensor) else delta
+        drawn = noise.draw(theta, v, replace(rule, delta=delta), **options)[lead + here].clone()
     return wrapped(drawn, mode)
 
 
@@ -81,14 +84,14 @@ def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """
     reshard(model)
     shards = {name: own_part(parameter) for name, parameter in model.named_parameters() if name in values}
-    kept = {name: shard.clone() for name, shard in shards.items()}
+    before = {name: shard.clone() for name, shard in shards.items()}
     try:
         _write(shards, values)
         yield
     finally:
-        _write(shards, kept)
+        _write(shards, before)
         reshard(model)
-        if not all(is_sharded(parameter) for name, parameter in model.named_parameters() if name in kept):
+        if not all(is_sharded(parameter) for name, parameter in model.named_parameters() if name in before):
             recover(model)
 
 

@@ -1,8 +1,8 @@
-"""What a covariance structure must be able to do; `Diagonal` is the first."""
+"""What a covariance structure must be able to do, and the record by which it is built and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from bayesadam.curvature.match import Match
+from bayesadam.curvature.read import Curvature
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.structures.settings import Settings
+from bayesadam.structures.stored import Stored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +59,21 @@ class Structure(Protocol):
         """The name asked for in `from_optimizer(..., structure=kind)` and written into files."""
         ...
 
+    @property
+    def independent(self) -> bool:
+        """Whether the weights themselves are independent, each with a second moment of its own."""
+        ...
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether `directions` are ever other than None."""
+        ...
+
+    @property
+    def flat_reason(self) -> str:
+        """Why weights may have no precision at all, for messages."""
+        ...
+
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """E[θ]."""
         ...
@@ -75,7 +93,7 @@ class Structure(Protocol):
         ...
 
     def directions(self, settings: Settings) -> Directions | None:
-        """Directions over all coordinates together that are narrower than `coordinate_variance` says; None where there are none."""
+        """Directions over all coordinates together with less variance than `coordinate_variance` says; None without any."""
         ...
 
     def curvatures(self, power: float) -> list[Tensor]:
@@ -125,5 +143,59 @@ class Structure(Protocol):
         ...
 
     def gathered(self) -> Self:
-        """The same structure of whole tensors, where its own are spread over processes."""
+        """The same structure of whole tensors, where its own are sharded."""
         ...
+
+
+class Plain:
+    """What most structures share: no directions, no limits, tensors that are whole."""
+
+    independent = False
+    has_directions = False
+    flat_reason = "Their gradient was never other than zero: dead units or constant inputs"
+
+    def directions(self, settings: Settings) -> Directions | None:
+        """None."""
+        return None
+
+    def limits(self, settings: Settings) -> str | None:
+        """None."""
+        return None
+
+    def gathered(self) -> Self:
+        """Itself."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a structure is built from: the optimiser's state, matched once.
+
+    Attributes:
+        match: the parameters with their states.
+        curvature: v̂ of each, the recorded gradients' where there are any.
+        gradients: recorded gradients by name, (K, *shape); None without a recorder.
+    """
+
+    match: Match
+    curvature: Curvature
+    gradients: Named | None = None
+
+
+@dataclass(frozen=True)
+class StructureSpec:
+    """A structure as the registry knows it.
+
+    Attributes:
+        name: as in `from_optimizer(..., structure=name)` and in files.
+        build: builds it from a reading.
+        load: builds it from the tensors of a file; a KeyError is a tensor that is missing.
+        needs_gradients: whether it is built from recorded gradients alone.
+        needs_state: whether it needs the optimiser's own second moment too where gradients are recorded.
+    """
+
+    name: str
+    build: Callable[[Reading], Structure]
+    load: Callable[[Stored], Structure]
+    needs_gradients: bool = False
+    needs_state: bool = False

@@ -1,1 +1,1 @@
-"""Callbacks that read the posterior off a trainer's own optimiser: `lightning` and `huggingface`, each with its package."""
+"""Callbacks that read the posterior off a trainer's own optimiser, for Lightning and for Hugging Face's Trainer."""

@@ -12,7 +12,7 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
 from bayesadam.posterior import Posterior
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, is_first_rank
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 if TYPE_CHECKING:
     TrainerCallback = object
@@ -32,16 +32,16 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     The numbers go through `trainer.log`, and so to the log history, TensorBoard and whatever else `report_to` names,
     under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … The file is
     `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the `trainer_state.json` of
-    every checkpoint. Where `load_best_model_at_end` has brought back an earlier step's weights, the state that the
-    optimiser had then is read from that checkpoint.
+    every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step, the optimiser's state is read
+    from that checkpoint.
 
-    A language model's labels are taken as its own loss takes them: for the next token where it moves them, and without those
-    of −100. Pass `n_data` there, for its loss averages over tokens.
+    The labels of a language model are aligned as in its own loss: shifted to the next token where the loss does so, and
+    without those of −100. Pass `n_data` there, for the loss averages over tokens.
 
     Args:
-        trainer: the trainer, for its loggers and data; a callback is not told of them otherwise.
+        trainer: the trainer, for its loggers and data, which a callback does not get otherwise.
         n_data: N; None takes the length of the training data set.
-        every_n_evaluations: log the signal to noise during training too, without calibrating or saving.
+        every_n_evaluations: log the signal-to-noise ratio during training too, without calibrating or saving.
         **options: see `PosteriorKeeper`.
     """
 
@@ -56,7 +56,7 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         self._evaluations = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Settle N while it is early."""
+        """Find N before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError(
                 "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
@@ -70,25 +70,21 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the signal to noise every few evaluations."""
+        """Log the signal-to-noise ratio every few evaluations."""
         # An evaluation may come before the first step, or without any training.
         if not self.every_n_evaluations or not self.trainer.is_in_train or not state.global_step:
             return
         self._evaluations += 1
         if self._evaluations % self.every_n_evaluations == 0:
-            numbers = self._snr(self._read(kwargs["model"], kwargs["optimizer"]))
-            if is_first_rank():
-                self.trainer.log(numbers)
+            self._log(self.trainer.log, self._read(kwargs["model"], kwargs["optimizer"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read, calibrate, log, save."""
-        best = (
-            Path(state.best_model_checkpoint) if args.load_best_model_at_end and state.best_model_checkpoint else None
-        )
-        if best is not None and best.name == f"checkpoint-{state.global_step}":
-            best = None
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        best = Path((args.load_best_model_at_end and state.best_model_checkpoint) or "")
+        is_live = best.name in ("", f"checkpoint-{state.global_step}")
         self._finish(
-            lambda: self._read(kwargs["model"], kwargs["optimizer"], best),
+            lambda: self._read(model, optimizer) if is_live else self._read_saved(model, optimizer, best),
             self._validation,
             self.path or Path(args.output_dir) / FILE_NAME,
             self.trainer.log,
@@ -96,13 +92,11 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
 
     def _validation(self) -> Any:
         sets = self.trainer.eval_dataset
-        # Of several the first, which the trainer knows by its name.
+        # Of several the first, by its name.
         return self.trainer.get_eval_dataloader(next(iter(sets)) if isinstance(sets, Mapping) else None)
 
-    def _read(self, model: Any, optimizer: Any, checkpoint: Path | None = None) -> Posterior:
-        """The posterior by the optimiser, or by the state that it had at a checkpoint."""
-        if checkpoint is None:
-            return Posterior.from_optimizer(model, optimizer, self._known_n_data(), **self.options)
+    def _read_saved(self, model: Any, optimizer: Any, checkpoint: Path) -> Posterior:
+        """The posterior by the state that the optimiser had at a checkpoint."""
         # Inside Accelerate's wrapper.
         live = getattr(optimizer, "optimizer", optimizer)
         options = dict(self.options)

@@ -1,4 +1,4 @@
-"""What the callbacks share: how N is found, and the posterior read, calibrated, logged, saved and kept."""
+"""What the callbacks share: how N is found, and the posterior read, calibrated, logged and saved."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Log = Callable[[dict[str, float]], None]
 class PosteriorKeeper:
     """A posterior read when training ends, whatever the trainer.
 
-    What can be known to be wrong is refused when training starts. What fails when it ends does not take the run with
-    it: a `NoPosteriorWarning` tells, and `posterior` raises the reason where it is asked for. If calibration is what
-    failed, the file holds the posterior as it was read.
+    Wrong settings are refused when training starts. A failure at the end does not end the run: it is a
+    `NoPosteriorWarning`, and `posterior` raises the reason. If calibration failed, the file holds the posterior as it was
+    read.
 
-    In distributed training every rank reads its own optimiser, and the first one calibrates, logs and writes; its
-    settings reach the others.
+    In distributed training every rank reads its own optimiser. The first one calibrates, logs and writes; the others get
+    its settings.
 
     Args:
         n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
@@ -44,7 +44,7 @@ class PosteriorKeeper:
         likelihood: of the calibration.
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
-        per_parameter: log the signal to noise of every parameter too.
+        per_parameter: log the signal-to-noise ratio of every parameter too.
         **options: those of `Posterior.from_optimizer`, such as `prior_precision`.
     """
 
@@ -60,8 +60,8 @@ class PosteriorKeeper:
         per_parameter: bool = False,
         **options: Any,
     ) -> None:
-        if calibrate and likelihood is None:
-            raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}")
+        if calibrate and likelihood not in LIKELIHOODS:
+            raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}, got {likelihood!r}")
         try:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:
@@ -79,7 +79,7 @@ class PosteriorKeeper:
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the end of training; raises what kept it from being read."""
+        """The posterior at the end of training; raises the reason where there is none."""
         if self._posterior is None:
             raise StateError("there is no posterior yet: it is read when training ends")
         if isinstance(self._posterior, Exception):
@@ -87,13 +87,13 @@ class PosteriorKeeper:
         return self._posterior
 
     def _begin(self, loaders: Any, *, has_validation: bool) -> None:
-        """Settle N, and refuse what would fail at the end."""
+        """Find N, and refuse what would fail at the end."""
         self._posterior = None
         self.n_data = self._given_n_data if self._given_n_data is not None else count_examples(loaders)
         if self.n_data is None:
             raise SettingError(
-                "the number of training examples cannot be told from the trainer's data: a data set without a length, "
-                "or several of them. Pass it: PosteriorCallback(n_data=...)"
+                "the trainer's data do not give the number of training examples: a data set without a length, or several "
+                "of them. Pass it: PosteriorCallback(n_data=...)"
             )
         if self.calibrate and self.held_out is None and not has_validation:
             raise SettingError(
@@ -103,18 +103,24 @@ class PosteriorKeeper:
         known = {key: self.options[key] for key in ("power", "batch_size", "form") if key in self.options}
         Settings(self.n_data, {}, **known)
 
+    def _read(self, model: Any, optimizers: Any) -> Posterior:
+        return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self.options)
+
     def _known_n_data(self) -> float:
         if self.n_data is None:
             raise StateError("N is not known before training begins")
         return self.n_data
 
-    def _snr(self, posterior: Posterior) -> dict[str, float]:
-        return _prefixed(snr_numbers(posterior, per_parameter=self.per_parameter))
+    def _log(self, log: Log, posterior: Posterior, calibration: Mapping[str, float] | None = None) -> None:
+        """Pass the numbers of the posterior, and those of its calibration, to the trainer's logger."""
+        numbers = {**snr_numbers(posterior, per_parameter=self.per_parameter), **(calibration or {})}
+        if is_first_rank():
+            log({f"posterior/{name}": value for name, value in numbers.items()})
 
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
-        """Read, calibrate, log and save; a failure is kept and told, not raised.
+        """Read, calibrate, log and save; a failure is a warning, and raised when the posterior is asked for.
 
         Args:
             read: reads the posterior.
@@ -122,28 +128,26 @@ class PosteriorKeeper:
             path: where the posterior is saved; None saves none.
             log: passes numbers to the trainer's logger.
         """
-        told = ""
+        saved = ""
         numbers: dict[str, float] = {}
         try:
             posterior = read()
             _save(posterior, path)
             if self.calibrate:
-                told = f"; as it was before calibration, it is in {path}" if path else ""
+                saved = f"; as it was before calibration, it is in {path}" if path else ""
                 if posterior.is_sharded:
                     raise SettingError("a sharded model cannot be calibrated here: load its posterior into a whole one")
                 data = list(batches_of(validation() if self.held_out is None else self.held_out))
                 changes, numbers = on_first_rank(lambda: self._calibration(posterior, data))
                 posterior = posterior.replace(**changes)
                 _save(posterior, path)
-            numbers = {**self._snr(posterior), **_prefixed(numbers)}
-            if is_first_rank():
-                log(numbers)
+            self._log(log, posterior, numbers)
             self._posterior = posterior
         # Hours of training must not be lost to whatever the user's loader or model raises here.
         except Exception as error:
             self._posterior = error
             warn(
-                f"training is over, but there is no posterior: {type(error).__name__}: {error}{told}",
+                f"training is over, but there is no posterior: {type(error).__name__}: {error}{saved}",
                 NoPosteriorWarning,
             )
 
@@ -208,7 +212,3 @@ def _save(posterior: Posterior, path: Path | None) -> None:
     if path is not None and (posterior.is_sharded or is_first_rank()):
         path.parent.mkdir(parents=True, exist_ok=True)
         posterior.save(path)
-
-
-def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {f"posterior/{name}": value for name, value in numbers.items()}

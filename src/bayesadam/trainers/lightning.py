@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError, SettingError
 from bayesadam.posterior import Posterior
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+from bayesadam.trainers.keeper import FILE_NAME, Log, PosteriorKeeper
 
 if TYPE_CHECKING:
     Callback = object
@@ -38,7 +38,7 @@ class PosteriorCallback(PosteriorKeeper, Callback):
 
     Args:
         n_data: N; None takes the length of the training data set.
-        every_n_epochs: log the signal to noise during training too, without calibrating or saving.
+        every_n_epochs: log the signal-to-noise ratio during training too, without calibrating or saving.
         **options: see `PosteriorKeeper`.
     """
 
@@ -49,45 +49,45 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         self.every_n_epochs = every_n_epochs
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Settle N while it is early."""
+        """Find N before the first step."""
         # A few batches over and over are not the data set.
         loaders = None if trainer.overfit_batches else trainer.train_dataloader
         self._begin(loaders, has_validation=bool(trainer.val_dataloaders))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the signal to noise every few epochs."""
+        """Log the signal-to-noise ratio every few epochs."""
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            _log(trainer, self._snr(self._read(trainer, pl_module)))
+            self._log(_logger(trainer), self._read(pl_module, trainer.optimizers))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read, calibrate, log, save."""
         path = self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
         self._finish(
-            lambda: self._read(trainer, pl_module),
+            lambda: self._read(pl_module, trainer.optimizers),
             lambda: _first(trainer.val_dataloaders),
             None if trainer.fast_dev_run else path,
-            lambda numbers: _log(trainer, numbers),
+            _logger(trainer),
         )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Follow the model, which the trainer takes off the accelerator when it is done."""
+        """Follow the model, which the trainer moves off the accelerator at the end."""
         if isinstance(self._posterior, Posterior):
             self._posterior = self._posterior.to(pl_module.device)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Write N beside the weights."""
+        """Save N with the weights."""
         if self.n_data is not None:
             checkpoint["n_data"] = self.n_data
 
-    def _read(self, trainer: Any, pl_module: Any) -> Posterior:
-        return Posterior.from_optimizer(pl_module, trainer.optimizers, self._known_n_data(), **self.options)
 
+def _logger(trainer: Any) -> Log:
+    def log(numbers: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step)
 
-def _log(trainer: Any, numbers: dict[str, float]) -> None:
-    for logger in trainer.loggers:
-        logger.log_metrics(numbers, step=trainer.global_step)
+    return log
 
 
 def _first(loaders: Any) -> Any:
-    """One loader's data: of several the first."""
+    """The loader; of several the first."""
     return loaders[0] if isinstance(loaders, list | tuple) else loaders

@@ -1,4 +1,4 @@
-"""A posterior in a handful of numbers, for a trainer's logger."""
+"""A posterior in a few numbers, for a trainer's logger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bayesadam.scores import coverage, ece, nll, rmse
 
 
 def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
-    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, noise louder than signal.
+    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1.
 
     Args:
         posterior: the posterior.
@@ -44,8 +44,8 @@ def held_out_numbers(
 ) -> dict[str, float]:
     """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
 
-    Classification has NLL and ECE of both, over the places whose class is not −100; regression the NLL and the coverage of 95 % intervals of the predictive,
-    which alone has a noise, and the RMSE, which is the same for both.
+    Classification has NLL and ECE of both, over the targets that are not −100. Regression has the predictive's NLL and
+    coverage of 95 % intervals, and the RMSE, which both share.
     """
     record = record_of(likelihood)
     means, variances, targets = [], [], []

@@ -1,4 +1,4 @@
-"""What trainers save beside the tensors is read and passed on; nothing of it can run code, whatever the file says."""
+"""What trainers save with the tensors is read and passed on; nothing of it can run code, whatever the file says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.__main__ import main
-from bayesadam.checkpoint import beside, read_checkpoint
+from bayesadam.checkpoint import read_checkpoint, safe_globals
 from bayesadam.errors import FileError
 from cases import trained
 
@@ -155,9 +155,9 @@ def test_every_name_is_of_a_type_that_holds_data_or_of_a_stand_in_of_ours() -> N
         *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
         *(pathlib.PurePosixPath, pathlib.PureWindowsPath),
     }
-    for name, made in {**beside._PYTHON, **beside._NUMPY}.items():
-        assert made in holds_data or made.__module__ == beside.__name__, name
-    assert not any(made.__module__.startswith("numpy") for made in beside._NUMPY.values())
+    for name, made in {**safe_globals._PYTHON, **safe_globals._NUMPY}.items():
+        assert made in holds_data or made.__module__ == safe_globals.__name__, name
+    assert not any(made.__module__.startswith("numpy") for made in safe_globals._NUMPY.values())
 
 
 @pytest.mark.parametrize(

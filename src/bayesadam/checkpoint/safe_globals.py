@@ -1,4 +1,4 @@
-"""What trainers put beside the tensors: settings, paths, dates, numpy's numbers, read without running anything.
+"""What trainers save with the tensors: settings, paths, dates, numpy's numbers, read without running any code.
 
 torch's reader of plain data calls what the file names, so far as the name is allowed. Behind every name allowed here is a
 type that holds data and does nothing else when it is built, or a stand-in. numpy's own builders are never called: they take
@@ -121,8 +121,8 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def reading_beside() -> Iterator[None]:
-    """Within it, `torch.load(weights_only=True)` reads the names above; what the user has allowed himself comes first."""
+def plain_data_allowed() -> Iterator[None]:
+    """Within it, `torch.load(weights_only=True)` reads the names above; what the user has allowed comes first."""
     with _lock:
         given = torch.serialization.get_safe_globals()
         own = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}" for entry in given}
