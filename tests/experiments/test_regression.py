@@ -12,7 +12,7 @@ import torch
 
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import regression
-from bayesadam.experiments.ledger import Ledger
+from bayesadam.experiments.work import Ledger
 from bayesadam.experiments.regression import (
     METRICS,
     RegressionSettings,

@@ -17,7 +17,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.work import resumed, worked_off
+from bayesadam.experiments.work import resumed, run_parts
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import WeightGaussian, train_with_adam
 from bayesadam.methods.optimum import diagonal_ggn, train_swag
@@ -275,7 +275,7 @@ def pruned_accuracy(
     return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------------
+# --- as plain data ----------------------------------------------------------------------------------------------------
 
 
 Rows = dict[str, list[list[float]]]
@@ -287,10 +287,6 @@ def _plain(curves: Sequence[Curve]) -> Rows:
 
 def _read(method: str, rows: Rows) -> list[Curve]:
     return [Curve(method, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in rows.items()]
-
-
-def _alone(names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(name,) for name in names]
 
 
 def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Rows]]:
@@ -396,7 +392,7 @@ def run_pruning(
     load_images(settings.data, progress=not quiet)
     work = partial(_rows, curves=partial(method_curves, seed=seed, settings=settings, device=device))
     run, ledger = resumed(run, "methods")
-    found = worked_off(run, ledger, settings.methods, _alone, work, jobs=jobs)
+    found = run_parts(run, ledger, settings.methods, work, jobs=jobs)
     curves = [curve for name in settings.methods for curve in _read(name, found[name])]
     run.show(table(curves, TITLES))
     units = f"{settings.activation} units, {settings.epochs} epochs"
@@ -416,7 +412,7 @@ def run_sparse(
     names = [recipe.name for recipe in RECIPES]
     work = partial(_rows, curves=partial(recipe_curves, seed=seed, settings=settings, device=device))
     run, ledger = resumed(run, "methods")
-    found = worked_off(run, ledger, names, _alone, work, jobs=jobs)
+    found = run_parts(run, ledger, names, work, jobs=jobs)
     curves = [curve for name in names for curve in _read(name, found[name])]
     titles = {name: name for name in names}
     run.show(table(curves, titles))

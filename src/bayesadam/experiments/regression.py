@@ -19,7 +19,7 @@ from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, 
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, generator
-from bayesadam.experiments.work import Failure, resumed, worked_off
+from bayesadam.experiments.work import Failure, resumed, run_parts
 from bayesadam.methods import METHODS, Data, Fitted, Network, Problem, Training
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def run_regression(
     run.prepare()
     run, ledger = resumed(run, "methods")
     work = partial(fit_group, seed=seed, settings=settings)
-    found = worked_off(run, ledger, settings.methods, groups, work, jobs=jobs)
+    found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
     failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
     if len(failed) == len(found):
         raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
