@@ -9,6 +9,7 @@ from bayesadam.errors import MissingExtraError
 
 # import name → extra; None marks the light packages that a plain install already brings for the command line.
 EXTRA_OF: dict[str, str | None] = {
+    "jinja2": None,
     "matplotlib": None,
     "rich": None,
     "typer": None,

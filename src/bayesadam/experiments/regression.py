@@ -48,6 +48,13 @@ _SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag"
 _COST = {"bbb": 4, "vadam": 3, "ivon": 3, "mc-dropout": 3}
 
 
+def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
+    """The range of the training data, without its middle third if there is a gap."""
+    low, high = TRAIN_INTERVAL
+    third = (high - low) / 3
+    return ((low, low + third), (high - third, high)) if gap else (TRAIN_INTERVAL,)
+
+
 @dataclass(frozen=True)
 class RegressionSettings:
     """What the figure depends on beside the seed; the defaults are the paper's appendix.
@@ -87,9 +94,7 @@ class RegressionSettings:
 
     def intervals(self) -> tuple[tuple[float, float], ...]:
         """Where the training data lie."""
-        low, high = TRAIN_INTERVAL
-        third = (high - low) / 3
-        return ((low, low + third), (high - third, high)) if self.gap else (TRAIN_INTERVAL,)
+        return training_intervals(gap=self.gap)
 
 
 @dataclass(frozen=True, eq=False)
