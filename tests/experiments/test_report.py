@@ -477,9 +477,9 @@ def test_a_charts_values_are_the_runs(whole):
     pruned = payloads[len(METHODS) + 1]
     heading, rows = next(stop[1:] for stop in pruned["stops"] if stop[1] == "90 % pruned")
     assert rows[0] == ["k-badam", "Badam, signal-to-noise ratio", "94.99 %"]
-    # The axis is −log₁₀ of what is left, from 0 at pixel 40 to 3 at pixel 448.
+    # The axis is −log₁₀ of what is left, from 0 at pixel 40 to 3 at pixel 440.
     at = next(stop[0] for stop in pruned["stops"] if stop[1] == "90 % pruned")
-    assert at == pytest.approx(40 + 408 / 3, abs=0.1)
+    assert at == pytest.approx(40 + 400 / 3, abs=0.1)
     place, heading, rows = payloads[1]["stops"][0]
     assert (place, heading) == (36.0, "x = −.50")
     assert ["k-badam", "std, noise included", ".123"] in rows

@@ -1,4 +1,4 @@
-"""Table 1: agents on the bandit problems, with the paper's numbers beside ours."""
+"""Table 1: agents on the bandit problems, with the paper's numbers and ours."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on beside the seed.
+    """What the table depends on, the seed aside.
 
     Attributes:
         problems: its columns.
@@ -106,7 +106,7 @@ Cell = dict[str, Any]
 
 
 def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Playing:
-    """One cell under way; with a folder, its state goes there so that a killed one goes on."""
+    """One cell under way; with a folder, its state goes there so that a killed one resumes."""
     problem, _, agent = name.partition("/")
     checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
     return Playing(
@@ -174,12 +174,12 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
-    spread = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return mean, math.sqrt(spread)
+    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+    return mean, math.sqrt(variance)
 
 
-def _short(mean: float, spread: float) -> str:
-    return f"{mean:.3f}±{spread:.3f}".replace("0.", ".")
+def _short(mean: float, sd: float) -> str:
+    return f"{mean:.3f}±{sd:.3f}".replace("0.", ".")
 
 
 def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
@@ -250,7 +250,7 @@ def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
 
 
 def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs, a panel a problem."""
+    """Cumulative regret, mean and one standard deviation over the runs, one panel per problem."""
     found = by_problem(cells)
     columns = min(3, len(settings.problems))
     rows = -(-len(settings.problems) // columns)

@@ -1,4 +1,4 @@
-"""The look that all pictures share: one style, one colour a method, and the panels that more than one picture uses."""
+"""The look that all pictures share: one style, one colour per method, and the panels that more than one picture uses."""
 
 from __future__ import annotations
 

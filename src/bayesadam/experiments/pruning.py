@@ -51,7 +51,7 @@ _LEAST_CURVATURE = 1e-30
 
 @dataclass(frozen=True)
 class PruningSettings:
-    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
         data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
@@ -61,7 +61,7 @@ class PruningSettings:
         hidden: widths of the hidden layers.
         activation: `"relu"` or `"sigmoid"`.
         dropout: while Badam's and MC dropout's networks train.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate.
         beta2: Badam's β₂; the other methods have Adam's usual .999.
     """
@@ -93,7 +93,7 @@ class SparseSettings:
         data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
         n_seeds: networks for each recipe.
         epochs: passes over the training images, for recipes of the usual length.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate at the start.
         beta2: Adam's β₂.
     """
@@ -388,7 +388,7 @@ def run_pruning(
     """The `pruning` command."""
     run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
     run.prepare()
-    # Here, so that what is missing is told, or fetched, before anything is trained.
+    # Here, so that missing data are reported, or fetched, before anything is trained.
     load_images(settings.data, progress=not quiet)
     work = partial(_rows, curves=partial(method_curves, seed=seed, settings=settings, device=device))
     run, ledger = resumed(run, "methods")

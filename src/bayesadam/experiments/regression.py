@@ -44,7 +44,7 @@ SHOWN = ("mean", "function_std", "total_std")
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 # Methods that start from the same trained networks are fitted together, so that these are trained once.
 _SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
-# Roughly how long a group takes beside the shortest; the longest start first.
+# Roughly how long a group takes, relative to the shortest; the longest start first.
 _COST = {"bbb": 4, "vadam": 3, "ivon": 3, "mc-dropout": 3}
 
 
@@ -57,16 +57,16 @@ def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
 
 @dataclass(frozen=True)
 class RegressionSettings:
-    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
         methods: which methods.
         n_seeds: data sets and networks for each.
         epochs: passes over the data.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate.
         weight_decay: λ of the L2 penalty.
-        n_held_out: points beside the training set that calibrate.
+        n_held_out: points outside the training set that calibrate.
         n_test: points that score, in range and outside.
         gap: train with a hole in the middle of the range.
     """
@@ -177,7 +177,7 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The methods as jobs that may run side by side, the longest first."""
+    """The methods as groups that may run in parallel, the longest first."""
     shared = tuple(name for name in methods if name in _SHARE_THE_OPTIMUM)
     alone: list[tuple[str, ...]] = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM]
     alone.sort(key=lambda job: -_COST.get(job[0], 1))
@@ -204,7 +204,7 @@ def table(curves: Sequence[Curves]) -> Table:
 
 
 def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> Figure:
-    """A panel a method, the same axes in each: the data, the mean, one and two standard deviations."""
+    """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
     train, *_ = drawn(seeds_of(seed, settings)[0], settings)
     grid = toy_grid()
     columns = min(5, len(curves))
@@ -240,7 +240,7 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
     return figure
 
 
-def kept(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+def saved_curves(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
     train, *_ = drawn(seeds_of(seed, settings)[0], settings)
     grid = toy_grid()
@@ -270,7 +270,7 @@ def run_regression(
         raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     ordered = [_read(name, found[name]) for name in TITLES if name in found and name not in failed]
     run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-    text = json.dumps(kept(ordered, seed, settings), allow_nan=False)
+    text = json.dumps(saved_curves(ordered, seed, settings), allow_nan=False)
     paths = run.finish(
         {
             "figure1.png": plots.png(picture(ordered, seed, settings)),

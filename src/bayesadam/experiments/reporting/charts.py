@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from bayesadam.data.toy import TEST_INTERVAL
 from bayesadam.experiments import bandits, plots, pruning, regression
@@ -44,15 +44,6 @@ def colour_class(method: str) -> str:
     return f"k-{_NAMES.get(plots.colour(method), 'other')}"
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Where the pointer can stop: a place along the chart, a heading, and rows of (method, name, value)."""
-
-    at: float
-    heading: str
-    rows: tuple[tuple[str, str, str], ...]
-
-
 @dataclass
 class Chart:
     """An SVG with its stops.
@@ -66,7 +57,7 @@ class Chart:
         box: the plot's left, top, right and bottom.
         along: the axis of the stops, `"x"` or `"y"`.
         body: the elements of the SVG.
-        stops: along it.
+        stops: where the pointer can stop: the place, a heading, and rows of (colour class, name, value).
     """
 
     scope: str
@@ -77,7 +68,7 @@ class Chart:
     box: tuple[int, int, int, int]
     along: str = "x"
     body: Markup = field(default_factory=Markup)
-    stops: list[Stop] = field(default_factory=list)
+    stops: list[Any] = field(default_factory=list)
 
     @contextmanager
     def drawing(self) -> Iterator[Axes]:
@@ -91,14 +82,10 @@ class Chart:
             self.body = _svg(figure, f"{self.scope} {self.label}")
 
     def stop(self, axes: Axes, at: float, heading: str, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Add a stop at a value of the axis."""
+        """Add a stop at a value of the axis, with rows of (method, name, value)."""
         x, y = axes.transData.transform((at, at))
-        self.stops.append(Stop(round(float(x if self.along == "x" else self.height - y), 1), heading, tuple(rows)))
-
-    def payload(self) -> dict[str, Any]:
-        """What `page.js` reads."""
-        rows = [[s.at, s.heading, [[colour_class(m), name, value] for m, name, value in s.rows]] for s in self.stops]
-        return {"along": self.along, "stops": rows}
+        place = round(float(x if self.along == "x" else self.height - y), 1)
+        self.stops.append((place, heading, [(colour_class(method), name, value) for method, name, value in rows]))
 
 
 def _svg(figure: Figure, salt: str) -> Markup:
@@ -117,19 +104,13 @@ def _svg(figure: Figure, salt: str) -> Markup:
     return Markup(text)
 
 
-@dataclass(frozen=True)
-class Key:
-    """A legend's entry: the sign drawn, and what it stands for."""
-
-    sign: Markup
-    name: str
-
-
+# A legend's entries: the sign drawn, and what it stands for.
+Keys = list[tuple[Markup, str]]
 # A line's ends, a mark in its middle, and three points.
 _ENDS, _MIDDLE, _THREE = (0.0, 1.0), (0.5,), (0.0, 0.5, 1.0)
 
 
-def _keys(scope: str, entries: Mapping[str, Sequence[tuple[Sequence[float], Mapping[str, Any]]]]) -> list[Key]:
+def _keys(scope: str, entries: Mapping[str, Sequence[tuple[Sequence[float], Mapping[str, Any]]]]) -> Keys:
     """A legend: by name, what is plotted across its sign, and in which style."""
     found = []
     for name, parts in entries.items():
@@ -139,11 +120,11 @@ def _keys(scope: str, entries: Mapping[str, Sequence[tuple[Sequence[float], Mapp
             axes.set_axis_off()
             for x, style in parts:
                 axes.plot(x, [0.5] * len(x), **style)
-        found.append(Key(chart.body, name))
+        found.append((chart.body, name))
     return found
 
 
-def _line_keys(scope: str, styles: Mapping[str, Mapping[str, Any]]) -> list[Key]:
+def _line_keys(scope: str, styles: Mapping[str, Mapping[str, Any]]) -> Keys:
     return _keys(scope, {name: [(_THREE, {**style, "markevery": [1]})] for name, style in styles.items()})
 
 
@@ -198,7 +179,7 @@ def predictive(run: Finished, method: str) -> Chart:
     return chart
 
 
-def predictive_keys(run: Finished) -> list[Key]:
+def predictive_keys(run: Finished) -> Keys:
     """What a panel of Figure 1 holds."""
     thick: Any = {"color": plots.colour("badam"), "alpha": 0.2, "solid_capstyle": "butt"}
     return _keys(
@@ -224,6 +205,7 @@ def deviations(run: Finished) -> Chart:
     titles = [regression.TITLES.get(method, method) for method in methods]
     with chart.drawing() as axes:
         axes.set(xscale="log", xlabel="standard deviation (log)")
+        axes.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
         _name_rows(axes, titles)
         for row, (method, title) in enumerate(zip(methods, titles, strict=True)):
             near, far = (run.sample(method, name) for name in ("std_in", "std_out"))
@@ -236,7 +218,7 @@ def deviations(run: Finished) -> Chart:
     return chart
 
 
-def deviation_keys(run: Finished) -> list[Key]:
+def deviation_keys(run: Finished) -> Keys:
     """What the marks of `deviations` stand for."""
     names = {"in the training range": True, "outside it": False}
     return _keys(run.name, {name: [(_MIDDLE, _dot("other", hollow=hollow))] for name, hollow in names.items()})
@@ -257,7 +239,7 @@ def _pruned_style(number: int, method: str, ranking: str) -> dict[str, Any]:
     return _line(method, _MARKS[number % len(_MARKS)], _DASHES.get(ranking, "-"))
 
 
-def pruned_keys(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> list[Key]:
+def pruned_keys(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Keys:
     """The lines of `pruned`."""
     styles = {pruned_name(*curve): _pruned_style(number, *curve) for number, curve in enumerate(curves)}
     return _line_keys(f"{run.name} {title}", styles)
@@ -265,7 +247,7 @@ def pruned_keys(run: Finished, title: str, curves: Sequence[tuple[str, str]]) ->
 
 def pruned(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Chart:
     """Accuracy against the share of weights pruned, one line a (method, ranking)."""
-    chart = Chart(run.name, title, f"Figure 2, {title}", 460, 340, (40, 26, 448, 290))
+    chart = Chart(run.name, title, f"Figure 2, {title}", 460, 340, (40, 26, 440, 290))
     fractions = sorted({f for method, ranking in curves for f in run.results[method][ranking]["fractions"]})
     samples = {(curve, fraction): run.accuracy(*curve, fraction) for curve in curves for fraction in fractions}
     with chart.drawing() as axes:
@@ -337,7 +319,7 @@ def rewards(run: Finished, problem: str) -> Chart:
     return chart
 
 
-def reward_keys(run: Finished) -> list[Key]:
+def reward_keys(run: Finished) -> Keys:
     """What the marks of the reward panels stand for."""
     ours = [(_ENDS, _line("other")), (_MIDDLE, _dot("other"))]
     paper = [(_MIDDLE, _dot("other", "D", hollow=True))]
@@ -368,7 +350,7 @@ def regret(run: Finished, problem: str) -> Chart:
         axes.set_title("cumulative regret", fontsize=11, fontweight="normal", color=plots.MUTED)
         axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(EngFormatter(sep=""))
+            axis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}")
             axis.set_major_locator(MaxNLocator(4))
         points: Sequence[int] = next((cell["points"] for cell in cells.values()), ())
         for place in range(0, len(points), max(1, len(points) // 50)):
@@ -385,7 +367,7 @@ def regret(run: Finished, problem: str) -> Chart:
     return chart
 
 
-def regret_keys(run: Finished) -> list[Key]:
+def regret_keys(run: Finished) -> Keys:
     """The agents of the regret panels."""
     styles = {bandits.TITLES.get(agent, agent): style for agent, style in _regret_agents(run).items()}
     return _line_keys(run.name, styles)

@@ -99,7 +99,7 @@ class Judged:
 
 
 def verdict_of(checks: Sequence[Check]) -> Verdict:
-    """All passed, none, some, or none that could be told.
+    """All passed, none, some, or none that could be decided.
 
     >>> yes, no, open_ = (Check("", passed, "", (), ()) for passed in (True, False, None))
     >>> [verdict_of(c).value for c in ([yes, yes], [yes, no], [no, open_], [open_], [])]
