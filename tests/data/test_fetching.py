@@ -321,10 +321,10 @@ def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        import test_fetch
+        import test_fetching
         from bayesadam.data import locate, registry
         from bayesadam.errors import DataError
-        registry.DATA_SETS["tiny"] = test_fetch.record("{server.url}/first", "{server.url}/second")
+        registry.DATA_SETS["tiny"] = test_fetching.record("{server.url}/first", "{server.url}/second")
         try:
             locate("tiny")
         except DataError as error:
@@ -362,9 +362,9 @@ def test_two_processes_fetch_at_once(tiny, server):
     script = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import test_fetch
+        import test_fetching
         from bayesadam.data import fetch, registry
-        registry.DATA_SETS["tiny"] = test_fetch.record("{server.url}/first")
+        registry.DATA_SETS["tiny"] = test_fetching.record("{server.url}/first")
         print(*fetch("tiny", progress=False))
     """
     results = []
