@@ -224,6 +224,13 @@ def test_a_missing_package_is_one_line_that_names_the_install(package, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+def test_the_report_names_the_install_of_its_template_engine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert run("report", tmp_path / "out") == 2
+    assert "'jinja2'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Real processes: a command that is ended takes its workers with it, whatever it was ended by, and then goes on."""
+"""Real processes: a command that is ended takes its workers with it, whatever it was ended by, and then resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from bayesadam.errors import BayesAdamError
 from bayesadam.experiments.regression import RegressionSettings, run_regression
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.work import Failure, resumed, worked_off
+from bayesadam.experiments.work import Failure, resumed, run_parts
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -116,7 +116,7 @@ def test_workers_end_with_their_command(name, ended_by, tmp_path):
         assert code == 143
         assert command.process.stdout.read() == ""
         lines = command.process.stderr.read().splitlines()
-        assert lines == ["bayesadam: terminated; the same command goes on with what is not finished"]
+        assert lines == ["bayesadam: terminated; the same command resumes with what is not finished"]
     assert ledger_in(tmp_path)["seconds"] > 0
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -155,16 +155,12 @@ def work(names, end, tidied=None):
         time.sleep(DEADLINE)
 
 
-def alone(names):
-    return [(name,) for name in names]
-
-
 def test_results_come_from_processes_that_end_when_all_is_done(tmp_path):
     run, ledger = resumed(Run("parts", 0, tmp_path, {}, quiet=True))
     names = ["a", "failed", "b", "c", "d"]
     tidied = tmp_path / "tidied"
     tidied.mkdir()
-    found = worked_off(run, ledger, names, alone, partial(work, end=False, tidied=tidied), jobs=2)
+    found = run_parts(run, ledger, names, partial(work, end=False, tidied=tidied), jobs=2)
     assert sorted(found) == sorted(names)
     assert found["failed"] == Failure("it did not converge")
     pids = {found[name]["in"] for name in "abcd"}
@@ -184,7 +180,7 @@ def test_a_worker_that_fails_ends_the_others_and_what_is_finished_stays(bad, mes
     began = time.monotonic()
     # The first worker would be at work until the deadline.
     with pytest.raises(BayesAdamError, match=message):
-        worked_off(run, ledger, names, lambda left: [left[:1], left[1:]], partial(work, end=True), jobs=2)
+        run_parts(run, ledger, names, partial(work, end=True), groups=lambda left: [left[:1], left[1:]], jobs=2)
     assert time.monotonic() - began < DEADLINE
     assert not workers_of(os.getpid())
     assert set(ledger.read()) - {"busy"} == {"a", "seconds"}
