@@ -13,6 +13,7 @@ import pytest
 from bayesadam import __version__
 from bayesadam._extras import EXTRA_OF, require
 from bayesadam.errors import MissingExtraError
+from processes import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -41,7 +42,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 

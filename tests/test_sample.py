@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
 from bayesadam.errors import FileError, ImproperError, SettingError
+from processes import run_python
 
 
 class Tied(nn.Module):
@@ -187,14 +187,7 @@ def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
         paths.append(tmp_path / f"{width}.pt")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, paths[-1])
     del model, optimizer, parameter
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(paths[1]), str(paths[0]), task],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PYTHONPATH": str(Path(__file__).parents[1] / "src")},
-    )
+    done = run_python(MEASURED, paths[1], paths[0], task)
     assert done.returncode == 0, done.stderr
     largest = 4096 * 4096 * 4
     assert int(done.stdout) <= times * largest

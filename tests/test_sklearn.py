@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,6 +24,7 @@ from bayesadam.calibration import CalibrationError
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, ParameterError, estimators, training
 from bayesadam.sklearn.estimators import split
 from bayesadam.sklearn.training import Data, Part, Recipe
+from processes import run_python
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
 SMALL = {"hidden": (8,), "max_epochs": 20, "random_state": 0}
@@ -112,7 +111,7 @@ def test_importing_bayesadam_leaves_scikit_learn_alone_and_its_absence_names_the
         "import sys, bayesadam\nassert 'sklearn' not in sys.modules\nsys.modules['sklearn'] = None\n"
         "try:\n    import bayesadam.sklearn\nexcept bayesadam.BayesAdamError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = run_python(code)
     assert "pip install 'bayesadam[sklearn]'" in done.stdout, done.stderr
 
 
