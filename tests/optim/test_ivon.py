@@ -32,7 +32,7 @@ from optim.test_vadam import (
 def ivon_reference(
     model: nn.Module, m: Weights, data: list[Tensor], noise: Iterator[Tensor], samples: int, settings: dict[str, Any]
 ) -> dict[str, Weights]:
-    """shared/baselines.md, line by line, in float64, with ĝ and f averaged over the samples."""
+    """The equations of IVON's docstring, line by line, in float64, with ĝ and f averaged over the samples."""
     kappa, d, h0, b1, b2 = settings["n_data"], settings["weight_decay"], settings["initial_hessian"], *settings["betas"]
     g = {k: torch.zeros_like(w) for k, w in m.items()}
     h = {k: torch.full_like(w, h0(k)) for k, w in m.items()}

@@ -95,7 +95,7 @@ def gradients_at(model: nn.Module, weights: Weights, x: Tensor) -> Weights:
 def vadam_reference(
     model: nn.Module, mu: Weights, data: list[Tensor], noise: Iterator[Tensor], samples: int, settings: dict[str, Any]
 ) -> dict[str, Weights]:
-    """shared/baselines.md, line by line, in float64; `settings` are functions of a parameter's name."""
+    """The equations of Vadam's docstring, line by line, in float64; `settings` are functions of a parameter's name."""
     n, lam, b1, b2 = settings["n_data"], settings["prior_precision"], *settings["betas"]
     m = {k: torch.zeros_like(w) for k, w in mu.items()}
     v = {k: torch.full_like(w, (settings["initial_precision"](k) - lam(k)) / n) for k, w in mu.items()}
