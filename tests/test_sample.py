@@ -174,9 +174,9 @@ print(peak[0] - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
-def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small and a large checkpoint, for all tasks."""
     paths = []
     for width, layers in ((32, 2), (4096, 4)):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -184,10 +184,16 @@ def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        paths.append(tmp_path / f"{width}.pt")
+        paths.append(tmp_path_factory.mktemp("saved") / f"{width}.pt")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, paths[-1])
-    del model, optimizer, parameter
-    done = run_python(MEASURED, paths[1], paths[0], task)
+    return paths
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
+def test_memory_is_a_matter_of_the_largest_tensor(saved, task, times):
+    small, large = saved
+    done = run_python(MEASURED, large, small, task)
     assert done.returncode == 0, done.stderr
     largest = 4096 * 4096 * 4
     assert int(done.stdout) <= times * largest
