@@ -175,7 +175,7 @@ print(peak[0] - before)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def files(tmp_path_factory):
     """A small and a large checkpoint, for all tasks."""
     paths = []
     for width, layers in ((32, 2), (4096, 4)):
@@ -191,8 +191,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
-def test_memory_is_a_matter_of_the_largest_tensor(saved, task, times):
-    small, large = saved
+def test_memory_is_a_matter_of_the_largest_tensor(files, task, times):
+    small, large = files
     done = run_python(MEASURED, large, small, task)
     assert done.returncode == 0, done.stderr
     largest = 4096 * 4096 * 4
