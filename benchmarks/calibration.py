@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.data import load_images
+from bayesadam.data import load_images, load_split
 from bayesadam.predict import CollapsedPredictionWarning
 from harness import arguments, class_scores, score_table, write_results
 from networks import mlp, train_classifier
@@ -35,11 +35,11 @@ def main() -> None:
     parser = arguments(__doc__, quick="one epoch of 1,000 images")
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
-    near, far = load_images("mnist"), load_images("fashion-mnist")
+    near, (far, _) = load_images("mnist"), load_split("fashion-mnist", "test")
     n_train, n_held_out, n_test = (1000, 200, 200) if options.quick else (N_TRAIN, None, None)
     x, y = near.train_x[:n_train], near.train_y[:n_train]
     held_out = (near.train_x[N_TRAIN:][:n_held_out], near.train_y[N_TRAIN:][:n_held_out])
-    x_test, y_test, x_far = near.test_x[:n_test], near.test_y[:n_test], far.test_x[:n_test]
+    x_test, y_test, x_far = near.test_x[:n_test], near.test_y[:n_test], far[:n_test]
     torch.manual_seed(0)
     model = mlp()
     optimizer = train_classifier(model, x, y, 1 if options.quick else options.epochs)

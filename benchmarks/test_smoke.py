@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bayesadam.data import verify
-
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
-DATA = {"bandits": ["statlog"], "calibration": ["mnist", "fashion-mnist"], "prune": ["mnist"]}
 PEERS = {"bandits": "vowpalwabbit", "predict": "laplace", "step": "ivon", "structures": "laplace"}
 LIMIT = 1800
 
@@ -48,10 +45,9 @@ def test_peers_can_be_imported(module):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_benchmarks_run_and_end_with_a_number(script, tmp_path):
-    for name in DATA.get(script, []):
-        if any(check.status != "ok" for check in verify(name)):
-            pytest.skip(f"{name} is not on this machine: `bayesadam data fetch {name}`, or set BAYESADAM_DATA")
     done = run(script, "--out", tmp_path)
+    if done.returncode and "no source delivered it" in done.stderr:
+        pytest.skip(f"{done.stderr.splitlines()[-1]}; set BAYESADAM_DATA")
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / f"{script}.json").read_text(encoding="utf-8"))
     assert re.search(r"\d", done.stdout.splitlines()[-1])
