@@ -17,14 +17,11 @@ A probability under 0.0001 counts as that, for every estimator: a forest says 0,
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +39,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from bayesadam.sklearn import BadamClassifier, BadamRegressor
+from harness import against, arguments, mean_and_error, setting, write_results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Scores = dict[str, float]
@@ -154,12 +152,6 @@ def contest(name: str, splits: int) -> dict[str, dict[str, list[float]]]:
 # --- what is told of it ---------------------------------------------------------------------------------------------
 
 
-def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
-    """The mean, and its standard error over the splits."""
-    listed = list(values)
-    return statistics.fmean(listed), statistics.stdev(listed) / math.sqrt(len(listed))
-
-
 def best_of(results: Mapping[str, Mapping[str, list[float]]], metric: str, names: Iterable[str]) -> str:
     sign = -1 if metric == "accuracy" else 1
     return min(names, key=lambda who: sign * statistics.fmean(results[who][metric]))
@@ -184,27 +176,24 @@ def verdict(name: str, results: Mapping[str, Mapping[str, list[float]]], ours: s
     told = []
     for metric in ("nll", SETS[name][2]):
         rival = best_of(results, metric, [who for who in results if who not in OURS])
-        gap, error = mean_and_error(b - a for a, b in zip(results[rival][metric], results[ours][metric], strict=True))
-        lead = gap if metric == "accuracy" else -gap
-        word = "ties with" if abs(gap) <= 2 * error or gap == 0 else "beats" if lead > 0 else "LOSES to"
+        better = metric == "accuracy"
+        word, gap, error = against(results[ours][metric], results[rival][metric], larger_is_better=better)
         told.append(f"{metric} {word} {rival} ({gap:+.3f} ± {error:.3f})")
     return f"{ours:9s} on {name:14s} " + "; ".join(told)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="two splits of the two smallest sets")
     parser.add_argument("--splits", type=int, default=10)
-    parser.add_argument("--quick", action="store_true", help="two splits")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), metavar="SET")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    splits = 2 if options.quick else options.splits
+    splits, sets = (2, ["diabetes", "wine"]) if options.quick else (options.splits, options.sets)
     if splits < 2:
         parser.error("--splits must be at least 2, for there to be a standard error")
     # So small a network is slowed by a second thread.
     torch.set_num_threads(1)
     results = {}
-    for name in options.sets:
+    for name in sets:
         results[name] = contest(name, splits)
         print(table(name, results[name]), end="\n\n", flush=True)
     print(
@@ -213,10 +202,7 @@ def main() -> None:
     print("split, a tie within two standard errors. The best peer is picked after the fact, which favours it.")
     verdicts = [verdict(name, results[name], ours) for ours in OURS for name in results]
     print("\n".join(verdicts))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "tabular.json"
-    path.write_text(json.dumps({"splits": splits, "results": results}, indent=2, ensure_ascii=False) + "\n")
-    print(path)
+    write_results(options.out, "tabular", {**setting(), "splits": splits, "results": results})
     lost = sum("nll LOSES" in line for line in verdicts if line.startswith("Badam ×5"))
     won = sum("nll beats" in line for line in verdicts if line.startswith("Badam ×5"))
     print(f"NLL of Badam ×5 against the best peer: better on {won}, worse on {lost} of {len(results)} sets")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, agent_settings, live, make_agent
 from bayesadam.errors import FileError, MatchError
+from processes import PATIENCE
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
 
@@ -205,21 +205,22 @@ def test_bad_settings_are_named(change):
 def test_acting_does_not_wait_for_training(monkeypatch):
     agent = make_agent("badam", 3, 2, **SMALL)
     play(agent, contexts(10))
-    begun = threading.Event()
+    begun, acted, trained = threading.Event(), threading.Event(), threading.Event()
     train = agent._trainer.train
 
-    def slowly() -> None:
+    def held() -> None:
         begun.set()
-        time.sleep(1.0)
+        acted.wait(PATIENCE)
         train()
+        trained.set()
 
-    monkeypatch.setattr(agent._trainer, "train", slowly)
+    monkeypatch.setattr(agent._trainer, "train", held)
     learning = threading.Thread(target=agent.update, args=(contexts(5), [0] * 5, [1.0] * 5))
     learning.start()
-    assert begun.wait(5)
-    started = time.perf_counter()
+    assert begun.wait(PATIENCE)
     agent.act(contexts(1)[0])
-    assert time.perf_counter() - started < 0.5
+    assert not trained.is_set()
+    acted.set()
     learning.join()
 
 

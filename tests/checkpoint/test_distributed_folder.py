@@ -108,7 +108,7 @@ def rank(number: int, world: int, folder: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that two processes wrote, and `live.pt`, the training gathered from both."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(__file__, 2, folder, seconds=60)
+    run_ranks(__file__, 2, folder)
     return folder
 
 
