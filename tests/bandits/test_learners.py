@@ -424,7 +424,7 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
 # --- streams, buffers, settings -------------------------------------------------------------------------------------
 
 
-def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_go_on_after_a_restore():
+def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_resume_after_a_restore():
     many, one = Streams([1, 2, 3], "p", CPU), Streams([2], "p", CPU)
     torch.testing.assert_close(many.uniform(5)[1], one.uniform(5)[0])
     saved = many.state()
