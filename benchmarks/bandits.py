@@ -1,9 +1,9 @@
-"""Bandit agents beside Vowpal Wabbit: reward over the optimum's, and decisions a second.
+"""Bandit agents next to Vowpal Wabbit: reward over the optimum's, and decisions per second.
 
     python benchmarks/bandits.py [--quick] [--rounds 2000] [--runs 5] [--problems ...] [--device cuda] [--out out/bench]
 
 Both sides meet the same contexts and rewards, run by run. Ours plays with one setting for all problems: `simulate`, all
-runs at once, and an agent of `make_agent`, one context at a time. Decisions a second are of the whole loop: act, learn,
+runs at once, and an agent of `make_agent`, one context at a time. Decisions per second are of the whole loop: act, learn,
 and for `simulate` making the rounds too. `simulate` uses torch's threads on a CPU; the peer and the live agent have one.
 
 Vowpal Wabbit plays `--cb_explore` with every exploration, learning rate and cost below, with and without the products of
@@ -80,7 +80,7 @@ class Setting:
         return f"{self.options}, costs {self.costs}"
 
     def cost(self, chosen: BanditProblem, reward: float) -> float:
-        """The cost the peer is told of."""
+        """The cost that the peer learns from."""
         low, high = (-35.0, 5.0) if chosen.name == "mushroom" else (0.0, 1.0)
         return -reward / max(-low, high) if self.costs == "negated" else (high - reward) / (high - low)
 
@@ -110,7 +110,7 @@ def text(context: Sequence[float]) -> str:
 def peer_play(
     chosen: BanditProblem, rounds: Rounds, setting: Setting, seed: int, *, parsed: bool = True
 ) -> tuple[float, float]:
-    """Total reward over the optimum's, and decisions a second; the text is written and parsed outside the clock or in it."""
+    """Total reward over the optimum's, and decisions per second; the text is written and parsed outside the clock or in it."""
     peer = vowpalwabbit.Workspace(
         f"--cb_explore {chosen.n_arms} {setting.options} -b 20 --quiet --random_seed {seed % 2**31}"
     )
@@ -190,7 +190,7 @@ def our_result(
 
 
 def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: int) -> float:
-    """Decisions a second of an agent that is shown one context at a time.
+    """Decisions per second of an agent that is shown one context at a time.
 
     In one thread, as the peer: where another process has the second core, two wait for each other most of the time.
     """
@@ -208,7 +208,7 @@ def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: in
         torch.set_num_threads(threads)
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------------------------
 
 
 def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
@@ -223,8 +223,8 @@ def table(name: str, rounds: int, ours: Mapping[str, Any], peers: Mapping[str, A
         found = (peers or {})[key]
         rows.append((f"Vowpal Wabbit, {key}", found, found["per_second_from_numbers"]))
     for who, found, slow in rows:
-        mean, spread = mean_and_sd(found["reward_ratio"])
-        lines.append(f"  {who:37s}{mean:8.3f} ± {spread:.3f}{found['per_second']:15,.0f}{slow:12,.0f}")
+        mean, sd = mean_and_sd(found["reward_ratio"])
+        lines.append(f"  {who:37s}{mean:8.3f} ± {sd:.3f}{found['per_second']:15,.0f}{slow:12,.0f}")
         if "setting" in found:
             lines.append(f"    {found['setting']}")
     return "\n".join(lines)
@@ -232,23 +232,23 @@ def table(name: str, rounds: int, ours: Mapping[str, Any], peers: Mapping[str, A
 
 def against(ours: Sequence[float], peer: Sequence[float], which: str) -> str:
     """Ours less the peer's, run by run; a tie within two standard errors."""
-    gap, spread = mean_and_sd(a - b for a, b in zip(ours, peer, strict=True))
-    error = spread / math.sqrt(len(ours))
+    gap, sd = mean_and_sd(a - b for a, b in zip(ours, peer, strict=True))
+    error = sd / math.sqrt(len(ours))
     word = "ties with" if abs(gap) <= 2 * error or gap == 0 else "beats" if gap > 0 else "LOSES to"
     return f"{word} {which} ({gap:+.3f} ± {error:.3f})"
 
 
 def verdict(name: str, agent: str, ours: Mapping[str, Any], peers: Mapping[str, Any]) -> str:
     best, one = peers["best"], peers["one for all problems"]
-    told = [
+    verdicts = [
         against(ours["reward_ratio"], peer["reward_ratio"], which)
         for which, peer in (("its best", best), ("its one for all", one))
     ]
     pace = ours["per_second"] / best["per_second"]
     live = ours["per_second_live"] / best["per_second_from_numbers"]
     return (
-        f"{agent:9s} on {name:9s} {', '.join(told)}; "
-        f"decisions a second, ours / its best: {pace:.2g}, one by one {live:.2g}"
+        f"{agent:9s} on {name:9s} {', '.join(verdicts)}; "
+        f"decisions per second, ours / its best: {pace:.2g}, one by one {live:.2g}"
     )
 
 
