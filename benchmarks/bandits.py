@@ -1,9 +1,9 @@
-"""Bandit agents beside Vowpal Wabbit: reward over the optimum's, and decisions a second.
+"""Bandit agents next to Vowpal Wabbit: reward over the optimum's, and decisions per second.
 
     python benchmarks/bandits.py [--quick] [--alone] [--rounds 2000] [--runs 5] [--problems ...] [--device cuda] [--out out/bench]
 
 Both sides meet the same contexts and rewards, run by run. Ours plays with one setting for all problems: `simulate`, all
-runs at once, and an agent of `make_agent`, one context at a time. Decisions a second are of the whole loop: act, learn,
+runs at once, and an agent of `make_agent`, one context at a time. Decisions per second are of the whole loop: act, learn,
 and for `simulate` making the rounds too. `simulate` uses torch's threads on a CPU; the peer and the live agent have one.
 
 Vowpal Wabbit plays `--cb_explore` with every exploration, learning rate and cost below, with and without the products of
@@ -71,7 +71,7 @@ class Setting:
         return f"{self.options}, costs {self.costs}"
 
     def cost(self, chosen: BanditProblem, reward: float) -> float:
-        """The cost the peer is told of."""
+        """The cost that the peer learns from."""
         low, high = (-35.0, 5.0) if chosen.name == "mushroom" else (0.0, 1.0)
         return -reward / max(-low, high) if self.costs == "negated" else (high - reward) / (high - low)
 
@@ -185,7 +185,7 @@ def our_result(
 
 
 def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: int) -> float:
-    """Decisions a second of an agent that is shown one context at a time.
+    """Decisions per second of an agent that is shown one context at a time.
 
     In one thread, as the peer: where another process has the second core, two wait for each other most of the time.
     """
@@ -203,7 +203,7 @@ def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: in
         torch.set_num_threads(threads)
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------------------------
 
 
 def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
@@ -235,7 +235,7 @@ def verdict(name: str, agent: str, ours: Mapping[str, Any], peers: Mapping[str, 
     live = ours["per_second_live"] / best["per_second_from_numbers"]
     return (
         f"{agent:9s} on {name:9s} {', '.join(told)}; "
-        f"decisions a second, ours / its best: {pace:.2g}, one by one {live:.2g}"
+        f"decisions per second, ours / its best: {pace:.2g}, one by one {live:.2g}"
     )
 
 
