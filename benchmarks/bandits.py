@@ -1,9 +1,9 @@
-"""Bandit agents beside Vowpal Wabbit: reward over the optimum's, and decisions a second.
+"""Bandit agents next to Vowpal Wabbit: reward over the optimum's, and decisions per second.
 
-    python benchmarks/bandits.py [--quick] [--rounds 2000] [--runs 5] [--problems ...] [--device cuda] [--out out/bench]
+    python benchmarks/bandits.py [--quick] [--alone] [--rounds 2000] [--runs 5] [--problems ...] [--device cuda] [--out out/bench]
 
 Both sides meet the same contexts and rewards, run by run. Ours plays with one setting for all problems: `simulate`, all
-runs at once, and an agent of `make_agent`, one context at a time. Decisions a second are of the whole loop: act, learn,
+runs at once, and an agent of `make_agent`, one context at a time. Decisions per second are of the whole loop: act, learn,
 and for `simulate` making the rounds too. `simulate` uses torch's threads on a CPU; the peer and the live agent have one.
 
 Vowpal Wabbit plays `--cb_explore` with every exploration, learning rate and cost below, with and without the products of
@@ -11,20 +11,17 @@ two features. Each setting plays two runs; the best of them, the best over all p
 runs, and the one with the highest mean stands in the table. It is picked after the fact, which favours it. Costs
 are −reward, scaled by a constant into [−1, 1] ("negated"), or mapped onto [0, 1] ("shifted"). Its examples are parsed
 from text before the clock starts; "from numbers" is its pace with the text written and parsed inside the loop, as a
-service would. Without vowpalwabbit (`make peers` brings it) our own numbers are printed alone.
+service would.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
 import random
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,18 +29,12 @@ import torch
 
 from bayesadam.bandits import BanditProblem, Rounds, make_agent, problem, simulate
 from bayesadam.structures.noise import stream_seed
-from results import OUT, write_results
-
-try:
-    import vowpalwabbit
-except ImportError:
-    vowpalwabbit = None
+from harness import against, arguments, import_peer, setting, write_results
 
 SEED = 0
 PROBLEMS = ("mushroom", "statlog", "covertype")
 OURS = ("badam", "badam-map", "linear")
-CPU_ROUNDS, QUICK_ROUNDS = 2000, 200
-LIVE_ROUNDS, QUICK_LIVE_ROUNDS = 600, 100
+CPU_ROUNDS, LIVE_ROUNDS = 2000, 600
 SCREENED_RUNS, FINALISTS = 2, 4
 
 EXPLORATIONS = (
@@ -80,7 +71,7 @@ class Setting:
         return f"{self.options}, costs {self.costs}"
 
     def cost(self, chosen: BanditProblem, reward: float) -> float:
-        """The cost the peer is told of."""
+        """The cost that the peer learns from."""
         low, high = (-35.0, 5.0) if chosen.name == "mushroom" else (0.0, 1.0)
         return -reward / max(-low, high) if self.costs == "negated" else (high - reward) / (high - low)
 
@@ -90,7 +81,9 @@ DEFAULT = Setting("--epsilon 0.05 -l 0.5", "negated")
 
 
 def settings(quick: bool) -> list[Setting]:
-    grid = itertools.product(EXPLORATIONS, RATES[:1] if quick else RATES, ("", PRODUCTS), COSTS)
+    if quick:
+        return [DEFAULT, Setting("--squarecb -l 0.5", "shifted")]
+    grid = itertools.product(EXPLORATIONS, RATES, ("", PRODUCTS), COSTS)
     return [
         Setting(f"{exploration} -l {rate:g}" + (f" {products}" if products else ""), costs)
         for exploration, rate, products, costs in grid
@@ -111,6 +104,8 @@ def peer_play(
     chosen: BanditProblem, rounds: Rounds, setting: Setting, seed: int, *, parsed: bool = True
 ) -> tuple[float, float]:
     """Total reward over the optimum's, and decisions a second; the text is written and parsed outside the clock or in it."""
+    import vowpalwabbit
+
     peer = vowpalwabbit.Workspace(
         f"--cb_explore {chosen.n_arms} {setting.options} -b 20 --quiet --random_seed {seed % 2**31}"
     )
@@ -190,7 +185,7 @@ def our_result(
 
 
 def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: int) -> float:
-    """Decisions a second of an agent that is shown one context at a time.
+    """Decisions per second of an agent that is shown one context at a time.
 
     In one thread, as the peer: where another process has the second core, two wait for each other most of the time.
     """
@@ -208,7 +203,7 @@ def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: in
         torch.set_num_threads(threads)
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------------------------
 
 
 def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
@@ -223,68 +218,54 @@ def table(name: str, rounds: int, ours: Mapping[str, Any], peers: Mapping[str, A
         found = (peers or {})[key]
         rows.append((f"Vowpal Wabbit, {key}", found, found["per_second_from_numbers"]))
     for who, found, slow in rows:
-        mean, spread = mean_and_sd(found["reward_ratio"])
-        lines.append(f"  {who:37s}{mean:8.3f} ± {spread:.3f}{found['per_second']:15,.0f}{slow:12,.0f}")
+        mean, deviation = mean_and_sd(found["reward_ratio"])
+        lines.append(f"  {who:37s}{mean:8.3f} ± {deviation:.3f}{found['per_second']:15,.0f}{slow:12,.0f}")
         if "setting" in found:
             lines.append(f"    {found['setting']}")
     return "\n".join(lines)
 
 
-def against(ours: Sequence[float], peer: Sequence[float], which: str) -> str:
-    """Ours less the peer's, run by run; a tie within two standard errors."""
-    gap, spread = mean_and_sd(a - b for a, b in zip(ours, peer, strict=True))
-    error = spread / math.sqrt(len(ours))
-    word = "ties with" if abs(gap) <= 2 * error or gap == 0 else "beats" if gap > 0 else "LOSES to"
-    return f"{word} {which} ({gap:+.3f} ± {error:.3f})"
-
-
 def verdict(name: str, agent: str, ours: Mapping[str, Any], peers: Mapping[str, Any]) -> str:
     best, one = peers["best"], peers["one for all problems"]
-    told = [
-        against(ours["reward_ratio"], peer["reward_ratio"], which)
-        for which, peer in (("its best", best), ("its one for all", one))
-    ]
+    told = []
+    for which, theirs in (("its best", best), ("its one for all", one)):
+        word, gap, error = against(ours["reward_ratio"], theirs["reward_ratio"], larger_is_better=True)
+        told.append(f"{word} {which} ({gap:+.3f} ± {error:.3f})")
     pace = ours["per_second"] / best["per_second"]
     live = ours["per_second_live"] / best["per_second_from_numbers"]
     return (
         f"{agent:9s} on {name:9s} {', '.join(told)}; "
-        f"decisions a second, ours / its best: {pace:.2g}, one by one {live:.2g}"
+        f"decisions per second, ours / its best: {pace:.2g}, one by one {live:.2g}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="two runs of 100 rounds on statlog", peer="vowpalwabbit")
     parser.add_argument("--rounds", type=int, help="of a run; 0 for all of them; 2000 on a CPU, otherwise all")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="PROBLEM")
     parser.add_argument("--device", default="cpu", help="of `simulate`")
-    parser.add_argument(
-        "--quick", action="store_true", help="two runs of 200 rounds, and the peer's default rate alone"
-    )
-    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    vowpalwabbit = import_peer("vowpalwabbit", "vowpalwabbit", alone=options.alone)
     asked = options.rounds if options.rounds is not None else CPU_ROUNDS if options.device == "cpu" else 0
     runs, live_rounds = options.runs, LIVE_ROUNDS
     if options.quick:
-        asked, runs, live_rounds = QUICK_ROUNDS, 2, QUICK_LIVE_ROUNDS
+        asked, runs, live_rounds, options.problems = 100, 2, 20, ["statlog"]
     if runs < 2:
         parser.error("--runs must be at least 2, for there to be a standard deviation")
     problems = [problem(name) for name in options.problems]
     seeds = [stream_seed(SEED, "run", number) for number in range(runs)]
     played = {chosen.name: [chosen.run(seed, asked or None) for seed in seeds] for chosen in problems}
     results: dict[str, Any] = {
-        "torch": torch.__version__,
+        **setting(),
         "vowpalwabbit": vowpalwabbit and vowpalwabbit.__version__,
         "device": options.device,
-        "threads": torch.get_num_threads(),
         "runs": runs,
         "problems": {},
     }
     print(f"{options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, {runs} runs")
-    if vowpalwabbit is None:
-        print("vowpalwabbit is not installed here (make peers brings it): ours alone")
-        means = {}
-    else:
+    means = {}
+    if vowpalwabbit is not None:
         means = {chosen.name: screened(chosen, played[chosen.name], options.quick) for chosen in problems}
     # With its first optimiser torch brings in modules for more than a second.
     torch.optim.Adam([torch.zeros(1)])
@@ -298,7 +279,7 @@ def main() -> None:
         ours = {agent: our_result(chosen, played[name], agent, options.device, live_rounds) for agent in OURS}
         results["problems"][name] = {"rounds": rounds, "ours": ours, "vowpalwabbit": peers}
         print("\n" + table(name, rounds, ours, peers), flush=True)
-        path = write_results(options.out, "bandits", results)
+        write_results(options.out, "bandits", results)
         if peers:
             verdicts += [verdict(name, agent, ours[agent], peers) for agent in OURS]
     print(f"\nMean ± standard deviation of {runs} runs. One by one: our live agent on {live_rounds} rounds.")
@@ -307,7 +288,6 @@ def main() -> None:
             "Vowpal Wabbit one by one: from numbers. Its best setting is picked after the fact, which favours it. Below,"
         )
         print("ours against it, the differences run by run with their standard errors.")
-    print(f"results: {path}")
     for line in verdicts:
         print(line)
 

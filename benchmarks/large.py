@@ -5,13 +5,11 @@
 124 million random weights (transformers' own GPT-2, small) take three AdamW steps on random tokens. Then: seconds and
 memory beyond the model and its optimiser to build the posterior and to take a draw; and, from what `torch.save` wrote,
 each in a process of its own on the CPU, to inspect the checkpoint, to prune it and to draw from it. Memory on a CPU is
-the anonymous kind: pages mapped from the file are the system's cache. `--quick` takes a model of 3 million weights.
+the anonymous kind: pages mapped from the file are the system's cache.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import resource
 import tempfile
@@ -27,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
 from bayesadam.inspect import inspect_checkpoint
+from harness import arguments, setting, write_results
 
 N = 60_000
 QUICK = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 20_000}
@@ -108,9 +107,8 @@ def live(device: str, quick: bool, path: Path) -> dict[str, Any]:
     built: list[ba.Posterior] = []
     generator = torch.Generator().manual_seed(0)
     found = {
-        "torch": torch.__version__,
+        **setting(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
         "weights": sum(weights),
         "largest_tensor_mib": max(weights) * 4 / 2**20,
         # Kept: otherwise the draw would be found the memory that the posterior left.
@@ -122,11 +120,7 @@ def live(device: str, quick: bool, path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="a model of 3 million weights", device=True).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.pt"
         results = live(options.device, options.quick, path)
@@ -143,14 +137,11 @@ def main() -> None:
         for task in TASKS:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 results[task] = pool.apply(on_disk, (task, str(small), str(path)))
+    write_results(options.out, "large", results)
     for task in ("build", "draw", *TASKS):
         found = results[task]
         share = found["mib"] / largest
         print(f"  {task:8s}{found['seconds']:8.2f} s{found['mib']:9.0f} MiB beyond, {share:.2f} of the largest tensor")
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / "large.json"
-    target.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"results: {target}")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,9 @@ validation sentences calibrate, test sentences score.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
-from bayesadam import scores
+from harness import arguments, class_scores, score_table, write_results
 
 WORDS, LENGTH, FAMILIES, WIDTH, BATCH = 16, 12, 4, 32, 16
 Batch = tuple[dict[str, Tensor], Tensor]
@@ -165,14 +162,7 @@ def next_tokens(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def scored(probs: Tensor, y: Tensor) -> dict[str, float]:
-    probs, y = probs.flatten(0, -2), y.flatten()
-    picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
-    return {
-        "accuracy": scores.accuracy(probs, y),
-        "nll": -float(picked.log().mean()),
-        "ece": scores.ece(probs, y),
-        "brier": scores.brier(probs, y),
-    }
+    return class_scores(probs.flatten(0, -2), y.flatten())
 
 
 def measured(task: Task, steps: int) -> dict[str, Any]:
@@ -203,25 +193,18 @@ def measured(task: Task, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="less training, less data")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="less training, less data").parse_args()
     torch.set_num_threads(2)
     steps = 60 if options.quick else 400
     results = {
         "sequence classifier": measured(classifier(options.quick), steps),
         "causal LM": measured(language_model(options.quick), steps),
     }
-    columns = ("accuracy", "nll", "ece", "brier")
     for name, result in results.items():
         print(f"{name}: {result['weights']:,} of {result['weights_of_model']:,} weights, N = {result['n_data']:g}")
-        print(f"{'':22s}" + "".join(f"{column:>10s}" for column in columns))
-        for label, row in result["scores"].items():
-            print(f"{label:22s}" + "".join(f"{row[column]:10.4f}" for column in columns))
+        print(score_table(result["scores"], result["scores"]["network"]))
         print(", ".join(f"{what} {value:.1f} s" for what, value in result["seconds"].items()), end="\n\n")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "lora.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_results(options.out, "lora", results)
     for name, result in results.items():
         after, before = result["scores"]["linearised, after"], result["scores"]["network"]
         print(

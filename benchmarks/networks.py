@@ -80,9 +80,22 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, length) token numbers to (batch, classes) logits."""
+        """(batch, length) token indices to (batch, classes) logits."""
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.head(self.encoder(self.tokens(ids) + self.places(places)).mean(dim=1))
+
+
+def train_classifier(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int = 128) -> torch.optim.Adam:
+    """Epochs of plain Adam; the model is left in evaluation mode."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model.train()
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x)).split(batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    model.eval()
+    return optimizer
 
 
 def settle(model: nn.Module, inputs: Tensor, classes: int, steps: int = 5) -> torch.optim.Adam:

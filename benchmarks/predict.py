@@ -1,11 +1,10 @@
 """Predictions beside laplace-torch, the same diagonal posterior on both sides, and how their cost grows.
 
-    python benchmarks/predict.py [--quick] [--only mlp resnet …] [--threads 1] [--out out/bench]
+    python benchmarks/predict.py [--quick] [--alone] [--only mlp resnet …] [--threads 1] [--out out/bench]
     python benchmarks/predict.py --device cuda [--memory-budget 8]
 
-The peer computes Jacobians with whichever of its backends is the fastest that works; without laplace-torch (`make peers`
-brings it) our own numbers are printed alone. Every comparison first checks both sides against a float64 Jacobian written
-out row by row. Memory is the growth of the resident set, each side in a process of its own. On CUDA ours alone is timed,
+The peer computes Jacobians with whichever of its backends is the fastest that works; --alone measures ours without it.
+Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the resident set, each side in a process of its own. On CUDA ours alone is timed,
 at large batches. The last lines say which targets were met; predict.json and growth.png go to --out.
 """
 
@@ -31,14 +30,8 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from harness import arguments, import_peer, interleaved, setting, write_results
 from networks import ResNet18, Transformer, mlp, settle
-from timing import interleaved
-
-try:
-    from laplace.baselaplace import DiagLaplace
-    from laplace.curvature import BackPackGGN, CurvlinopsGGN
-except ImportError:
-    DiagLaplace = None
 
 N, DELTA, CLASSES = 60_000, 10_000.0, 10
 MIB = 2**20
@@ -78,11 +71,11 @@ def posterior_of(model: nn.Module, inputs: Tensor, classes: int = CLASSES) -> ba
     return ba.Posterior.from_optimizer(model, settle(model, inputs, classes), N, prior_precision=DELTA)
 
 
-def prepared(name: str, device: str = "cpu") -> tuple[ba.Posterior, Tensor]:
+def prepared(name: str, device: str = "cpu", *, quick: bool = False) -> tuple[ba.Posterior, Tensor]:
     """The case's posterior and batch, the same in every process."""
     torch.manual_seed(0)
     case = CASES[name]
-    inputs = case.inputs(case.batch).to(device)
+    inputs = case.inputs(1 if quick else case.batch).to(device)
     return posterior_of(case.build().to(device), inputs), inputs
 
 
@@ -90,11 +83,14 @@ def peer_of(posterior: ba.Posterior, backend: str) -> Any:
     """laplace-torch's diagonal posterior with our mean and precisions, over a copy of the model (BackPACK marks it)."""
     model = copy.deepcopy(posterior.model)
     model.output_size = CLASSES
-    kind = {"BackPACK": BackPackGGN, "curvlinops": CurvlinopsGGN}[backend] if backend else None
-    peer = DiagLaplace(model, "classification", prior_precision=DELTA, backend=kind)
-    peer.mean = torch.cat([mu.flatten() for mu in posterior.mean.values()])
-    peer.H = torch.cat([variance.reciprocal().flatten() for variance in posterior.variance.values()]) - DELTA
-    return peer
+    from laplace.baselaplace import DiagLaplace
+    from laplace.curvature import BackPackGGN, CurvlinopsGGN
+
+    kind = {"BackPACK": BackPackGGN, "curvlinops": CurvlinopsGGN}[backend]
+    found = DiagLaplace(model, "classification", prior_precision=DELTA, backend=kind)
+    found.mean = torch.cat([mu.flatten() for mu in posterior.mean.values()])
+    found.H = torch.cat([variance.reciprocal().flatten() for variance in posterior.variance.values()]) - DELTA
+    return found
 
 
 def covariance(posterior: ba.Posterior, inputs: Tensor, **options: Any) -> Tensor:
@@ -154,26 +150,26 @@ def compared(
 def linearised(name: str, options: argparse.Namespace, *, rounds: int, times: int) -> dict[str, Any]:
     """Full covariances of a case, ours and the peer's: agreement, then time."""
     case = CASES[name]
-    posterior, inputs = prepared(name)
-    print(f"{posterior.n_weights:,} weights, batch {case.batch}, {CLASSES} × {CLASSES} covariances")
-    few = min(2, case.batch)
+    posterior, inputs = prepared(name, quick=options.quick)
+    print(f"{posterior.n_weights:,} weights, batch {len(inputs)}, {CLASSES} × {CLASSES} covariances")
+    few = min(2, len(inputs))
     truth, ours = reference(posterior, inputs[:few]), covariance(posterior, inputs)
     error = distance(ours[:few], truth)
     assert error < 1e-4, error
     print(f"relative distance from a float64 Jacobian: ours {error:.1e}")
     result: dict[str, Any] = {"weights": posterior.n_weights, "error": error}
     calls = {}
-    for backend in case.backends if DiagLaplace is not None else ():
-        peer = peer_of(posterior, backend)
-        values = peer._glm_predictive_distribution(inputs)[1]
+    for backend in () if options.alone else case.backends:
+        theirs = peer_of(posterior, backend)
+        values = theirs._glm_predictive_distribution(inputs)[1]
         error = distance(values[:few], truth)
         print(f"    laplace-torch ({backend}) {error:.1e}; from ours, all examples, {distance(ours, values):.1e}")
         assert error < 1e-3, (backend, error)
         result[f"error {backend}"] = error
-        calls[backend] = lambda peer=peer: peer._glm_predictive_distribution(inputs)
-    rounds = 1 if options.quick else rounds
+        calls[backend] = lambda theirs=theirs: theirs._glm_predictive_distribution(inputs)
+    rounds, times = (1, 1) if options.quick else (rounds, times)
     own, found = compared(lambda: covariance(posterior, inputs), calls, rounds=rounds, times=times, warmup=0)
-    fresh, _ = prepared(name)
+    fresh, _ = prepared(name, quick=options.quick)
     began = time.perf_counter()
     covariance(fresh, inputs)
     first = time.perf_counter() - began
@@ -190,14 +186,13 @@ def linearised(name: str, options: argparse.Namespace, *, rounds: int, times: in
 def memory(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The growth of the resident set in one call, each side in its own process."""
     result: dict[str, Any] = {}
-    sides = ["ours", *(CASES[name].backends if DiagLaplace is not None else ())]
+    sides = ["ours", *(() if options.alone else CASES[name].backends)]
     for side in sides:
         with tempfile.NamedTemporaryFile(suffix=".json") as answer:
             command = [sys.executable, __file__, "--child", name, side, answer.name]
             done = subprocess.run([*command, "--threads", str(options.threads)], check=False, capture_output=True)
             if done.returncode:
-                print(f"{side}: could not run here ({done.stderr.decode().strip().splitlines()[-1:]})")
-                continue
+                raise RuntimeError(f"{side}: {done.stderr.decode().strip()[-2000:]}")
             found = json.loads(Path(answer.name).read_text())
         print(f"{side}: {found['grown_mib']:.0f} MiB beside model and posterior, {found['peak_mib']:.0f} MiB in all")
         result[side] = found
@@ -214,8 +209,8 @@ def child(name: str, side: str, answer: str) -> None:
     if side == "ours":
         call: Callable[[], object] = lambda: covariance(posterior, inputs)  # noqa: E731
     else:
-        peer = peer_of(posterior, side)
-        call = lambda: peer._glm_predictive_distribution(inputs)  # noqa: E731
+        theirs = peer_of(posterior, side)
+        call = lambda: theirs._glm_predictive_distribution(inputs)  # noqa: E731
     before = resident("VmRSS")
     call()
     peak = resident("VmHWM")
@@ -237,9 +232,11 @@ def bench_mlp(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]
 def bench_resnet(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
     """A ResNet-18 on four images."""
     result = linearised("resnet", options, rounds=2, times=2)
-    result["memory"] = memory("resnet", options)
     targets = at_least("linearised covariances, ResNet-18: time, peer / ours", 5, result.get("ratio"))
-    return result, targets + at_most("the same: memory, ours / peer", 0.1, result["memory"].get("ratio"))
+    if not options.quick:
+        result["memory"] = memory("resnet", options)
+        targets += at_most("the same: memory, ours / peer", 0.1, result["memory"].get("ratio"))
+    return result, targets
 
 
 def bench_transformer(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
@@ -261,16 +258,16 @@ def bench_draws(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
         return drawn.probs
 
     calls = {}
-    if DiagLaplace is not None:
-        peer = peer_of(posterior, "curvlinops")
-        calls["laplace-torch"] = lambda: peer(inputs, pred_type="nn", link_approx="mc", n_samples=draws)
+    if not options.alone:
+        theirs = peer_of(posterior, "curvlinops")
+        calls["laplace-torch"] = lambda: theirs(inputs, pred_type="nn", link_approx="mc", n_samples=draws)
         # Both estimate the same probabilities: they may differ by the noise of thirty draws each, no more.
         wide = torch.stack([ours() for _ in range(20)])
         noise = wide.std(dim=0).norm() * math.sqrt(1 + 1 / 20)
         apart = float((calls["laplace-torch"]() - wide.mean(dim=0)).norm() / noise)
         print(f"the peer's probabilities lie {apart:.2f} standard deviations from ours (1 expected)")
         assert apart < 3, apart
-    own, found = compared(ours, calls, rounds=3 if options.quick else 15, times=3, warmup=1)
+    own, found = compared(ours, calls, rounds=1 if options.quick else 15, times=3, warmup=1)
     print(f"{draws} draws: ours {own * 1e3:.1f} ms")
     result: dict[str, Any] = {"ours_ms": own * 1e3}
     if found:
@@ -285,12 +282,12 @@ def bench_draws(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
 
 def bench_growth(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
     """Time against weights, batch, outputs and draws."""
-    rounds = 2 if options.quick else 7
+    rounds, most = (1, 3) if options.quick else (7, None)
     sweeps = {
-        "weights": [_sweep_point(batch=64, width=width) for width in (50, 100, 200, 400, 800, 1600)],
-        "batch": [_sweep_point(batch=batch) for batch in (1, 4, 16, 64, 256, 1024)],
-        "outputs": [_sweep_point(batch=16, classes=classes) for classes in (10, 30, 100, 300, 1000)],
-        "draws": [_sweep_point(batch=64, draws=draws) for draws in (10, 30, 100, 300)],
+        "weights": [_sweep_point(batch=64, width=width) for width in (50, 100, 200, 400, 800, 1600)[:most]],
+        "batch": [_sweep_point(batch=batch) for batch in (1, 4, 16, 64, 256, 1024)[:most]],
+        "outputs": [_sweep_point(batch=16, classes=classes) for classes in (10, 30, 100, 300, 1000)[:most]],
+        "draws": [_sweep_point(batch=64, draws=draws) for draws in (10, 30, 100, 300)[:most]],
     }
     result: dict[str, Any] = {}
     for name, points in sweeps.items():
@@ -303,7 +300,7 @@ def bench_growth(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targ
         result[name] = {"sizes": sizes, "ms": best, "slope": slope}
         print(f"{name:>8s}  " + "  ".join(f"{size:>9,d}" for size in sizes))
         print(f"{'ms':>8s}  " + "  ".join(f"{ms:9.2f}" for ms in best) + f"   slope at the end {slope:.2f}")
-    picture(result, Path(options.out) / "growth.png")
+    picture(result, options.out / "growth.png")
     return result, at_most("growth of variances with the outputs: slope, log-log", 1.1, result["outputs"]["slope"])
 
 
@@ -417,13 +414,11 @@ BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Tar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser = arguments(__doc__, quick="one round of each", peer="laplace-torch")
     parser.add_argument("--only", nargs="+", choices=BENCHES, help="these alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, for both sides")
     parser.add_argument("--memory-budget", type=float, default=8.0, help="GiB, on CUDA")
-    parser.add_argument("--out", default="out/bench")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -433,20 +428,17 @@ def main() -> None:
         child(*options.child)
         return
     print(f"{options.device}, torch {torch.__version__}, {options.threads} threads")
-    if DiagLaplace is None:
-        print("laplace-torch is not installed here (make peers brings it): ours alone")
+    if options.device == "cpu":
+        import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
     chosen = options.only or (["large"] if options.device == "cuda" else [name for name in BENCHES if name != "large"])
-    results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "threads": options.threads}
+    results: dict[str, Any] = {**setting(), "device": options.device}
     targets: list[Target] = []
     for name in chosen:
         print(f"\n{name}: {(BENCHES[name].__doc__ or '').splitlines()[0]}")
         results[name], found = BENCHES[name](options)
         targets += found
     results["targets"] = [asdict(target) for target in targets]
-    path = Path(options.out) / "predict.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nresults: {path}")
+    write_results(options.out, "predict", results)
     for target in targets:
         print(f"{'met' if target.met else 'MISSED':7s} {target.measured:8.4g}  {target.asked:7s} {target.name}")
 

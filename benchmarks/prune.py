@@ -1,6 +1,6 @@
 """Pruning a real MNIST network: from its checkpoint without data, and whole units, with bytes and time before and after.
 
-    BAYESADAM_DATA=... python benchmarks/prune.py [--epochs 5] [--out out/bench]
+    BAYESADAM_DATA=... python benchmarks/prune.py [--quick] [--epochs 5] [--out out/bench]
 
 A 784-400-400-10 network is trained with plain Adam and saved as a trainer would. `prune_checkpoint` sees that file alone.
 Then whole units are removed by signal to noise and the network is shrunk: the file's bytes, and the time of a forward pass
@@ -10,10 +10,10 @@ one by one, and `shrink` takes out the units that this left without any.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,22 +24,11 @@ from bayesadam.data import Images, load_images
 from bayesadam.engine.network import member
 from bayesadam.experiments.pruning import problem_of
 from bayesadam.methods import Network, Training
-from networks import mlp
-from timing import interleaved, ratio
+from harness import arguments, interleaved, ratio, write_results
+from networks import mlp, train_classifier
 
 FRACTIONS = (0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 UNITS = (0.25, 0.5, 0.75)
-
-
-def trained(x: Tensor, y: Tensor, epochs: int) -> tuple[nn.Module, torch.optim.Adam]:
-    model = mlp()
-    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(128):
-            adam.zero_grad()
-            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            adam.step()
-    return model.eval(), adam
 
 
 @torch.no_grad()
@@ -75,15 +64,18 @@ def trained_to_be_pruned(images: Images, epochs: int) -> ba.Posterior:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, quick="one epoch of 2,000 images")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     torch.manual_seed(0)
     images = load_images("mnist")
-    model, adam = trained(images.train_x, images.train_y, options.epochs)
+    if options.quick:
+        options.epochs = 1
+        images = replace(images, train_x=images.train_x[:2000], train_y=images.train_y[:2000])
+    model = mlp()
+    adam = train_classifier(model, images.train_x, images.train_y, options.epochs)
     test = images.test_x, images.test_y
-    results: dict[str, object] = {"accuracy": accuracy(model, *test)}
+    results: dict[str, Any] = {"accuracy": accuracy(model, *test)}
     print(f"784-400-400-10, {options.epochs} epochs of Adam: accuracy {results['accuracy']:.4f}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -117,9 +109,9 @@ def main() -> None:
             f"\ntrained to be pruned ({accuracy(sparse.model, *test):.4f}), nine tenths of its weights removed, then shrunk:"
         )
         print(f"  0.90: {row['accuracy']:.4f}  {row['weights']:,}  {row['bytes']:,}  {row['time ratio']:.2f}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "prune.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(f"\nresults: {options.out / 'prune.json'}")
+    write_results(options.out, "prune", results)
+    half = results["units 0.5"]
+    print(f"half of the units removed, time of a forward pass over before: {half['time ratio']:.2f}")
 
 
 if __name__ == "__main__":

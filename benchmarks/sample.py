@@ -1,6 +1,6 @@
 """One draw from the posterior of a large model, against plain eager torch in the same run.
 
-    python benchmarks/sample.py [--weights 100_000_000] [--device cuda] [--out out/bench]
+    python benchmarks/sample.py [--quick] [--weights 100_000_000] [--device cuda] [--out out/bench]
 
 On CUDA it prints milliseconds, the peak memory of a draw and the floor set by memory traffic (θ and v̂ read once, the
 draw written once); on a CPU the ratio to eager code alone. sample.json goes to --out.
@@ -8,16 +8,13 @@ draw written once); on a CPU the ratio to eager code alone. sample.json goes to 
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from results import OUT, write_results
-from timing import cuda_milliseconds, interleaved, ratio
+from harness import arguments, cuda_milliseconds, interleaved, ratio, setting, write_results
 
 N, DELTA = 60_000, 100.0
 
@@ -56,18 +53,18 @@ def check(posterior: ba.Posterior) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="100,000 weights, one round", device=True)
     parser.add_argument("--weights", type=int, default=100_000_000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    if options.quick:
+        options.weights, options.rounds = 100_000, 1
     posterior = posterior_of(options.weights, options.device)
     print(f"{posterior.n_weights:,} float32 weights, {options.device}, torch {torch.__version__}")
     check(posterior)
-    results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "weights": posterior.n_weights}
+    results: dict[str, Any] = {**setting(), "device": options.device, "weights": posterior.n_weights}
     results |= on_cuda(posterior) if options.device == "cuda" else on_cpu(posterior, options.rounds)
-    print(f"results: {write_results(options.out, 'sample', results)}")
+    write_results(options.out, "sample", results)
     target = "" if options.device == "cuda" else " (target: at most 1)"
     print(f"draw over plain eager code: {results['ours / eager']:.3f}{target}")
     if options.device == "cuda":
@@ -77,7 +74,7 @@ def main() -> None:
 def on_cpu(posterior: ba.Posterior, rounds: int) -> dict[str, Any]:
     """The time of one draw over that of plain eager code."""
     seconds = interleaved({"ours": posterior.sample, "eager": lambda: eager(posterior)}, rounds=rounds, warmup=1)
-    return {"threads": torch.get_num_threads(), "rounds": rounds, "ours / eager": ratio(seconds, "ours", "eager")}
+    return {"rounds": rounds, "ours / eager": ratio(seconds, "ours", "eager")}
 
 
 def on_cuda(posterior: ba.Posterior) -> dict[str, Any]:

@@ -1,18 +1,16 @@
 """What richer statistics cost in training: a step with SOAP, or with Adam and a recorder, over one with Adam; one run.
 
-    python benchmarks/soap.py [--steps 20] [--rounds 20] [--batches 128] [--device cpu] [--out FOLDER]
+    python benchmarks/soap.py [--quick] [--steps 20] [--rounds 20] [--batches 128] [--device cpu] [--out FOLDER]
 
 Every timed call has its share of refreshes and recordings, which is why the number of its steps is a multiple of 20.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +18,7 @@ from torch import nn
 import bayesadam as ba
 import step
 from bayesadam.optim.soap import SOAP
-from timing import interleaved, ratio
+from harness import arguments, interleaved, ratio, ratio_range, setting, write_results
 
 KEEP = 50
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -70,37 +68,37 @@ def build_seconds(device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="one round at batch 8", device=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", default=[128])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.batches = 1, [8]
     if options.steps < 20 or options.steps % 20:
         parser.error(f"--steps must be a multiple of 20, got {options.steps}")
     print(f"784-400-400-10, {options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, Any] = {**setting(), "device": options.device}
     for batch in options.batches:
         step.BATCH = batch
         candidates = {
             label: step.stepper(make, options.device, options.steps)
             for label, make in {**VARIANTS, "adam": lambda m: torch.optim.Adam(m.parameters())}.items()
         }
-        seconds = interleaved(candidates, rounds=options.rounds)
+        seconds = interleaved(candidates, rounds=options.rounds, warmup=1 if options.quick else 3)
         print(f"batch {batch}: Adam {1e3 * statistics.median(seconds['adam']) / options.steps:.2f} ms a step")
         results[f"batch {batch}"] = {}
         for label in VARIANTS:
-            ratios = [a / b for a, b in zip(seconds[label], seconds["adam"], strict=True)]
-            spread = statistics.quantiles(ratios, n=20, method="inclusive")
+            low, high = ratio_range(seconds, label, "adam")
             value = results[f"batch {batch}"][label.strip()] = ratio(seconds, label, "adam")
-            print(f"  {label:32s} {value:6.2f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})")
-    print("target: at most 1.15, SOAP and the recorder at k = 10")
+            print(f"  {label:32s} {value:6.2f}   (5 to 95 % of rounds: {low:.2f} to {high:.2f})")
     results["seconds to build"] = build_seconds(options.device)
     for structure, taken in results["seconds to build"].items():
         print(f"{structure} from {KEEP} recorded gradients: {taken:.2f} s")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "soap.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_results(options.out, "soap", results)
+    found = results[f"batch {options.batches[-1]}"]
+    for label in ("statistics_every=10", "Adam, recorder every 10th step"):
+        print(f"a step over Adam's, {label}: {found[label]:.2f} (target: at most 1.15)")
 
 
 if __name__ == "__main__":

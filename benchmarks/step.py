@@ -1,24 +1,21 @@
 """What the posterior costs during training: a step with Badam over one with torch.optim.Adam, same flags, same run.
 
-    python benchmarks/step.py [--steps 40] [--rounds 60] [--device cpu] [--out out/bench]
+    python benchmarks/step.py [--quick] [--alone] [--steps 40] [--rounds 60] [--device cpu] [--out out/bench]
 
-Beside it, where installed, IVON (ivon-opt), which trains a posterior of the same shape. step.json goes to --out.
+Next to it, IVON (ivon-opt), which trains a posterior of the same shape. step.json goes to --out.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import bayesadam as ba
-from results import OUT, write_results
-from timing import interleaved, ratio
+from harness import arguments, import_peer, interleaved, ratio, ratio_range, setting, write_results
+from networks import mlp
 
 BATCH = 128
 FLAGS: dict[str, dict[str, object]] = {
@@ -32,15 +29,7 @@ FLAGS: dict[str, dict[str, object]] = {
 
 def network(device: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes = (784, 400, 400, 10)
-    layers = [
-        nn.Linear(sizes[0], sizes[1]),
-        nn.ReLU(),
-        nn.Linear(sizes[1], sizes[2]),
-        nn.ReLU(),
-        nn.Linear(sizes[2], sizes[3]),
-    ]
-    return nn.Sequential(*layers).to(device)
+    return mlp().to(device)
 
 
 def stepper(
@@ -86,19 +75,19 @@ def optimizer_only(make: Callable[[nn.Module], torch.optim.Optimizer], device: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="two rounds of one step", peer="ivon-opt", device=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    if options.quick:
+        options.steps, options.rounds = 1, 2
+    ivon = import_peer("ivon", "ivon-opt", alone=options.alone)
     print(
         f"784-400-400-10, batch {BATCH}, {options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
     results: dict[str, Any] = {
-        "torch": torch.__version__,
+        **setting(),
         "device": options.device,
-        "threads": torch.get_num_threads(),
         "steps": options.steps,
         "rounds": options.rounds,
         "badam / adam": {label: {} for label in FLAGS},
@@ -117,19 +106,12 @@ def main() -> None:
                 rounds=options.rounds,
             )
             value = ratio(seconds, "badam", "adam")
-            ratios = [a / b for a, b in zip(seconds["badam"], seconds["adam"], strict=True)]
-            spread = statistics.quantiles(ratios, n=20, method="inclusive")
-            print(
-                f"{label:14s} {part:16s} Badam / Adam = {value:.3f}   (5 to 95 % of rounds: {spread[0]:.2f} to {spread[-1]:.2f})"
-            )
-            results["badam / adam"][label][part] = {"ratio": value, "5 to 95 % of rounds": [spread[0], spread[-1]]}
+            low, high = ratio_range(seconds, "badam", "adam")
+            print(f"{label:14s} {part:16s} Badam / Adam = {value:.3f}   (5 to 95 % of rounds: {low:.2f} to {high:.2f})")
+            results["badam / adam"][label][part] = {"ratio": value, "5 to 95 % of rounds": [low, high]}
             if part == "training step":
                 worst = max(worst, value)
-    try:
-        import ivon
-    except ImportError:
-        print("ivon-opt is not installed here (make peers brings it)")
-    else:
+    if ivon is not None:
         seconds = interleaved(
             {
                 "ivon": stepper(
@@ -143,7 +125,7 @@ def main() -> None:
         results["ivon / adam"] = ratio(seconds, "ivon", "adam")
         print(f"{'default':14s} {'training step':16s} IVON  / Adam = {results['ivon / adam']:.3f}")
     results["largest"] = worst
-    print(f"results: {write_results(options.out, 'step', results)}")
+    write_results(options.out, "step", results)
     print(f"largest ratio of a Badam training step to Adam's: {worst:.3f} (target: at most 1.02)")
 
 

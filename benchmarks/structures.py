@@ -1,8 +1,8 @@
 """What a richer posterior is worth, beside laplace-torch and ensembles: the paper's toy problem, and four small tables.
 
-    python benchmarks/structures.py [--quick] [--only toy tables] [--seeds 10] [--first-seed 0] [--out out/bench]
+    python benchmarks/structures.py [--quick] [--alone] [--only toy tables] [--seeds 10] [--first-seed 0] [--out out/bench]
 
-Needs laplace-torch and scikit-learn (`make peers`). All rows of a seed share one network, trained by Adam at a rate of 0.01
+All rows of a seed share one network, trained by Adam at a rate of 0.01
 that a cosine takes to 0, with a `Recorder` beside the last 50 steps; SOAP's row has a network of its own, and the last two
 rows four more by Adam, of other starts. Every posterior predicts linearised.
 
@@ -22,23 +22,17 @@ Settings were chosen with seeds from 1000 on.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from laplace import Laplace
-from laplace.curvature import BackPackGGN
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,6 +46,7 @@ from bayesadam.engine.stack import Stack
 from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods import Data, Problem, Training
+from harness import arguments, import_peer, mean_and_error, setting, write_results
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8
 FAR = torch.tensor([[-0.4], [0.7], [1.1]])
@@ -285,6 +280,9 @@ def full_ggn(task: Task) -> Fitted:
 
 def laplace_of(task: Task, structure: str) -> Any:
     """The peer's curvature of the shared network, in float64."""
+    from laplace import Laplace
+    from laplace.curvature import BackPackGGN
+
     model = copy.deepcopy(task.members[0].model).double()
     # For the full matrix its default goes through all columns one by one.
     peer = Laplace(model, "regression", "all", structure, backend=BackPackGGN if structure == "full" else None)
@@ -351,11 +349,17 @@ Results = dict[str, dict[str, list[float]]]
 # --- the toy problem ------------------------------------------------------------------------------------------------
 
 
-def toy(activation: str, seeds: Sequence[int], quick: bool) -> Results:
-    """Every row's scores, one a seed."""
+def rows_of(names: Iterable[str], alone: bool) -> dict[str, Callable[[Task], Fitted]]:
+    """The rows by name, without the peer's where it is left out."""
+    return {name: ROWS[name] for name in names if not (alone and name.startswith("laplace-torch"))}
+
+
+def toy(activation: str, seeds: Sequence[int], quick: bool, alone: bool) -> Results:
+    """Every row's scores, one per seed."""
     sets = [drawn(seed, RegressionSettings()) for seed in seeds]
     parts = (torch.stack([getattr(one[i], key) for one in sets]) for i in (0, 1) for key in ("x", "y"))
     epochs = TOY_EPOCHS // 20 if quick else TOY_EPOCHS
+    rows = rows_of(ROWS, alone)
     found = []
     for task, (_, _, inside, outside) in zip(
         tasks(
@@ -368,7 +372,7 @@ def toy(activation: str, seeds: Sequence[int], quick: bool) -> Results:
         sets,
         strict=True,
     ):
-        found.append({name: toy_scores(row(task), inside, outside) for name, row in ROWS.items()})
+        found.append({name: toy_scores(row(task), inside, outside) for name, row in rows.items()})
     return gathered(found)
 
 
@@ -397,8 +401,8 @@ def table_data(name: str) -> tuple[Any, Any]:
     return getattr(datasets, f"make_{name}")(500, noise=noise, random_state=0)
 
 
-def tabular(name: str, splits: Sequence[int], quick: bool) -> Results:
-    """Every row's scores, one a split, in the units of the targets."""
+def tabular(name: str, splits: Sequence[int], quick: bool, alone: bool) -> Results:
+    """Every row's scores, one per split, in the units of the targets."""
     from sklearn.model_selection import train_test_split
 
     X, y = (torch.as_tensor(part, dtype=torch.float32) for part in table_data(name))
@@ -417,7 +421,8 @@ def tabular(name: str, splits: Sequence[int], quick: bool) -> Results:
     for task, test, unit in zip(
         tasks(data, "relu", 32, EPOCHS[: 1 if quick else None], splits), tests, units, strict=True
     ):
-        found.append({row: tabular_scores(ROWS[row](task), *test, unit) for row in TABLE_ROWS})
+        rows = rows_of(TABLE_ROWS, alone)
+        found.append({name: tabular_scores(row(task), *test, unit) for name, row in rows.items()})
     return gathered(found)
 
 
@@ -438,13 +443,6 @@ TARGETS = (
     ("Kronecker, recorder", "laplace-torch kron"),
     (f"low-rank, last {KEEP}", "full GGN, float64"),
 )
-
-
-def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
-    """The mean, and its standard error."""
-    listed = list(values)
-    error = statistics.stdev(listed) / math.sqrt(len(listed)) if len(listed) > 1 else math.nan
-    return statistics.fmean(listed), error
 
 
 def cell(values: Iterable[float] | None) -> str:
@@ -480,6 +478,8 @@ def verdicts(results: Mapping[str, Results]) -> list[str]:
     lines = []
     for name in (name for name in ACTIVATIONS if name in results):
         for ours, theirs in TARGETS:
+            if theirs not in results[name]:
+                continue
             a, b = (results[name][row]["nll_out"] for row in (ours, theirs))
             gap, error = mean_and_error(x - y for x, y in zip(a, b, strict=True))
             wins = sum(x <= y for x, y in zip(a, b, strict=True))
@@ -490,25 +490,25 @@ def verdicts(results: Mapping[str, Results]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="one seed, few epochs")
+    parser = arguments(__doc__, quick="one seed, few epochs, one network function and one table", peer="laplace-torch")
     parser.add_argument("--only", nargs="+", choices=("toy", "tables"), default=["toy", "tables"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0, help="1000 and up are for choosing settings")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
+    import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
     began = time.perf_counter()
     seeds = range(options.first_seed, options.first_seed + (1 if options.quick else options.seeds))
     work: list[tuple[Callable[..., Results], str]] = []
-    work += [(toy, name) for name in ACTIVATIONS if "toy" in options.only]
-    work += [(tabular, name) for name in TABLES if "tables" in options.only]
+    few = 1 if options.quick else None
+    work += [(toy, name) for name in ACTIVATIONS[:few] if "toy" in options.only]
+    work += [(tabular, name) for name in TABLES[:few] if "tables" in options.only]
     results: dict[str, Results] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         options.jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        jobs = [(part, name, pool.submit(part, name, seeds, options.quick)) for part, name in work]
+        jobs = [(part, name, pool.submit(part, name, seeds, options.quick, options.alone)) for part, name in work]
         for part, name, job in jobs:
             results[name] = job.result()
             if part is toy:
@@ -516,11 +516,8 @@ def main() -> None:
             else:
                 print(told(name, beside_the_diagonal(results[name]), TABLE_COLUMNS), end="\n\n", flush=True)
     print(f"Mean ± standard error over {len(seeds)} seeds or splits, in {(time.perf_counter() - began) / 60:.0f} min.")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "structures.json"
-    kept = {"seeds": list(seeds), "quick": options.quick, "torch": torch.__version__, "results": results}
-    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
-    print(path)
+    about = {**setting(), "seeds": list(seeds), "quick": options.quick}
+    write_results(options.out, "structures", {**about, "results": results})
     print("\n".join(verdicts(results)))
 
 

@@ -20,8 +20,6 @@ A probability under 0.0001 counts as that, for every estimator: a forest says 0,
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
@@ -47,6 +45,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from bayesadam.sklearn import BadamClassifier, BadamRegressor
+from harness import against, arguments, mean_and_error, setting, write_results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Scores = dict[str, float]
@@ -199,12 +198,6 @@ def contest(name: str, splits: int) -> dict[str, dict[str, list[float]]]:
 # --- what is told of it ---------------------------------------------------------------------------------------------
 
 
-def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
-    """The mean, and its standard error over the splits."""
-    listed = list(values)
-    return statistics.fmean(listed), statistics.stdev(listed) / math.sqrt(len(listed))
-
-
 def best_of(results: Mapping[str, Mapping[str, list[float]]], metric: str, names: Iterable[str]) -> str:
     sign = -1 if metric == "accuracy" else 1
     return min(names, key=lambda who: sign * statistics.fmean(results[who][metric]))
@@ -229,30 +222,27 @@ def verdict(name: str, results: Mapping[str, Mapping[str, list[float]]], ours: s
     told = []
     for metric in ("nll", SETS[name][2]):
         rival = best_of(results, metric, [who for who in results if who not in OURS])
-        gap, error = mean_and_error(b - a for a, b in zip(results[rival][metric], results[ours][metric], strict=True))
-        lead = gap if metric == "accuracy" else -gap
-        word = "ties with" if abs(gap) <= 2 * error or gap == 0 else "beats" if lead > 0 else "LOSES to"
+        better = metric == "accuracy"
+        word, gap, error = against(results[ours][metric], results[rival][metric], larger_is_better=better)
         told.append(f"{metric} {word} {rival} ({gap:+.3f} ± {error:.3f})")
     return f"{ours:19s} on {name:17s} " + "; ".join(told)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = arguments(__doc__, quick="two splits of the two smallest sets")
     parser.add_argument("--splits", type=int, default=10)
-    parser.add_argument("--quick", action="store_true", help="two splits")
     embedded = [name for name in SETS if name not in UCI]
     parser.add_argument("--sets", nargs="+", choices=SETS, default=embedded, metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    splits = 2 if options.quick else options.splits
+    splits, sets = (2, ["diabetes", "wine"]) if options.quick else (options.splits, options.sets)
     if splits < 2:
         parser.error("--splits must be at least 2, for there to be a standard error")
-    if set(options.sets) & set(UCI) and (splits > 20 or "BAYESADAM_DATA" not in os.environ):
+    if set(sets) & set(UCI) and (splits > 20 or "BAYESADAM_DATA" not in os.environ):
         parser.error("the UCI sets have 20 splits and lie in the folder uci of $BAYESADAM_DATA, which must be set")
     # So small a network is slowed by a second thread.
     torch.set_num_threads(1)
     results = {}
-    for name in options.sets:
+    for name in sets:
         results[name] = contest(name, splits)
         print(table(name, results[name]), end="\n\n", flush=True)
     print(
@@ -261,10 +251,7 @@ def main() -> None:
     print("split, a tie within two standard errors. The best peer is picked after the fact, which favours it.")
     verdicts = [verdict(name, results[name], ours) for ours in OURS for name in results if ours in results[name]]
     print("\n".join(verdicts))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "tabular.json"
-    path.write_text(json.dumps({"splits": splits, "results": results}, indent=2, ensure_ascii=False) + "\n")
-    print(path)
+    write_results(options.out, "tabular", {**setting(), "splits": splits, "results": results})
     lost = sum("nll LOSES" in line for line in verdicts if line.startswith("Badam ×5 "))
     won = sum("nll beats" in line for line in verdicts if line.startswith("Badam ×5 "))
     print(f"NLL of Badam ×5 against the best peer: better on {won}, worse on {lost} of {len(results)} sets")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from bayesadam._files import replacing
 from bayesadam.errors import FileError, SettingError
 from bayesadam.experiments import demo
 from bayesadam.experiments.run import Run
+from processes import PATIENCE, eventually
 
 SOURCE = Path(__file__).parents[1] / "src"
 SMALL = demo.DemoSettings(steps=10, draws=5, n_test=20)
@@ -172,12 +172,30 @@ def test_interrupting_is_one_line_and_code_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "bayesadam: interrupted\n"
 
 
+# Trains until it is stopped, and says so once it is past torch's own late imports, inside which an interrupt can be lost.
+ENDLESS = """
+import sys
+from pathlib import Path
+from bayesadam.__main__ import main
+from bayesadam.experiments import demo
+
+train = demo.train_network
+
+def endless(*arguments):
+    while True:
+        train(*arguments)
+        Path(sys.argv[1]).touch()
+
+demo.train_network = endless
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_real_ctrl_c_leaves_nothing_behind(tmp_path):
-    # The folder appears once the run has begun; the command then trains for seconds.
-    out = tmp_path / "out"
+    out, training = tmp_path / "out", tmp_path / "training"
     with subprocess.Popen(
-        [sys.executable, "-m", "bayesadam", "demo", "--quiet", "--out", out],
+        [sys.executable, "-c", ENDLESS, training, "demo", "--quiet", "--out", out],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -185,12 +203,9 @@ def test_a_real_ctrl_c_leaves_nothing_behind(tmp_path):
         # A test run started in the background may have inherited that Ctrl-C is to be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        while process.poll() is None and not out.exists():
-            time.sleep(0.05)
-        # Past torch's own late imports, inside which an interrupt can be lost.
-        time.sleep(1.5)
+        eventually(lambda: process.poll() is not None or training.exists(), "training")
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
     # Struck inside code that runs from a string, Python ends by the signal itself, which a shell calls 130 too.
     assert process.returncode in (130, -signal.SIGINT)
     assert stderr.splitlines()[-1] == "bayesadam: interrupted"
@@ -221,6 +236,13 @@ def test_a_missing_package_is_one_line_that_names_the_install(package, tmp_path,
     assert captured.err.count("\n") == 1
     assert repr(package) in captured.err
     assert "pip install 'bayesadam'" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_names_the_install_of_its_template_engine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert run("report", tmp_path / "out") == 2
+    assert "'jinja2'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

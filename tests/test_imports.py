@@ -17,6 +17,7 @@ import bayesadam
 from bayesadam import __version__
 from bayesadam._extras import EXTRA_OF, require
 from bayesadam.errors import MissingExtraError
+from processes import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -50,7 +51,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
 from bayesadam.errors import FileError, ImproperError, SettingError
+from processes import run_python
 
 
 class Tied(nn.Module):
@@ -174,9 +174,9 @@ print(peak[0] - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
-def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A small and a large checkpoint, for all tasks."""
     paths = []
     for width, layers in ((32, 2), (4096, 4)):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -184,17 +184,16 @@ def test_memory_is_a_matter_of_the_largest_tensor(tmp_path, task, times):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        paths.append(tmp_path / f"{width}.pt")
+        paths.append(tmp_path_factory.mktemp("saved") / f"{width}.pt")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, paths[-1])
-    del model, optimizer, parameter
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(paths[1]), str(paths[0]), task],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PYTHONPATH": str(Path(__file__).parents[1] / "src")},
-    )
+    return paths
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(("task", "times"), [("inspect", 1.2), ("prune", 2.8), ("sample", 2.8)])
+def test_memory_is_a_matter_of_the_largest_tensor(files, task, times):
+    small, large = files
+    done = run_python(MEASURED, large, small, task)
     assert done.returncode == 0, done.stderr
     largest = 4096 * 4096 * 4
     assert int(done.stdout) <= times * largest

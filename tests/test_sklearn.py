@@ -3,8 +3,6 @@
 import copy
 import itertools
 import pickle
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +26,7 @@ from bayesadam.engine.rules import Adam
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split
+from processes import run_python
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
 SMALL = {"hidden": (8,), "max_epochs": 20, "n_ensemble": 1, "random_state": 0}
@@ -114,7 +113,7 @@ def test_importing_bayesadam_leaves_scikit_learn_alone_and_its_absence_names_the
         "import sys, bayesadam\nassert 'sklearn' not in sys.modules\nsys.modules['sklearn'] = None\n"
         "try:\n    import bayesadam.sklearn\nexcept bayesadam.BayesAdamError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = run_python(code)
     assert "pip install 'bayesadam[sklearn]'" in done.stdout, done.stderr
 
 

@@ -9,6 +9,7 @@ from bayesadam.errors import MissingExtraError
 
 # import name → extra; None for the light packages of the command line, which a plain install has.
 EXTRA_OF: dict[str, str | None] = {
+    "jinja2": None,
     "matplotlib": None,
     "rich": None,
     "typer": None,

@@ -257,6 +257,7 @@ def report(
 ) -> None:
     """Figure 1, Figure 2 and Table 1 on one HTML page: runs in DIR are taken as they are, missing ones are run."""
     require("matplotlib")
+    require("jinja2")
     from bayesadam.experiments.report import ReportSettings, run_report
 
     asked = ReportSettings(quick=quick, settings=settings or None)

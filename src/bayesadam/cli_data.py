@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one a line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one per line.")]
 
 
 @app.command("list")

@@ -16,15 +16,14 @@ from bayesadam.bandits.learners import Badam, Bootstrap, Greedy, MCDropout, Vari
 from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
 from bayesadam.bandits.settings import (
     BadamSettings,
-    BBBSettings,
     BootstrapSettings,
     DropoutSettings,
     GreedySettings,
-    IVONSettings,
-    VadamSettings,
+    VariationalSettings,
 )
 from bayesadam.engine.gradients import StackedGradient, sampled_outputs
 from bayesadam.engine.network import Network, forward, member, unflatten
+from bayesadam.engine.rules import RULES
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 from bayesadam.optim import IVON, Vadam, _perturbed
@@ -146,12 +145,12 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
     )
 
 
-@pytest.mark.parametrize(("kind", "theirs"), [(VadamSettings, Vadam), (IVONSettings, IVON)])
+@pytest.mark.parametrize(("kind", "theirs"), [("vadam", Vadam), ("ivon", IVON)])
 def test_vadam_and_ivon_step_as_the_optimisers_do(kind, theirs, monkeypatch):
-    settings = kind(
+    settings = VariationalSettings(
         **SMALL, lr=0.02, clip=None, n_per_round=2.0, noise_variance=0.5, initial_std=0.1, prior_variance=0.5
     )
-    learner = Variational(settings, filled(runs=1), 4, [3])
+    learner = Variational(RULES[kind], settings, filled(runs=1), 4, [3])
     n, prior = 80.0, 2.0
     leaf = learner.stack.weights.clone().requires_grad_()
     if theirs is Vadam:
@@ -179,10 +178,10 @@ def test_vadam_and_ivon_step_as_the_optimisers_do(kind, theirs, monkeypatch):
 
 
 def test_bayes_by_backprop_descends_the_elbo():
-    settings = BBBSettings(
+    settings = VariationalSettings(
         **SMALL, lr=0.01, clip=None, n_per_round=1.0, noise_variance=0.2, initial_std=0.1, prior_variance=0.5
     )
-    learner = Variational(settings, filled(runs=1), 4, [3])
+    learner = Variational(RULES["bbb"], settings, filled(runs=1), 4, [3])
     mean, rho = learner.stack.weights.clone().requires_grad_(), learner.stack.state["rho"].clone().requires_grad_()
     optimizer = torch.optim.Adam([mean, rho], lr=0.01)
     noise = Streams([3], "training", CPU)
@@ -269,8 +268,8 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
 
 
 def test_an_estimated_noise_scales_the_likelihood():
-    settings = BBBSettings(**SMALL, noise_variance=None)
-    learner = Variational(settings, filled(), 4, [3, 4])
+    settings = VariationalSettings(**SMALL, noise_variance=None)
+    learner = Variational(RULES["bbb"], settings, filled(), 4, [3, 4])
     learner.train()
     torch.testing.assert_close(learner.stack.scale, torch.full((2, 1), 0.5))
     learner.observe(learner.buffer.add(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 30.0)))
@@ -424,7 +423,7 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
 # --- streams, buffers, settings -------------------------------------------------------------------------------------
 
 
-def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_go_on_after_a_restore():
+def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_resume_after_a_restore():
     many, one = Streams([1, 2, 3], "p", CPU), Streams([2], "p", CPU)
     torch.testing.assert_close(many.uniform(5)[1], one.uniform(5)[0])
     saved = many.state()
@@ -518,7 +517,7 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         ("greedy", {"l2_by_noise": 1}, "l2_by_noise must be True or False"),
         ("vadam", {"initial_pulls": -1}, "initial_pulls must be a whole number, 0 or more"),
         ("vadam", {"initial_std": 1.0}, "wider than the prior"),
-        ("vadam", {"hidden": [3]}, r"hidden must be a tuple of whole numbers such as \(100, 100\), got \[3\]"),
+        ("vadam", {"hidden": [3]}, r"hidden must be a tuple of whole numbers like \(100, 100\), got \[3\]"),
         ("neural-linear", {"hidden": ()}, "hidden must be one hidden layer or more"),
         ("bootstrap", {"members": 0}, "members"),
     ],
@@ -533,7 +532,7 @@ def test_unknown_agents_and_foreign_settings_are_refused():
         agent_settings("bandit")
     with pytest.raises(SettingError, match="settings must be one of"):
         agent_settings("badam", "best")
-    for mine, other in (("greedy", "badam"), ("ivon", "vadam"), ("greedy", "mc-dropout")):
+    for mine, other in (("greedy", "badam"), ("ivon", "greedy"), ("greedy", "mc-dropout")):
         with pytest.raises(SettingError, match=f"{mine} takes .*Settings, not .*Settings"):
             agent_settings(mine, agent_settings(other))
     assert agent_settings("badam-map", agent_settings("badam")) == agent_settings("badam")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, agent_settings, live, make_agent
+from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, MatchError
+from processes import PATIENCE
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
 
@@ -56,7 +60,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_the_same_seed_plays_the_same_game_and_a_saved_agent_goes_on_with_it(name, tmp_path):
+def test_the_same_seed_plays_the_same_game_and_a_saved_agent_resumes_it(name, tmp_path):
     rows = contexts(60)
     whole = make_agent(name, 3, 3, seed=7, **small(name))
     expected = play(whole, rows)
@@ -66,6 +70,54 @@ def test_the_same_seed_plays_the_same_game_and_a_saved_agent_goes_on_with_it(nam
     resumed = Agent.load(tmp_path / "agent.safetensors")
     assert first + play(resumed, rows[33:]) == expected
     assert_same(state_of(resumed), state_of(whole))
+
+
+# Format 1 as it was first written: names of an optimiser of the agents' own, and the settings of all agents in one.
+FORMER = {
+    "exp_avg": "first",
+    "exp_avg_sq": "second",
+    "rho.exp_avg": "rho.first",
+    "rho.exp_avg_sq": "rho.second",
+    "second_moment": "curvature",
+    "hessian": "curvature",
+    "initial_hessian": "first_curvature",
+    "n_data": "n",
+}
+
+
+def as_formerly(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["bayesadam.bandits"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    header["settings"] = {"kind": "any", "members": 5, "window": 1000, "dropout": 0.0, **header["settings"]}
+    renamed = {}
+    for name, tensor in tensors.items():
+        prefix, _, rest = name.partition(".")
+        renamed[f"{prefix}.{FORMER.get(rest, rest)}" if prefix in ("trainer", "actor") else name] = tensor
+    save_file(renamed, path, metadata={"bayesadam.bandits": json.dumps(header)})
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_file_of_an_earlier_version_resumes_too(name, tmp_path):
+    rows, path = contexts(45), tmp_path / "agent.safetensors"
+    agent = make_agent(name, 3, 3, seed=7, **small(name))
+    play(agent, rows[:33])
+    agent.save(path)
+    expected = play(agent, rows[33:])
+    as_formerly(path)
+    assert play(Agent.load(path), rows[33:]) == expected
+
+
+def test_a_file_without_a_setting_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "agent.safetensors"
+    make_agent("linear", 3, 2).save(path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["bayesadam.bandits"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del header["settings"]["shape"]
+    save_file(tensors, path, metadata={"bayesadam.bandits": json.dumps(header)})
+    with pytest.raises(FileError, match="the saved settings lack shape, which LinearSettings has"):
+        Agent.load(path)
 
 
 @pytest.mark.parametrize("name", ["greedy", "badam", "linear"])
@@ -123,6 +175,15 @@ def test_more_room_changes_nothing(name, monkeypatch):
     tight = make_agent(name, 3, 2, seed=5, **SMALL)
     assert play(tight, rows) == expected
     assert tight._buffer.contexts.shape[1] == 64
+
+
+@pytest.mark.parametrize("name", ["vadam", "ivon"])
+def test_a_new_arm_starts_as_uncertain_as_the_settings_say(name):
+    agent = make_agent(name, 3, 2, seed=2, **SMALL)
+    play(agent, contexts(40))
+    agent.add_arm()
+    variance = unflatten(agent._trainer.network, agent._trainer.gaussian().variance)["layer1.bias"][0]
+    assert float(variance[2]) == pytest.approx(agent.settings.initial_std**2, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["greedy", "linear", "badam-map", "vadam"])
@@ -205,21 +266,22 @@ def test_bad_settings_are_named(change):
 def test_acting_does_not_wait_for_training(monkeypatch):
     agent = make_agent("badam", 3, 2, **SMALL)
     play(agent, contexts(10))
-    begun = threading.Event()
+    begun, acted, trained = threading.Event(), threading.Event(), threading.Event()
     train = agent._trainer.train
 
-    def slowly() -> None:
+    def held() -> None:
         begun.set()
-        time.sleep(1.0)
+        acted.wait(PATIENCE)
         train()
+        trained.set()
 
-    monkeypatch.setattr(agent._trainer, "train", slowly)
+    monkeypatch.setattr(agent._trainer, "train", held)
     learning = threading.Thread(target=agent.update, args=(contexts(5), [0] * 5, [1.0] * 5))
     learning.start()
-    assert begun.wait(5)
-    started = time.perf_counter()
+    assert begun.wait(PATIENCE)
     agent.act(contexts(1)[0])
-    assert time.perf_counter() - started < 0.5
+    assert not trained.is_set()
+    acted.set()
     learning.join()
 
 
@@ -264,9 +326,9 @@ def test_another_file_is_not_an_agent(tmp_path):
     (tmp_path / "x").write_bytes(b"no")
     save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
     for name in ("x", "weights.safetensors"):
-        with pytest.raises(FileError, match=r"not a saved agent.*: give the file that Agent\.save wrote") as told:
+        with pytest.raises(FileError, match=r"not a saved agent.*: give the file that Agent\.save wrote") as caught:
             Agent.load(tmp_path / name)
-        assert "delete" not in str(told.value)
+        assert "delete" not in str(caught.value)
     header = {"bayesadam.bandits": '{"format": 99}'}
     save_file({"w": torch.zeros(2)}, tmp_path / "new", metadata=header)
     with pytest.raises(FileError, match=r"has format 99.*upgrade it"):

@@ -329,7 +329,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, bool]]] = {
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(__file__, 2, folder, seconds=120)
+    run_ranks(__file__, 2, folder)
     return folder
 
 

@@ -108,7 +108,7 @@ def rank(number: int, world: int, folder: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that two processes wrote, and `live.pt`, the training gathered from both."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(__file__, 2, folder, seconds=60)
+    run_ranks(__file__, 2, folder)
     return folder
 
 
@@ -209,7 +209,7 @@ def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
     first, second = state["exp_avg_sq"], state["exp_avg_sq"]
     assert torch.equal(first, second)
     assert first.data_ptr() != second.data_ptr()
-    assert torch.equal(contents.weights.renamed({"first": "0.weight"})["first"], contents.weights["0.weight"])
+    assert torch.equal(renamed(contents.weights, {"first": "0.weight"})["first"], contents.weights["0.weight"])
     assert looked == ["optimizer.state.0.weight.exp_avg_sq"] * 2 + ["model.0.weight"] * 2
 
 

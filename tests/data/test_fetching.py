@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,8 +20,9 @@ import pytest
 from bayesadam.data import fetch, find, locate, registry, verify
 from bayesadam.data.registry import Copy, DataFile, DataSet
 from bayesadam.errors import DataError, SettingError
+from processes import PATIENCE, SOURCE, eventually, run_python
 
-SOURCE = Path(__file__).parents[2] / "src"
+TESTS = str(Path(__file__).parents[1])
 # The package has a function of the same name.
 fetching = importlib.import_module("bayesadam.data.fetching")
 
@@ -95,6 +95,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv("BAYESADAM_DATA", raising=False)
     monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(fetching, "TIMEOUT", PATIENCE)
     return tmp_path / "cache" / "tables" / "tiny"
 
 
@@ -300,9 +301,7 @@ def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
 
     def look() -> None:
         """Once half of the file is on the disk, what names are there?"""
-        ends = time.monotonic() + 10
-        while not any(path.stat().st_size for path in tiny.parent.iterdir()) and time.monotonic() < ends:
-            time.sleep(0.01)
+        eventually(lambda: any(path.stat().st_size for path in tiny.parent.iterdir()))
         seen.extend((path.name, path.stat().st_size) for path in tiny.parent.iterdir())
 
     server.midway = look
@@ -321,10 +320,10 @@ def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        import test_fetching
+        import {Path(__file__).stem} as tests
         from bayesadam.data import locate, registry
         from bayesadam.errors import DataError
-        registry.DATA_SETS["tiny"] = test_fetching.record("{server.url}/first", "{server.url}/second")
+        registry.DATA_SETS["tiny"] = tests.record("{server.url}/first", "{server.url}/second")
         try:
             locate("tiny")
         except DataError as error:
@@ -357,14 +356,14 @@ def test_a_cache_that_cannot_be_made_is_named(tiny, tmp_path):
 
 def test_two_processes_fetch_at_once(tiny, server):
     # Neither is answered before both have asked.
-    server.before_answer = threading.Barrier(2, timeout=60).wait
+    server.before_answer = threading.Barrier(2, timeout=PATIENCE).wait
     server.answers = {"/first": [CONTENT]}
     script = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import test_fetching
+        import {Path(__file__).stem} as tests
         from bayesadam.data import fetch, registry
-        registry.DATA_SETS["tiny"] = test_fetching.record("{server.url}/first")
+        registry.DATA_SETS["tiny"] = tests.record("{server.url}/first")
         print(*fetch("tiny", progress=False))
     """
     results = []
@@ -380,14 +379,8 @@ def test_two_processes_fetch_at_once(tiny, server):
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    slow = f"from bayesadam.data import fetching\nfetching.TIMEOUT = {PATIENCE}\n"
+    return run_python(slow + textwrap.dedent(script), env={"PYTHONPATH": os.pathsep.join([SOURCE, TESTS])})
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------

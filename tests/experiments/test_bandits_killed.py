@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from processes import run_python
+
 KILLS = int(os.environ.get("BAYESADAM_TEST_KILLS", "20"))
 
-# Imports once, then forks a process for each attempt; no thread has run by then. Attempts are killed after a random share
-# of the time that the command needs, so that 20 of them leave some of the work to the last one, on any machine.
+# Imports once, then forks a process for each attempt; no thread has run by then. The kernel ends an attempt after a random
+# share of the time that the command needs on a core: however busy the machine is, 20 of them leave some of the work to the
+# last one.
 KILLED = """
-import contextlib, json, os, random, signal, sys, time
+import contextlib, json, os, random, resource, signal, sys
 from pathlib import Path
 
 import bayesadam.cli, bayesadam.experiments.bandits
@@ -28,9 +28,11 @@ folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 Playing.__init__.__kwdefaults__["checkpoint_seconds"] = 0.0
 
 
-def attempt(name):
+def attempt(name, seconds=0.0):
+    # In a process of its own, which has so many seconds on a core until SIGPROF ends it; how it ended.
     child = os.fork()
     if not child:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         code = 1
         try:
             code = main(
@@ -41,7 +43,7 @@ def attempt(name):
             code = end.code
         finally:
             os._exit(code or 0)
-    return child
+    return os.waitpid(child, 0)[1]
 
 
 def finished():
@@ -50,18 +52,15 @@ def finished():
     return []
 
 
-began = time.perf_counter()
-assert os.waitpid(attempt("whole"), 0)[1] == 0
-whole = time.perf_counter() - began
+assert attempt("whole") == 0
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+whole = used.ru_utime + used.ru_stime
 
 choose = random.Random(5)
 struck = []
 for _ in range(kills):
-    child = attempt("killed")
-    time.sleep(2 * choose.random() * whole / kills)
-    os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
+    status = attempt("killed", (0.2 + choose.random()) * whole / kills)
+    assert status in (0, signal.SIGPROF), status
     if not status:
         break
     done = finished()
@@ -69,25 +68,17 @@ for _ in range(kills):
     half = states - {name.replace("/", "-").replace(":", "-") for name in done}
     struck.append({"finished": done, "half": sorted(half)})
 if not struck or status:
-    assert os.waitpid(attempt("killed"), 0)[1] == 0
+    assert attempt("killed") == 0
 print(json.dumps(struck), file=sys.stderr)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_killed_command_ends_with_the_same_numbers(tmp_path):
-    source = str(Path(__file__).parents[2] / "src")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(KILLS)],
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(KILLED, tmp_path, KILLS)
     assert done.returncode == 0, done.stderr
     struck = json.loads(done.stderr.splitlines()[-1])
-    # The machine may have become faster since the undisturbed run, and the last kills have come too late.
+    # A core may have become faster since the undisturbed run, and the last kills have come too late.
     assert len(struck) >= KILLS / 2
     # Finished cells stay finished, and kills met cells half played.
     counts = [len(one["finished"]) for one in struck]

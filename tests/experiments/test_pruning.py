@@ -14,8 +14,8 @@ from bayesadam.cli import app
 from bayesadam.data import Images
 from bayesadam.engine.network import member
 from bayesadam.experiments import pruning
-from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.pruning import FRACTIONS, PruningSettings, curves_of, problem_of
+from bayesadam.experiments.work import Ledger
 from bayesadam.methods import Network, Training
 from bayesadam.methods.optimum import diagonal_ggn
 

@@ -12,7 +12,6 @@ import torch
 
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import regression
-from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.regression import (
     METRICS,
     RegressionSettings,
@@ -22,6 +21,7 @@ from bayesadam.experiments.regression import (
     picture,
     run_regression,
 )
+from bayesadam.experiments.work import Ledger
 from bayesadam.methods import METHODS
 
 SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)

@@ -218,7 +218,7 @@ def test_every_number_can_be_traced_to_its_file(whole):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_table_one_has_the_papers_numbers_beside_ours(whole):
+def test_table_one_has_the_papers_numbers_beneath_ours(whole):
     _, found = reported(whole)
     table = next(t for t in found["results"]["tables"] if t["table"] == "bandits/rewards")
     cell = next(n for n in table["numbers"] if (n["row"], n["column"]) == ("Vadam", "financial"))
@@ -228,11 +228,11 @@ def test_table_one_has_the_papers_numbers_beside_ours(whole):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_runs_beside_are_shown_and_judged(whole):
+def test_further_runs_are_shown_and_judged(whole):
     put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9, "greedy": 0.5}}, settings="tuned"))
     put(whole, "bandits-begun", bandits_run({"mushroom": {"badam": 0.9}}, agents=["badam", "greedy"]))
     text, found = reported(whole)
-    assert "Beside it: bandits-other" in text
+    assert "Also run: bandits-other" in text
     assert "bandits-begun" not in text
     beside = next(run for run in found["results"]["runs"] if run["file"] == "bandits-other/metrics.json")
     greedy = next(claim for claim in beside["claims"] if claim["claim"] == "table1-greedy")
@@ -364,7 +364,7 @@ def test_no_column_at_all_leaves_the_wheel_under_its_own_name(tmp_path, stubs, m
     assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
 
 
-def test_a_killed_bandits_run_goes_on_with_its_own_settings(tmp_path, stubs):
+def test_a_killed_bandits_run_resumes_with_its_own_settings(tmp_path, stubs):
     begun = bandits_run({"mushroom": {"badam": 0.5}}, agents=["badam", "greedy"], runs=4, rounds=77, settings="tuned")
     put(tmp_path, "bandits", begun | {"seed": 11})
     with pytest.raises(SettingError, match="was run with --settings tuned, not paper"):
@@ -446,7 +446,7 @@ def test_the_page_needs_nothing_else(whole):
     assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
     assert len(set(ids)) == len(ids)
     assert not {"link", "iframe", "object", "embed", "base", "form"} & {name for name, _ in outline.elements}
-    assert not re.search(r"@import|url\(|https?:", text)
+    assert not re.search(r"@import|url\((?!#)|https?:", text)
     policy = next(m["content"] for m in outline.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
     for words in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
@@ -476,10 +476,10 @@ def test_a_charts_values_are_the_runs(whole):
     payloads = [json.loads(data) for data in Outline(text).data]
     pruned = payloads[len(METHODS) + 1]
     heading, rows = next(stop[1:] for stop in pruned["stops"] if stop[1] == "90 % pruned")
-    assert rows[0] == ["k-badam", "Badam, signal to noise", "94.99 %"]
-    # The axis is −log₁₀ of what is left, from 0 at pixel 40 to 3 at pixel 448.
+    assert rows[0] == ["k-badam", "Badam, signal-to-noise ratio", "94.99 %"]
+    # The axis is −log₁₀ of what is left, from 0 at pixel 40 to 3 at pixel 440.
     at = next(stop[0] for stop in pruned["stops"] if stop[1] == "90 % pruned")
-    assert at == pytest.approx(40 + 408 / 3, abs=0.1)
+    assert at == pytest.approx(40 + 400 / 3, abs=0.1)
     place, heading, rows = payloads[1]["stops"][0]
     assert (place, heading) == (36.0, "x = −.50")
     assert ["k-badam", "std, noise included", ".123"] in rows
@@ -521,15 +521,15 @@ def test_numbers_that_are_not_finite_are_dashes(whole):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_run_that_kept_its_picture_alone_shows_it(whole):
+def test_a_run_that_saved_its_picture_alone_shows_it(whole):
     (whole / "regression" / "curves.json").unlink()
     (whole / "regression" / "figure1.png").write_bytes(b"\x89PNG picture")
     text, _ = reported(whole)
     assert "data:image/png;base64,iVBORyBwaWN0dXJl"[:26] in text
-    assert "kept its picture alone" in text
+    assert "saved its picture alone" in text
     # Curves that do not fit the results are no curves.
     put_curves(whole, METHODS[:2])
-    assert "kept its picture alone" in reported(whole)[0]
+    assert "saved its picture alone" in reported(whole)[0]
 
 
 def test_an_empty_report_is_still_a_page():

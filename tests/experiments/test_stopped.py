@@ -1,4 +1,4 @@
-"""Real processes: a command that is ended takes its workers with it, whatever it was ended by, and then goes on."""
+"""Real processes: a command that is ended takes its workers with it, whatever it was ended by, and then resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -18,25 +17,16 @@ import pytest
 from bayesadam.errors import BayesAdamError
 from bayesadam.experiments.regression import RegressionSettings, run_regression
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.work import Failure, resumed, worked_off
+from bayesadam.experiments.work import Failure, resumed, run_parts
+from processes import PATIENCE, SOURCE, eventually
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
-SOURCE = str(Path(__file__).parents[2] / "src")
-DEADLINE = 120.0
 # Years of work: what ends, was ended.
 COMMANDS = {
     "regression": ["--methods", "badam,gp", "--seeds", "1", "--epochs", "1000000000"],
     "pruning": ["--data", "digits", "--methods", "badam,vadam", "--epochs", "1000000000", "--device", "cpu"],
 }
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait for it, no longer than needed."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE:g} s: {what}"
-        time.sleep(0.02)
 
 
 def stat(pid: int) -> tuple[str, int] | None:
@@ -69,11 +59,17 @@ def ledger_in(folder: Path) -> dict[str, object]:
 
 
 class Command:
-    """A `bayesadam` command in a process of its own; leaving it ends what is left."""
+    """A `bayesadam` command in a process of its own; leaving it ends what is left.
 
-    def __init__(self, *arguments: str) -> None:
+    Args:
+        arguments: the command and its options.
+        before: Python that runs first.
+    """
+
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        code = f"import sys\nfrom bayesadam.__main__ import main\n{before}\nsys.exit(main(sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bayesadam", *arguments, "--quiet"],
+            [sys.executable, "-c", code, *arguments, "--quiet"],
             env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -108,7 +104,7 @@ def test_workers_end_with_their_command(name, ended_by, tmp_path):
             # One worker is done with its method then; those of `pruning` are struck while they are starting.
             eventually(lambda: "gp" in ledger_in(tmp_path), "a finished method")
         command.process.send_signal(ended_by)
-        code = command.process.wait(timeout=DEADLINE)
+        code = command.process.wait(timeout=PATIENCE)
         eventually(lambda: not any(map(stat, command.workers)), "the end of the workers")
         if ended_by == signal.SIGKILL:
             assert code == -signal.SIGKILL
@@ -116,19 +112,27 @@ def test_workers_end_with_their_command(name, ended_by, tmp_path):
         assert code == 143
         assert command.process.stdout.read() == ""
         lines = command.process.stderr.read().splitlines()
-        assert lines == ["bayesadam: terminated; the same command goes on with what is not finished"]
+        assert lines == ["bayesadam: terminated; the same command resumes with what is not finished"]
     assert ledger_in(tmp_path)["seconds"] > 0
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+# The first method is real, the second never ends: the kill cannot come too late.
+STALLED = """
+import time
+from bayesadam.experiments import regression
+regression.METHODS = {**regression.METHODS, "bbb": lambda problem: time.sleep(10**6)}
+"""
 
 
 def test_a_killed_run_ends_with_the_numbers_of_one_left_alone(tmp_path):
     settings = RegressionSettings(methods=("badam", "bbb"), n_seeds=2, epochs=200)
     options = ["--methods", "badam,bbb", "--seeds", "2", "--epochs", "200", "--jobs", "1"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    with Command("regression", *options, "--out", str(cut)) as command:
+    with Command("regression", *options, "--out", str(cut), before=STALLED) as command:
         eventually(lambda: "badam" in ledger_in(cut), "a finished method")
         command.process.kill()
-        assert command.process.wait(timeout=DEADLINE) == -signal.SIGKILL
+        assert command.process.wait(timeout=PATIENCE) == -signal.SIGKILL
     kept = ledger_in(cut)
     assert set(kept) == {"badam", "seconds"}
     for out in (cut, whole):
@@ -152,11 +156,7 @@ def work(names, end, tidied=None):
             os.kill(os.getpid(), signal.SIGKILL)
         yield name, Failure("it did not converge") if name == "failed" else {"name": name, "in": os.getpid()}
     if end:
-        time.sleep(DEADLINE)
-
-
-def alone(names):
-    return [(name,) for name in names]
+        time.sleep(PATIENCE)
 
 
 def test_results_come_from_processes_that_end_when_all_is_done(tmp_path):
@@ -164,7 +164,7 @@ def test_results_come_from_processes_that_end_when_all_is_done(tmp_path):
     names = ["a", "failed", "b", "c", "d"]
     tidied = tmp_path / "tidied"
     tidied.mkdir()
-    found = worked_off(run, ledger, names, alone, partial(work, end=False, tidied=tidied), jobs=2)
+    found = run_parts(run, ledger, names, partial(work, end=False, tidied=tidied), jobs=2)
     assert sorted(found) == sorted(names)
     assert found["failed"] == Failure("it did not converge")
     pids = {found[name]["in"] for name in "abcd"}
@@ -184,7 +184,7 @@ def test_a_worker_that_fails_ends_the_others_and_what_is_finished_stays(bad, mes
     began = time.monotonic()
     # The first worker would be at work until the deadline.
     with pytest.raises(BayesAdamError, match=message):
-        worked_off(run, ledger, names, lambda left: [left[:1], left[1:]], partial(work, end=True), jobs=2)
-    assert time.monotonic() - began < DEADLINE
+        run_parts(run, ledger, names, partial(work, end=True), groups=lambda left: [left[:1], left[1:]], jobs=2)
+    assert time.monotonic() - began < PATIENCE
     assert not workers_of(os.getpid())
     assert set(ledger.read()) - {"busy"} == {"a", "seconds"}

@@ -1,7 +1,6 @@
 """The page in a real browser: a click changes the bands, the sliders move them, the console stays silent."""
 
 import shutil
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,13 +8,13 @@ import torch
 
 from bayesadam.play import learners
 from play.serving import serving
+from processes import PATIENCE, eventually
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not both installed")
 METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam")
-SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def browser():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(SECONDS)
+    driver.set_page_load_timeout(PATIENCE)
     yield driver
     driver.quit()
 
@@ -51,17 +50,8 @@ def page(server, browser):
     assert browser.get_log("browser") == []
 
 
-def until(condition):
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {SECONDS} s")
-
-
 def settle(browser):
-    until(lambda: browser.execute_script("return document.documentElement.dataset.last") == "done")
+    eventually(lambda: browser.execute_script("return document.documentElement.dataset.last") == "done")
 
 
 def bands(browser, method):
@@ -155,18 +145,18 @@ def test_the_keyboard_adds_and_removes(page):
     settle(page)
     assert points(page) == 6
     svg.send_keys(keys.ENTER)
-    until(lambda: points(page) == 5)
+    eventually(lambda: points(page) == 5)
     settle(page)
 
 
 def test_clear_and_examples(page):
     page.find_element("id", "clear").click()
-    until(lambda: bands(page, "badam")[0] is None)
+    eventually(lambda: bands(page, "badam")[0] is None)
     page.execute_script("document.documentElement.dataset.last = ''")
     page.find_element("css selector", "[data-example=paper]").click()
+    # Not `settle`: the answer to the clearing may come after its mark was taken away.
+    eventually(lambda: points(page) == 40 and (bands(page, "gp")[0] or "").startswith("M"))
     settle(page)
-    assert points(page) == 40
-    assert bands(page, "gp")[0].startswith("M")
 
 
 def test_many_clicks_at_once_end_in_the_bands_of_the_last(page):
@@ -174,7 +164,7 @@ def test_many_clicks_at_once_end_in_the_bands_of_the_last(page):
         click(page, "badam", -2.6 + 0.4 * number, 1.5)
     settle(page)
     assert points(page) == 13
-    until(lambda: page.execute_script("return document.querySelectorAll('.stale').length") == 0)
+    eventually(lambda: page.execute_script("return document.querySelectorAll('.stale').length") == 0)
 
 
 def test_a_phone_needs_no_sideways_scrolling(server, browser):
@@ -193,5 +183,5 @@ def test_a_server_that_stops_is_said_in_words(browser):
         browser.get(f"{server.url}#p=")
         settle(browser)
     browser.find_element("css selector", "[data-example=few]").click()
-    until(lambda: "has stopped" in browser.find_element("id", "trouble").text)
+    eventually(lambda: "has stopped" in browser.find_element("id", "trouble").text)
     browser.get_log("browser")

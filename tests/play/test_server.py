@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from bayesadam.play.request import MOST_BYTES, N_GRID, parse
 from bayesadam.play.server import HOST, Server
 from bayesadam.play.session import Sessions
 from play.serving import serving
+from processes import PATIENCE, eventually
 
 POINTS = [[-1, 0.5], [0, 0], [1, 0.8], [2, 1]]
 
@@ -45,7 +45,7 @@ def server():
 
 
 def request(server, method="GET", path="/", body=None, **headers):
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=PATIENCE)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     return answer, answer.read()
@@ -62,7 +62,7 @@ def ask(**changes):
 
 def open_stream(server, body):
     """A request whose answer is read line by line."""
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=PATIENCE)
     connection.request("POST", "/bands", json.dumps(body), {"Content-Type": "application/json"})
     return connection, connection.getresponse()
 
@@ -173,15 +173,14 @@ def test_no_points_no_bands(server):
     assert [m["type"] for m in lines(post(server, ask(points=[]))[1])] == ["done"]
 
 
-def test_badam_answers_soon(server):
-    post(server, ask(points=[]))
+@pytest.mark.usefixtures("endless")
+def test_badam_answers_long_before_it_is_trained(server):
     for number in range(3):
-        began = time.perf_counter()
         connection, answer = open_stream(server, ask(page="soon", points=[*POINTS, [0.5, 0.1 * number]], width=100))
-        assert json.loads(answer.readline())["method"] == "badam"
+        first = json.loads(answer.readline())
+        assert first["method"] == "badam"
+        assert first["left"] > 0
         connection.close()
-    # 300 ms is the aim, and measured elsewhere; a shared machine gets ten times that.
-    assert time.perf_counter() - began < 3
 
 
 # --- what it refuses ------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_headers_that_are_not_the_pages(server, headers, status):
 
 
 def exchange(server, raw):
-    with socket.create_connection((HOST, server.port), timeout=20) as connection:
+    with socket.create_connection((HOST, server.port), timeout=PATIENCE) as connection:
         connection.sendall(raw)
         found = b""
         for _ in range(1000):
@@ -319,8 +318,10 @@ def test_a_learner_that_fails_is_said_and_restarts(server, short, monkeypatch):
 
 
 @pytest.mark.usefixtures("short")
-def test_a_flood_is_answered_cleanly_and_the_server_lives(server):
-    statuses, broken = [], []
+def test_a_flood_is_answered_cleanly_and_the_server_lives(server, monkeypatch):
+    statuses, broken, refused = [], [], []
+    turn_away = module._turn_away
+    monkeypatch.setattr(module, "_turn_away", lambda request: (refused.append(request), turn_away(request)))
 
     def one(number):
         try:
@@ -338,12 +339,12 @@ def test_a_flood_is_answered_cleanly_and_the_server_lives(server):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE)
     assert len(statuses) + len(broken) == 80
     assert set(statuses) <= {200, 400, 503}
     assert 200 in statuses
     # Turned away at the door with bytes unread, a sender may see a reset instead of the line.
-    assert len(broken) <= 40
+    assert len(broken) <= len(refused)
     alive(server)
 
 
@@ -357,7 +358,7 @@ def test_more_trainings_than_there_are_places_are_told_when_to_come_back(server,
     for connection, stream in held:
         stream.close()
         connection.close()
-    assert _within(20, lambda: post(server, ask(points=[]))[0].status == 200)
+    eventually(lambda: post(server, ask(points=[]))[0].status == 200)
 
 
 @pytest.mark.usefixtures("endless")
@@ -375,74 +376,61 @@ def test_a_newer_request_of_a_page_supersedes_the_older(server):
 
 @pytest.mark.usefixtures("endless")
 def test_a_page_that_hangs_up_ends_its_training(server):
-    steps = []
-    step = BadamLearner.step
+    connection, stream = open_stream(server, ask())
+    stream.readline()
+    assert free_places(server) == module.MOST_STREAMS - 1
+    stream.close()
+    connection.close()
+    # The thread that trains has the place until it is done.
+    eventually(lambda: free_places(server) == module.MOST_STREAMS, "the end of the training")
 
-    def counted(self):
-        steps.append(time.monotonic())
-        step(self)
 
-    BadamLearner.step = counted
-    try:
-        connection, stream = open_stream(server, ask())
-        stream.readline()
-        stream.close()
-        connection.close()
-        assert _within(10, lambda: time.monotonic() - steps[-1] > 1.5)
-    finally:
-        BadamLearner.step = step
-    assert server.streams.acquire(blocking=False)
-    server.streams.release()
+def free_places(server):
+    """How many more trainings the server would take up."""
+    taken = [server.streams.acquire(blocking=False) for _ in range(module.MOST_STREAMS)]
+    for _ in range(sum(taken)):
+        server.streams.release()
+    return sum(taken)
 
 
 def test_a_request_that_drips_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(module, "READ_SECONDS", 0.5)
-    with socket.create_connection((HOST, server.port), timeout=10) as connection:
+    with socket.create_connection((HOST, server.port), timeout=PATIENCE) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n")
-        began, cut = time.monotonic(), False
-        for _ in range(40):
-            time.sleep(0.1)
+
+        def cut():
             try:
                 connection.sendall(b"X")
-                connection.settimeout(0.01)
+                connection.settimeout(0.1)
                 connection.recv(1000)
-                cut = True
             except TimeoutError:
-                continue
+                return False
             except OSError:
-                cut = True
-            if cut:
-                break
-    assert cut
-    assert time.monotonic() - began < 4
+                pass
+            return True
+
+        eventually(cut, "the server's hanging up")
+    monkeypatch.undo()
     alive(server)
 
 
 def test_a_body_that_never_comes_is_a_timeout(server, monkeypatch):
     monkeypatch.setattr(module._Handler, "timeout", 0.3)
     head = f"POST /bands HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    assert exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408 ")
+    # On a busy machine the head may come too late as well; then there is no answer.
+    eventually(lambda: exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408 "))
+    monkeypatch.undo()
     alive(server)
 
 
 def test_idle_connections_cannot_use_up_the_places(server, monkeypatch):
     monkeypatch.setattr(module, "READ_SECONDS", 0.3)
-    held = [socket.create_connection((HOST, server.port), timeout=10) for _ in range(module.MOST_CONNECTIONS + 10)]
-    assert _within(10, lambda: request(server)[0].status == 200)
+    held = [
+        socket.create_connection((HOST, server.port), timeout=PATIENCE) for _ in range(module.MOST_CONNECTIONS + 10)
+    ]
+    eventually(lambda: request(server)[0].status == 200, errors=(OSError, http.client.HTTPException))
     for connection in held:
         connection.close()
-
-
-def _within(seconds, condition):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return True
-        except OSError:
-            pass
-        time.sleep(0.05)
-    return False
 
 
 # --- sessions -------------------------------------------------------------------------------------------------------
@@ -464,14 +452,13 @@ def test_a_request_that_was_superseded_while_it_waited_trains_nothing():
     request_ = parse(json.dumps(ask()).encode())
     running = page.answer(request_, bool)
     assert next(running)["method"] == "badam"
-    found = []
+    found, current = [], page._current
     waiting = threading.Thread(target=lambda: found.extend(page.answer(request_, bool)), daemon=True)
     waiting.start()
-    assert _within(10, page._mine.locked)
-    time.sleep(0.1)
+    eventually(lambda: page._current is not current, "the second request's arrival")
     page.cancel()
     running.close()
-    waiting.join(timeout=10)
+    waiting.join(timeout=PATIENCE)
     assert [m["type"] for m in found] == ["superseded"]
 
 
@@ -494,11 +481,11 @@ def test_the_command_prints_where_it_is_and_ends_cleanly():
         said = process.stdout.readline()
         assert said.startswith("Playing at http://127.0.0.1:")
         port = int(said.split(":")[2].partition("/")[0])
-        connection = http.client.HTTPConnection(HOST, port, timeout=30)
+        connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert (process.returncode, out.strip(), err) == (0, "Stopped.", "")

@@ -340,7 +340,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rendezvous = f"file://{folder}/rendezvous_{world}"
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=rendezvous, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=rendezvous, timeout=timedelta(seconds=300))
     checks, results = Checks(folder, world), {}
     for name in sorted(vars(Checks)):
         if name.startswith("check_"):

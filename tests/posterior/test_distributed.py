@@ -35,12 +35,11 @@ from processes import run_ranks
 
 HERE = Path(__file__).parent
 CHECKS = [name for name in vars(Checks) if name.startswith("check_")]
-SECONDS = 100
 
 
 def run(world: int, folder: Path) -> list[dict[str, Any]]:
     """What each of `world` processes found."""
-    run_ranks(HERE / "distributed_worker.py", world, folder, seconds=SECONDS)
+    run_ranks(HERE / "distributed_worker.py", world, folder)
     return [torch.load(folder / f"results_{world}_{rank}.pt", weights_only=True) for rank in range(world)]
 
 

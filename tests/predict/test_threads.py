@@ -16,8 +16,8 @@ from bayesadam._alone import alone_with
 from bayesadam.errors import BayesAdamError
 from cases import trained
 from predict.cases_networks import encoder, posterior_over
+from processes import PATIENCE
 
-WAIT = 20.0
 METHODS = ["linearised", "sampled", "linearised-sampled"]
 
 
@@ -146,9 +146,9 @@ def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posteri
         thread.start()
         # Draws do not need the model.
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(posterior.sample).result(WAIT)
+            pool.submit(posterior.sample).result(PATIENCE)
         assert not done.wait(0.2)
-    assert done.wait(WAIT)
+    assert done.wait(PATIENCE)
     assert torch.equal(found[0], variance)
 
 
@@ -159,7 +159,7 @@ def test_two_models_in_opposite_orders_do_not_wait_for_ever():
     def work(first: ba.Posterior, second: ba.Posterior) -> None:
         try:
             with first.sampled():
-                meet.wait(WAIT)
+                meet.wait(PATIENCE)
                 with second.sampled():
                     passed.append(1)
         except BayesAdamError as error:
@@ -169,14 +169,14 @@ def test_two_models_in_opposite_orders_do_not_wait_for_ever():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert len(errors) == len(passed) == 1
     assert "in the same order everywhere" in errors[0]
     for posterior in posteriors:
         assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(posterior.predict, torch.zeros(2, 3)).result(WAIT)
+            pool.submit(posterior.predict, torch.zeros(2, 3)).result(PATIENCE)
 
 
 def test_mixtures_from_several_threads_in_any_order():
@@ -194,5 +194,5 @@ def test_a_context_let_go_elsewhere_lets_others_in():
     holder = alone_with(model)
     holder.__enter__()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(holder.__exit__, None, None, None).result(WAIT)
-        pool.submit(lambda: alone_with(model).__enter__()).result(WAIT)
+        pool.submit(holder.__exit__, None, None, None).result(PATIENCE)
+        pool.submit(lambda: alone_with(model).__enter__()).result(PATIENCE)

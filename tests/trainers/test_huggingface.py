@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
+from processes import run_python  # noqa: E402
 
 N, LENGTH, VOCABULARY = 40, 6, 12
 
@@ -274,16 +272,5 @@ def test_an_adapter_alone(tmp_path):
 
 
 def test_a_missing_package_names_its_extra():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; sys.modules['transformers'] = None; import bayesadam.trainers.huggingface",
-        ],
-        env={**os.environ, "PYTHONPATH": str(Path(ba.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python("import sys; sys.modules['transformers'] = None; import bayesadam.trainers.huggingface")
     assert "pip install 'bayesadam[transformers]'" in done.stderr

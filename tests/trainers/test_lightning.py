@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, Sett
 from bayesadam.trainers.keeper import count_examples  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
+from processes import run_python  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers", "ignore:The number of training batches"
@@ -252,14 +250,7 @@ def test_where_a_package_is_missing(hidden, rest):
         f"import sys\nfor name in ({hidden},): sys.modules[name] = None\nimport bayesadam.trainers\n"
         f"import bayesadam.trainers.lightning as m\n{rest}"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env={**os.environ, "PYTHONPATH": str(Path(ba.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python(source)
     if rest:
         assert done.stdout == "ok\n", done.stderr
     else:

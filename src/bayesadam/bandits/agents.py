@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,16 +14,15 @@ from bayesadam.bandits.linear import Linear, NeuralLinear
 from bayesadam.bandits.settings import (
     AgentSettings,
     BadamSettings,
-    BBBSettings,
     BootstrapSettings,
     DropoutSettings,
     GreedySettings,
-    IVONSettings,
     LinearSettings,
     NeuralLinearSettings,
     UniformSettings,
-    VadamSettings,
+    VariationalSettings,
 )
+from bayesadam.engine.rules import IVON, BayesByBackprop, Vadam
 from bayesadam.errors import SettingError
 
 Values = Mapping[str, Any]
@@ -32,7 +32,7 @@ _NONE: Values = MappingProxyType({})
 class Entry(NamedTuple):
     """An agent: what learns, the class of its settings, and how both differ from the values that all agents share."""
 
-    learner: type[Learner]
+    learner: Callable[[AgentSettings, Buffer, int, Sequence[int]], Learner]
     settings: type[AgentSettings]
     tuned: Values = _NONE
     paper: Values = _NONE
@@ -47,13 +47,20 @@ _REGISTRY: Mapping[str, Entry] = {
     "badam-map": Entry(Badam, BadamSettings, {**_MAP, "prior_variance": 1e-3}, _MAP),
     "mc-dropout": Entry(MCDropout, DropoutSettings, _FIFTH, _FIFTH),
     "bbb": Entry(
-        Variational, BBBSettings, {**_ESTIMATED, "n_per_round": 100.0, "lr": 1e-3}, paper={"noise_variance": 0.01}
+        partial(Variational, BayesByBackprop),
+        VariationalSettings,
+        {**_ESTIMATED, "n_per_round": 100.0, "lr": 1e-3},
+        paper={"noise_variance": 0.01},
     ),
-    "vadam": Entry(Variational, VadamSettings, {**_ESTIMATED, "lr": 0.01}),
+    "vadam": Entry(partial(Variational, Vadam), VariationalSettings, {**_ESTIMATED, "lr": 0.01}),
     "greedy": Entry(Greedy, GreedySettings),
     "uniform": Entry(Uniform, UniformSettings),
     "epsilon-greedy": Entry(Greedy, GreedySettings, _RARELY, _RARELY),
-    "ivon": Entry(Variational, IVONSettings, {**_ESTIMATED, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)}),
+    "ivon": Entry(
+        partial(Variational, IVON),
+        VariationalSettings,
+        {**_ESTIMATED, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)},
+    ),
     "neural-linear": Entry(NeuralLinear, NeuralLinearSettings),
     "linear": Entry(Linear, LinearSettings),
     "bootstrap": Entry(Bootstrap, BootstrapSettings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -316,19 +316,25 @@ class MCDropout(Greedy):
 
 
 class Variational(NetworkLearner):
-    """Any rule that learns a Gaussian over the weights; the settings name it."""
+    """Any rule that learns a Gaussian over the weights.
+
+    Args:
+        kind: the rule.
+        more: as in `Learner`.
+    """
 
     settings: VariationalSettings
 
-    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
-        super().__init__(settings, buffer, n_arms, seeds)
+    def __init__(self, kind: type[Rule], *more: Any) -> None:
+        self._kind = kind
+        super().__init__(*more)
         self.stack.scale.fill_(0.5 / (self.settings.noise_variance or 1))
 
     def _rule(self) -> Rule:
         own = self.settings
         # The engine's IVON has names of its own: betas are `averages`, and no initial Hessian means that of `initial_std`.
         given = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
-        return own.rule.with_settings(**vars(own), **given)
+        return self._kind.with_settings(**vars(own), **given)
 
     def _estimates_noise(self) -> bool:
         return self.settings.noise_variance is None

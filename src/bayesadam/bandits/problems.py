@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._extras import require
+from bayesadam.bandits.settings import is_count
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from bayesadam.structures.noise import stream_seed
@@ -55,14 +56,12 @@ class Rounds:
     @property
     def optimum(self) -> Numbers:
         """What the best arm is expected to pay, (t,), float64."""
-        best: Numbers = self.expected.max(axis=1).astype(np.float64)
-        return best
+        return np.asarray(self.expected.max(axis=1), np.float64)
 
     @property
     def uniform(self) -> Numbers:
         """What an arm drawn at random is expected to pay, (t,), float64."""
-        mean: Numbers = self.expected.mean(axis=1, dtype=np.float64)
-        return mean
+        return np.asarray(self.expected.mean(axis=1, dtype=np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +72,8 @@ class BanditProblem:
         name: such as `"mushroom"`.
         n_features: width of a context.
         n_arms: how many arms.
-        rounds: how many rounds a run plays unless told otherwise.
-        most_rounds: how many it can offer; None where rows are drawn with replacement or made up.
+        rounds: how many rounds a run plays by default.
+        most_rounds: how many it can offer; None where rows are drawn with replacement or simulated.
         make: (seed, rounds) → the rounds of one run.
     """
 
@@ -93,7 +92,7 @@ class BanditProblem:
         """How many rounds a run plays, if the problem offers as many."""
         if rounds is None:
             return self.rounds
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        if not is_count(rounds):
             raise SettingError(f"rounds must be a positive whole number, got {rounds!r}")
         if self.most_rounds is not None and rounds > self.most_rounds:
             raise SettingError(f"{self.name} offers {self.most_rounds} rounds, got rounds={rounds}")
@@ -124,7 +123,7 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
-    """A table with labels as a bandit: an arm a label, reward 1 for the row's own and 0 for the others.
+    """A table with labels as a bandit: one arm per label, reward 1 for the row's own and 0 for the others.
 
     >>> classification_problem([[0.0], [1.0], [2.0]], ["a", "b", "a"]).n_arms
     2
@@ -147,7 +146,7 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     values, codes = np.unique(labels.astype(str) if labels.dtype == object else labels, return_inverse=True)
     if len(values) < 2:
         raise DataError(f"{name}: every label is {values[0]!r}; a bandit needs two arms or more")
-    return _classification(name, contexts, codes.reshape(-1), len(values), len(contexts), standardise=standardise)
+    return _known(name, contexts, codes.reshape(-1), len(values), standardise=standardise)
 
 
 def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standardise: bool = True) -> BanditProblem:
@@ -168,8 +167,7 @@ def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standa
         raise MatchError(f"{name}: {len(table)} contexts need as many rows of rewards, got {len(pays)}")
     if pays.shape[1] < 2:
         raise DataError(f"{name}: the rewards have one column; a bandit needs two arms or more")
-    make = _RewardTable(_Table.of(table, standardise=standardise), pays.astype(np.float32))
-    return BanditProblem(name, table.shape[1], pays.shape[1], len(table), len(table), make)
+    return _known(name, table, pays.astype(np.float32), pays.shape[1], standardise=standardise)
 
 
 def problem_from_file(
@@ -186,8 +184,8 @@ def problem_from_file(
     Args:
         path: the file; `.csv`, `.csv.gz` and the like, or `.parquet`.
         label: the column of labels, for a classification problem.
-        rewards: or the columns of rewards, one an arm.
-        contexts: the columns to see; None takes all others.
+        rewards: or the columns of rewards, one per arm.
+        contexts: the columns that are contexts; None takes all others.
         name: None takes the file's.
         standardise: see `classification_problem`.
     """
@@ -245,41 +243,30 @@ class _Table:
         constant = rows.max(axis=0) == rows.min(axis=0)
         return cls(rows, np.where(constant, rows[0], shift), np.where(constant, 1.0, np.sqrt(squares / len(rows))))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def take(self, rows: Numbers) -> Numbers:
         """The given rows, scaled, float32."""
-        scaled: Numbers = ((self.rows[rows] - self.shift) / self.scale).astype(np.float32)
-        return scaled
+        return np.asarray((self.rows[rows] - self.shift) / self.scale, np.float32)
 
-    def shuffled(self, seed: int, rounds: int) -> Numbers:
-        """The first row numbers of an order of the run's own."""
-        order: Numbers = _random(seed, "rows").permutation(len(self))[:rounds]
-        return order
+
+def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
+    """The first rows of the run's own order of n."""
+    return np.asarray(_random(seed, "rows").permutation(n)[:rounds])
 
 
 @dataclass(frozen=True, eq=False)
-class _Classification:
+class _Known:
+    """Rows whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
+
     table: _Table
-    labels: Numbers
+    rewards: Numbers
     n_arms: int
 
     def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = self.table.shuffled(seed, rounds)
-        rewards = np.zeros((rounds, self.n_arms), np.float32)
-        rewards[np.arange(rounds), self.labels[rows]] = 1
+        rows = _shuffled(len(self.rewards), seed, rounds)
+        rewards = self.rewards[rows]
+        if rewards.ndim == 1:
+            rewards = (rewards[:, None] == np.arange(self.n_arms)).astype(np.float32)
         return Rounds(self.table.take(rows), rewards, rewards)
-
-
-@dataclass(frozen=True, eq=False)
-class _RewardTable:
-    table: _Table
-    rewards: Numbers
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = self.table.shuffled(seed, rounds)
-        return Rounds(self.table.take(rows), self.rewards[rows], self.rewards[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +277,7 @@ class _Mushroom:
     edible: Numbers
 
     def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = _random(seed, "rows").integers(len(self.table), size=rounds)
+        rows = _random(seed, "rows").integers(len(self.edible), size=rounds)
         ill = _random(seed, "rewards").random(rounds) < 0.5
         edible = self.edible[rows] == 1
         eat = np.where(edible | ~ill, EDIBLE, POISONED)
@@ -301,14 +288,14 @@ class _Mushroom:
 
 @dataclass(frozen=True, eq=False)
 class _Financial:
-    """Arm a is a portfolio of the run's own, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
+    """Arm a is a portfolio that differs by run, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
 
     table: _Table
 
     def __call__(self, seed: int, rounds: int) -> Rounds:
         weights = _random(seed, "portfolios").uniform(-1, 1, (self.table.rows.shape[1], FINANCIAL_ARMS))
         weights /= np.linalg.norm(weights, axis=0)
-        contexts = self.table.take(self.table.shuffled(seed, rounds))
+        contexts = self.table.take(_shuffled(len(self.table.rows), seed, rounds))
         expected = contexts.astype(np.float64) @ weights
         noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, FINANCIAL_ARMS + 1)
         return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
@@ -316,12 +303,12 @@ class _Financial:
 
 @dataclass(frozen=True, eq=False)
 class _Jester:
-    """32 jokes' ratings are the context, those of the other 8 the rewards; which are which is the run's own choice."""
+    """The ratings of 32 jokes are the context, those of the other 8 the rewards; which are which differs by run."""
 
     ratings: Numbers
 
     def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = _random(seed, "rows").permutation(len(self.ratings))[:rounds]
+        rows = _shuffled(len(self.ratings), seed, rounds)
         columns = _random(seed, "columns").permutation(self.ratings.shape[1])
         table = self.ratings[rows][:, columns].astype(np.float32)
         contexts, rewards = table[:, :JESTER_FEATURES].copy(), table[:, JESTER_FEATURES:].copy()
@@ -377,17 +364,16 @@ def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[
     def load(progress: bool) -> BanditProblem:
         table = load_table(name, dtype=dtype, progress=progress)
         assert table.labels is not None
-        n = len(table.labels)
-        return _classification(name, table.contexts, table.labels, table.n_labels, min(rounds or n, n))
+        return _known(name, table.contexts, table.labels, table.n_labels, rounds)
 
     return load
 
 
-def _classification(
-    name: str, contexts: Numbers, labels: Numbers, n_arms: int, rounds: int, *, standardise: bool = True
+def _known(
+    name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int | None = None, *, standardise: bool = True
 ) -> BanditProblem:
-    make = _Classification(_Table.of(contexts, standardise=standardise), labels, n_arms)
-    return BanditProblem(name, contexts.shape[1], n_arms, rounds, len(contexts), make)
+    make, n = _Known(_Table.of(contexts, standardise=standardise), rewards, n_arms), len(contexts)
+    return BanditProblem(name, contexts.shape[1], n_arms, min(rounds or n, n), n, make)
 
 
 _TABLES: dict[str, Callable[[bool], BanditProblem]] = {

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from bayesadam.engine.network import ACTIVATIONS
-from bayesadam.engine.rules import RULES, Rule
 from bayesadam.errors import SettingError
 
 if TYPE_CHECKING:
@@ -42,6 +41,10 @@ def _is_share(value: Any) -> bool:
     return _is_number(value, 0) and value < 1
 
 
+def _is_tuple(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(of, value))
+
+
 Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v) or (v == 0 and type(v) is int), "a whole number, 0 or more")]
 Positive = Annotated[float, Check(_is_positive, "positive and finite")]
@@ -51,13 +54,9 @@ Probability = Annotated[float, Check(lambda v: _is_number(v, 0) and v <= 1, "bet
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
 Betas = Annotated[
-    tuple[float, float],
-    Check(lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_is_share, v)), "two numbers in [0, 1)"),
+    tuple[float, float], Check(lambda v: _is_tuple(v, _is_share) and len(v) == 2, "two numbers in [0, 1)")
 ]
-Widths = Annotated[
-    tuple[int, ...],
-    Check(lambda v: isinstance(v, tuple) and all(map(is_count, v)), "a tuple of whole numbers such as (100, 100)"),
-]
+Widths = Annotated[tuple[int, ...], Check(lambda v: _is_tuple(v, is_count), "a tuple of whole numbers like (100, 100)")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
@@ -216,7 +215,7 @@ class BadamSettings(GreedySettings, GaussianSettings):
 
 @dataclass(frozen=True)
 class VariationalSettings(GaussianSettings):
-    """A rule that learns a Gaussian by perturbing the weights; a subclass names the rule.
+    """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam, IVON.
 
     Attributes:
         noise_variance: of a reward, NLL = error²/(2 noise variance); None to estimate it from the errors of predictions made
@@ -224,7 +223,6 @@ class VariationalSettings(GaussianSettings):
         initial_std: the standard deviation that every weight starts from.
     """
 
-    rule: ClassVar[type[Rule]]
     noise_variance: PositiveOrNone = 0.5
     initial_std: Positive = 0.02
 
@@ -235,27 +233,6 @@ class VariationalSettings(GaussianSettings):
                 f"initial_std={self.initial_std!r} is wider than the prior (variance {self.prior_variance!r}): take at most "
                 f"{math.sqrt(self.prior_variance):g}"
             )
-
-
-@dataclass(frozen=True)
-class BBBSettings(VariationalSettings):
-    """Bayes by Backprop."""
-
-    rule = RULES["bbb"]
-
-
-@dataclass(frozen=True)
-class VadamSettings(VariationalSettings):
-    """Vadam."""
-
-    rule = RULES["vadam"]
-
-
-@dataclass(frozen=True)
-class IVONSettings(VariationalSettings):
-    """IVON."""
-
-    rule = RULES["ivon"]
 
 
 @dataclass(frozen=True)

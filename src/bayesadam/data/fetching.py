@@ -119,7 +119,7 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
 def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
     """Bring every file of a data set to this machine, check it against its checksum, and say where it is.
 
-    A damaged file in the cache is fetched anew; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
+    A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
     has no files.
 
     Args:
@@ -195,14 +195,11 @@ def _sized(record: DataSet, found: Found) -> Path:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as handle:
-            while block := handle.read(1 << 20):
-                digest.update(block)
+            return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 # --- downloading ----------------------------------------------------------------------------------------------------

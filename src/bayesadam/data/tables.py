@@ -104,22 +104,23 @@ def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table
 
 def read_statlog(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """9 integer columns, then the class, 1 to 7 in the file."""
-    path = Path(path)
-    rows = _numbers(path, None, STATLOG_COLUMNS, np.int32)
-    return Table("statlog", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    return _with_class_last("statlog", Path(path), None, STATLOG_COLUMNS, dtype)
 
 
 def read_covertype(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """54 integer columns, then the class, 1 to 7 in the file."""
-    path = Path(path)
-    rows = _numbers(path, ",", COVERTYPE_COLUMNS, np.int32)
-    return Table("covertype", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    return _with_class_last("covertype", Path(path), ",", COVERTYPE_COLUMNS, dtype)
+
+
+def _with_class_last(name: str, path: Path, separator: str | None, width: int, dtype: npt.DTypeLike) -> Table:
+    rows = _numbers(path, separator, width, np.int32)
+    return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
 def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """6 numeric columns, then 7 categorical ones and the income one-hot: 92 in all. The label is the occupation.
 
-    Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: kept, it would make two more
+    Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: it would make two more
     values of the income, and the 94 columns of the Showdown.
     """
     files = (Path(data), Path(test))

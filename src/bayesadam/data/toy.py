@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 N_TRAIN = 200
 TRAIN_INTERVAL: Interval = (0.0, 0.5)
 TEST_INTERVAL: Interval = (-0.5, 1.2)
-# The paper writes ε ~ N(0, 0.02), and we read a standard deviation. dy/dε reaches 1 + 1.8 π ≈ 6.7, so y is spread by up
+# The paper writes ε ~ N(0, 0.02), and we read a standard deviation. dy/dε reaches 1 + 1.8 π ≈ 6.7, so y varies by up
 # to 0.13, as in the paper's picture; were 0.02 a variance, by up to 0.94, and the curve, of height 1, would be buried.
 NOISE_STD = 0.02
 
@@ -41,7 +41,7 @@ class ToyData:
 def toy_function(x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """y = x + 0.3 sin(2π(x + ε)) + 0.3 sin(4π(x + ε)) + ε, with ε the `noise`.
 
-    ε enters the sines too, so the spread of y depends on x.
+    ε enters the sines too, so the standard deviation of y depends on x.
 
     >>> toy_function(torch.tensor([0.0, 0.25])).tolist()
     [0.0, 0.550000011920929]

@@ -81,6 +81,7 @@ class Stack:
         self._rows = self._rates = self._noise = torch.empty(0)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Callable[[], None] | None = None
+        self._warm_up = _WARM_UP
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -115,8 +116,8 @@ class Stack:
         """Take the next steps of the prepared block; on CUDA, all but the first ones by replaying a graph."""
         taken = 0
         while taken < steps:
-            # In its first steps a library chooses its kernels, which cannot be captured.
-            if self.device.type == "cuda" and self._replay is None and self.done + taken >= _WARM_UP:
+            # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
+            if self.device.type == "cuda" and self._replay is None and not self._warm_up:
                 self._replay = captured(self._several, [] if self._predraw else [self.streams])
             if self._replay is not None and steps - taken >= self._steps_per_graph:
                 self._replay()
@@ -124,6 +125,7 @@ class Stack:
             else:
                 self._step()
                 taken += 1
+                self._warm_up = max(0, self._warm_up - 1)
         self.done += steps
 
     def _several(self) -> None:

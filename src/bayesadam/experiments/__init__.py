@@ -1,1 +1,1 @@
-"""What the command line runs: each experiment computes, draws, and writes `metrics.json` beside its pictures."""
+"""What the command line runs: each experiment computes, draws, and writes `metrics.json` and its pictures."""

@@ -17,7 +17,7 @@ from bayesadam.bandits.simulation import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.work import SECONDS, resumed
+from bayesadam.experiments.work import resumed, run_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,21 +297,18 @@ def run_bandits(
     run.prepare()
     run, ledger = resumed(run, "problems", "agents")
     names = settings.cells()
-    done: dict[str, Cell] = {name: cell for name, cell in ledger.read().items() if name in names}
-    left = [name for name in names if name not in done]
     unfinished = out / "unfinished"
     begin = partial(
         start, seed=seed, settings=settings, device=device, folder=unfinished.resolve() if engine == "local" else None
     )
-    if left and engine == "local":
+    if engine == "local":
         unfinished.mkdir(exist_ok=True)
-    with run.progress() as track:
-        results = _on_ray(left, begin, device) if engine == "ray" else _locally(left, begin, _AT_ONCE[device])
-        for _ in track(left, "cells"):
-            name, cell = next(results)
-            done[name] = cell
-            ledger.write({**done, SECONDS: run.seconds})
-            run.so_far(by_problem(done))
+        work = partial(_locally, begin=begin, at_once=_AT_ONCE[device])
+    else:
+        work = partial(_on_ray, begin=begin, device=device)
+    done = run_parts(
+        run, ledger, names, work, groups=lambda left: [left], on_part=lambda done: run.so_far(by_problem(done))
+    )
     ordered = {name: done[name] for name in names}
     run.show(table(ordered, settings))
     text = markdown(ordered, settings)

@@ -65,7 +65,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class ParameterSummary:
-    """The signal to noise |μ|/σ of one parameter's weights, and the share of them with v = 0."""
+    """The signal-to-noise ratio |μ|/σ of one parameter's weights, and the share of them with v = 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ def train_network(
 
 
 def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tuple[ParameterSummary, ...]:
-    """Quantiles of the signal to noise, by parameter."""
+    """Quantiles of the signal-to-noise ratio, by parameter."""
     summaries = []
     for name, snr in posterior.snr().items():
         low, median, high = torch.quantile(snr, torch.tensor([0.05, 0.5, 0.95])).tolist()
@@ -220,7 +220,7 @@ def noise_std(demo: Demo) -> float:
 
 def table(demo: Demo) -> Table:
     """One row per parameter."""
-    view = Table(title="Signal to noise |μ|/σ of the weights", title_justify="left")
+    view = Table(title="Signal-to-noise ratio |μ|/σ of the weights", title_justify="left")
     view.add_column("parameter")
     for heading in ("shape", "weights", "median", "5 %", "95 %", "v = 0"):
         view.add_column(heading, justify="right")
@@ -242,7 +242,7 @@ def score_line(demo: Demo) -> str:
 
 
 def picture(demo: Demo) -> Figure:
-    """Predictions, signal to noise and pruning, in three panels."""
+    """Predictions, signal-to-noise ratios and pruning, in three panels."""
     with plots.house_style():
         figure = plots.new_figure(12, 6.4)
         panels = figure.subplot_mosaic([["functions", "snr"], ["functions", "pruning"]], width_ratios=[1.4, 1])
@@ -288,14 +288,11 @@ def _draw_functions(axes: Axes, demo: Demo) -> None:
 def _draw_snr(axes: Axes, demo: Demo) -> None:
     dead = {name: v == 0 for name, v in demo.second_moment.items()}
     plots.strip_panel(axes, demo.posterior.snr(), marked=dead, labels=("a weight", "v = 0: the prior alone"))
-    axes.set(title="(b) Signal to noise of each weight", xlabel="|μ| / σ")
+    axes.set(title="(b) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
 
 
 def _draw_pruning(axes: Axes, demo: Demo) -> None:
-    labels = {
-        "snr": "signal to noise",
-        "magnitude": "magnitude",
-    }
+    labels = {"snr": "signal-to-noise ratio", "magnitude": "magnitude"}
     plots.pruning_panel(axes, _FRACTIONS, demo.pruning, labels)
     axes.set(title="(c) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
     axes.legend(loc="upper left", title="lowest first by", alignment="left")

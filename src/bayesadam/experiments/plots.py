@@ -1,4 +1,4 @@
-"""The look that all pictures share: one style, one colour a method, and the panels that more than one picture uses."""
+"""The look that all pictures share: one style, one colour per method, and the panels that more than one picture uses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-# Okabe and Ito's palette, told apart by the colour-blind; one colour a method, the same in every picture.
+# Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {
     "badam": "#0072B2",
+    "badam-map": "#0072B2",
     "gp": "#009E73",
+    "greedy": "#009E73",
+    "epsilon-greedy": "#009E73",
     "mc-dropout": "#E69F00",
     "bbb": "#D55E00",
     "vadam": "#CC79A7",
     "laplace-full": "#56B4E9",
     "laplace-diagonal": "#56B4E9",
+    "linear": "#56B4E9",
     "ensemble": "#9A7D0A",
+    "bootstrap": "#9A7D0A",
     "ivon": "#8C564B",
     "swag": "#6A5ACD",
-    "greedy": "#56B4E9",
+    "neural-linear": "#6A5ACD",
     "magnitude": "#D55E00",
     "snr": "#0072B2",
 }
@@ -70,11 +75,11 @@ def colour(method: str) -> str:
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Our style inside, whatever the user's; theirs again outside."""
+def house_style(changes: Mapping[Any, Any] = {}) -> Iterator[None]:
+    """Our style inside, with some changes, whatever the user's; theirs again outside."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+        matplotlib.rcParams.update({**_STYLE, **changes})
         yield
 
 

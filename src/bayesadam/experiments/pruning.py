@@ -18,7 +18,7 @@ from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.work import resumed, worked_off
+from bayesadam.experiments.work import resumed, run_parts
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import posteriors, trained
 from bayesadam.methods.optimum import diagonal_ggn
@@ -51,7 +51,7 @@ _LEAST_CURVATURE = 1e-30
 
 @dataclass(frozen=True)
 class PruningSettings:
-    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
         data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
@@ -61,7 +61,7 @@ class PruningSettings:
         hidden: widths of the hidden layers.
         activation: `"relu"` or `"sigmoid"`.
         dropout: while Badam's and MC dropout's networks train.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate.
         beta2: Badam's β₂; the other methods have Adam's usual .999.
     """
@@ -93,7 +93,7 @@ class SparseSettings:
         data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
         n_seeds: networks for each recipe.
         epochs: passes over the training images, for recipes of the usual length.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate at the start.
         beta2: Adam's β₂.
     """
@@ -269,7 +269,7 @@ def pruned_accuracy(
     return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------------
+# --- as plain data ----------------------------------------------------------------------------------------------------
 
 
 Rows = dict[str, list[list[float]]]
@@ -281,10 +281,6 @@ def _plain(curves: Sequence[Curve]) -> Rows:
 
 def _read(method: str, rows: Rows) -> list[Curve]:
     return [Curve(method, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in rows.items()]
-
-
-def _alone(names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(name,) for name in names]
 
 
 def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Rows]]:
@@ -386,11 +382,11 @@ def run_pruning(
     """The `pruning` command."""
     run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
     run.prepare()
-    # Here, so that what is missing is told, or fetched, before anything is trained.
+    # Here, so that missing data are reported, or fetched, before anything is trained.
     load_images(settings.data, progress=not quiet)
     work = partial(_rows, curves=partial(method_curves, seed=seed, settings=settings, device=device))
     run, ledger = resumed(run, "methods")
-    found = worked_off(run, ledger, settings.methods, _alone, work, jobs=jobs)
+    found = run_parts(run, ledger, settings.methods, work, jobs=jobs)
     curves = [curve for name in settings.methods for curve in _read(name, found[name])]
     run.show(table(curves, TITLES))
     units = f"{settings.activation} units, {settings.epochs} epochs"
@@ -410,7 +406,7 @@ def run_sparse(
     names = [recipe.name for recipe in RECIPES]
     work = partial(_rows, curves=partial(recipe_curves, seed=seed, settings=settings, device=device))
     run, ledger = resumed(run, "methods")
-    found = worked_off(run, ledger, names, _alone, work, jobs=jobs)
+    found = run_parts(run, ledger, names, work, jobs=jobs)
     curves = [curve for name in names for curve in _read(name, found[name])]
     titles = {name: name for name in names}
     run.show(table(curves, titles))

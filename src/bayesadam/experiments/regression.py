@@ -19,7 +19,7 @@ from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, 
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, generator
-from bayesadam.experiments.work import Failure, resumed, worked_off
+from bayesadam.experiments.work import Failure, resumed, run_parts
 from bayesadam.methods import METHODS, Data, Fitted, Network, Problem, Training
 
 if TYPE_CHECKING:
@@ -44,22 +44,29 @@ SHOWN = ("mean", "function_std", "total_std")
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 # Methods that start from the same trained networks are fitted together, so that these are trained once.
 _SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
-# Roughly how long a group takes beside the shortest; the longest start first.
+# Roughly how long a group takes, relative to the shortest; the longest start first.
 _COST = {"bbb": 4, "vadam": 3, "ivon": 3, "mc-dropout": 3}
+
+
+def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
+    """The range of the training data, without its middle third if there is a gap."""
+    low, high = TRAIN_INTERVAL
+    third = (high - low) / 3
+    return ((low, low + third), (high - third, high)) if gap else (TRAIN_INTERVAL,)
 
 
 @dataclass(frozen=True)
 class RegressionSettings:
-    """What the figure depends on beside the seed; the defaults are the paper's appendix.
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
         methods: which methods.
         n_seeds: data sets and networks for each.
         epochs: passes over the data.
-        batch_size: examples a step.
+        batch_size: examples per step.
         lr: the learning rate.
         weight_decay: λ of the L2 penalty.
-        n_held_out: points beside the training set that calibrate.
+        n_held_out: points outside the training set that calibrate.
         n_test: points that score, in range and outside.
         gap: train with a hole in the middle of the range.
     """
@@ -87,9 +94,7 @@ class RegressionSettings:
 
     def intervals(self) -> tuple[tuple[float, float], ...]:
         """Where the training data lie."""
-        low, high = TRAIN_INTERVAL
-        third = (high - low) / 3
-        return ((low, low + third), (high - third, high)) if self.gap else (TRAIN_INTERVAL,)
+        return training_intervals(gap=self.gap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +177,7 @@ def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The methods as jobs that may run side by side, the longest first."""
+    """The methods as groups that may run in parallel, the longest first."""
     shared = tuple(name for name in methods if name in _SHARE_THE_OPTIMUM)
     alone: list[tuple[str, ...]] = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM]
     alone.sort(key=lambda job: -_COST.get(job[0], 1))
@@ -199,7 +204,7 @@ def table(curves: Sequence[Curves]) -> Table:
 
 
 def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> Figure:
-    """A panel a method, the same axes in each: the data, the mean, one and two standard deviations."""
+    """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
     train, *_ = drawn(seeds_of(seed, settings)[0], settings)
     grid = toy_grid()
     columns = min(5, len(curves))
@@ -235,7 +240,7 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
     return figure
 
 
-def kept(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+def saved_curves(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
     train, *_ = drawn(seeds_of(seed, settings)[0], settings)
     grid = toy_grid()
@@ -259,13 +264,13 @@ def run_regression(
     run.prepare()
     run, ledger = resumed(run, "methods")
     work = partial(fit_group, seed=seed, settings=settings)
-    found = worked_off(run, ledger, settings.methods, groups, work, jobs=jobs)
+    found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
     failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
     if len(failed) == len(found):
         raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     ordered = [_read(name, found[name]) for name in TITLES if name in found and name not in failed]
     run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-    text = json.dumps(kept(ordered, seed, settings), allow_nan=False)
+    text = json.dumps(saved_curves(ordered, seed, settings), allow_nan=False)
     paths = run.finish(
         {
             "figure1.png": plots.png(picture(ordered, seed, settings)),

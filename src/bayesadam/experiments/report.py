@@ -53,7 +53,7 @@ class ReportSettings:
 
 @dataclass(frozen=True)
 class _Work:
-    """What every experiment's run is told."""
+    """What every experiment's run needs."""
 
     root: Path
     seed: int
@@ -72,7 +72,7 @@ def run_report(
 ) -> tuple[Path, ...]:
     """The `report` command: `out/regression`, `out/pruning` and `out/bandits` hold the runs, `out/report.html` the page.
 
-    The page is written anew as each experiment is done, so that a long reproduction can be read while it goes on.
+    The page is written again after each experiment, so that a long reproduction can be read while it runs.
     """
     run = Run("report", seed, out, asdict(settings), device=device, quiet=quiet)
     run.prepare()
@@ -95,20 +95,14 @@ def run_report(
         else:
             print("bayesadam:", f"{experiment}:", *missing[experiment].split(), file=sys.stderr)
         runs[experiment] = _present(work, experiment)
-        _write(out / "report.html", page(report))
+        with replacing(out / "report.html") as temporary:
+            temporary.write_text(page(report), encoding="utf-8")
     if not report.every_run:
         raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
     text = page(report)
-    return run.finish({"report.html": lambda path: _put(path, text)}, report.plain(), name="report.json")
-
-
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        _put(temporary, text)
+    return run.finish(
+        {"report.html": lambda path: path.write_text(text, encoding="utf-8")}, report.plain(), name="report.json"
+    )
 
 
 def _whole(runs: Sequence[Finished], experiment: str) -> bool:
@@ -116,14 +110,14 @@ def _whole(runs: Sequence[Finished], experiment: str) -> bool:
 
 
 def _present(work: _Work, experiment: str) -> list[Finished]:
-    """The finished run first, the quick one where that is asked for and there is no other, then runs beside it."""
+    """The finished run first, the quick one where that is asked for and there is no other, then further runs."""
     names = [experiment, f"{QUICK}/{experiment}"] if work.asked.quick else [experiment]
     found = (read(work.root, name, experiment) for name in names)
     first = next((run for run in found if run is not None and run.complete), None)
     if first is not None and experiment == "bandits":
         _require_settings(work, first)
-    beside = others(work.root, experiment)
-    return beside if first is None else [first, *beside]
+    further = others(work.root, experiment)
+    return further if first is None else [first, *further]
 
 
 def _require_settings(work: _Work, run: Finished) -> None:
@@ -179,7 +173,7 @@ def _bandits(work: _Work) -> str:
     folder = work.folder("bandits")
     begun = read(work.root, folder, "bandits")
     if begun is not None:
-        # Killed before its last cell: it goes on with what it was asked then.
+        # Killed before its last cell: it resumes with the settings it had.
         _require_settings(work, begun)
         _play(work, _settings_of(begun), folder, seed=begun.metrics.get("seed", work.seed))
         return ""

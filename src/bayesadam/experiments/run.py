@@ -56,7 +56,7 @@ class Run:
         device: where the work is done, such as `"cpu"`.
         quiet: whether to print the paths alone.
         started: the clock at the start, in seconds.
-        before: the seconds that earlier sessions of the same run took, where it was stopped and goes on.
+        before: the seconds that earlier sessions of the same run took, where it was stopped and resumed.
     """
 
     command: str

@@ -1,42 +1,44 @@
-"""The parts of a command, here or in processes side by side: each is kept as it is done, and none outlives the command."""
+"""The parts of a command, in this process or in several: each is saved when it is done, and a stopped command resumes."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bayesadam._files import replacing
 from bayesadam.errors import BayesAdamError
-from bayesadam.experiments.ledger import Ledger
 from bayesadam.experiments.run import Run
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
-
-    Channel = Connection[Any, Any]
+    from multiprocessing.process import BaseProcess
+    from multiprocessing.synchronize import Lock
 
 # Does parts that belong together, and yields each by name when it is done, as plain data or as a `Failure`.
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-# Seconds that a worker has to end by itself.
-_TIDYING = 10.0
-# No part of a command has this name.
-SECONDS = "seconds"
+# The ledger's entry for the time spent; no part of a command has this name.
+_SECONDS = "seconds"
+# Seconds between two looks at what the workers have sent.
+_POLL = 0.1
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A part that gave no result, and why: the others' results are not lost with it."""
+    """A part that gave no result, and why; the others' results are not lost with it."""
 
     reason: str
 
@@ -48,73 +50,111 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
+@dataclass(frozen=True)
+class Ledger:
+    """Finished parts by name, as plain data on disk, so that a stopped command resumes; removed when all is done."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, out: Path, settings: Mapping[str, Any]) -> Ledger:
+        """The ledger of a run with these settings; other settings have another."""
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return cls(out / f"unfinished-{digest}.json")
+
+    def read(self) -> dict[str, Any]:
+        """The finished parts; none where there is no ledger or it is damaged."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write(self, finished: Mapping[str, Any]) -> None:
+        """Replace the file, whole or not at all."""
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps(finished), encoding="utf-8")
+
+    def close(self) -> None:
+        """The run is done."""
+        self.path.unlink(missing_ok=True)
+
+
 def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
-    """The run with the seconds that earlier sessions spent on it, and its ledger, the same whatever is chosen.
+    """The run with the seconds that earlier sessions spent on it, and its ledger.
 
     Args:
         run: the run.
-        choices: the settings that say which parts there are, such as `"methods"`.
+        choices: the settings that select parts, such as `"methods"`: the ledger does not depend on them.
     """
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
-    spent = ledger.read().get(SECONDS)
+    spent = ledger.read().get(_SECONDS)
     return replace(run, before=float(spent) if isinstance(spent, int | float) else 0.0), ledger
 
 
-def worked_off(
+def separately(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every part a group of its own."""
+    return [(name,) for name in names]
+
+
+def run_parts(
     run: Run,
     ledger: Ledger,
     names: Sequence[str],
-    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]],
     work: Work,
     *,
-    jobs: int,
+    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = separately,
+    jobs: int = 1,
+    on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
 ) -> dict[str, Any]:
-    """Each name's result, from the ledger or by work; failures are not kept.
+    """Each name's result, from the ledger or by work; failures are not written to the ledger.
 
-    The ledger notes the time with every part, and when the command is stopped by Ctrl-C or SIGTERM: a session that was
-    killed outright counts up to the last part it finished.
+    The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command; a session that was killed
+    counts up to its last finished part.
 
     Args:
         run: the run; see `resumed`.
-        ledger: to be closed by the caller, when the results are where they belong.
+        ledger: closed by the caller, once the results are written.
         names: of all parts.
-        groups: those of the names which are left, as groups whose parts belong together.
-        work: does such a group.
-        jobs: processes side by side, of one core each; with 1, the work is done here.
+        work: does one group.
+        groups: the unfinished names as groups, each done by one process.
+        jobs: the number of processes, each on one core; with 1 the work is done in this one.
+        on_part: called with all finished parts after each.
     """
     done = {name: result for name, result in ledger.read().items() if name in names}
     failed: dict[str, Failure] = {}
     left = [name for name in names if name not in done]
 
-    def note() -> None:
-        ledger.write({**done, SECONDS: run.seconds})
+    def save() -> None:
+        ledger.write({**done, _SECONDS: run.seconds})
 
-    with _told_when_terminated():
+    with _terminated_as_exception():
         try:
-            with run.progress() as track, closing(_results_of(groups(left), work, jobs)) as results:
+            with run.progress() as track, closing(_results(groups(left) if left else (), work, jobs)) as results:
                 for _ in track(left, run.command):
                     name, result = next(results)
                     if isinstance(result, Failure):
                         failed[name] = result
                     else:
                         done[name] = result
-                        note()
-                # To the generator's end, where the last workers are let go.
+                        save()
+                        on_part(done)
+                # To the generator's end, where the workers end.
                 next(results, None)
         except (KeyboardInterrupt, Terminated):
-            note()
+            save()
             raise
     return {**done, **failed}
 
 
 @contextmanager
-def _told_when_terminated() -> Iterator[None]:
-    """SIGTERM unwinds what is inside, as Ctrl-C does, and a line says so; a second one ends the process at once.
+def _terminated_as_exception() -> Iterator[None]:
+    """SIGTERM unwinds the block as Ctrl-C does, with a message; a second one ends the process at once.
 
-    A handler that is there already is left alone.
+    A handler that is already set is left alone.
     """
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -126,86 +166,76 @@ def _told_when_terminated() -> Iterator[None]:
     try:
         yield
     except Terminated:
-        print("bayesadam: terminated; the same command goes on with what is not finished", file=sys.stderr)
+        print("bayesadam: terminated; the same command resumes with what is not finished", file=sys.stderr)
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _results_of(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generator[tuple[str, Any], None, None]:
+def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generator[tuple[str, Any], None, None]:
     """What the work yields, as it comes; when this is closed, or fails, its processes end."""
-    if min(jobs, len(groups)) <= 1:
+    jobs = min(jobs, len(groups))
+    if jobs <= 1:
         for group in groups:
             yield from work(group)
         return
     context = multiprocessing.get_context("spawn")
-    waiting = list(reversed(groups))
-    workers: dict[Channel, SpawnProcess] = {}
-
-    def start(group: Sequence[str]) -> None:
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        worker.start()
-        workers[ours] = worker
-        # The worker's end is its own alone, so that the death of a worker is seen here.
-        theirs.close()
-        ours.send(group)
-
+    receiver, sender = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(jobs, context, _start_worker, (sender, context.Lock()))
+    others = set(multiprocessing.active_children())
+    workers: set[BaseProcess] = set()
     try:
         # Signals strike in the main thread: in another one, no worker is left half started.
         with ThreadPoolExecutor(1) as starter:
-            list(starter.map(start, [waiting.pop() for _ in range(min(jobs, len(groups)))]))
-        busy = list(workers)
-        while busy:
-            ready = wait(busy)
-            for channel in [channel for channel in busy if channel in ready]:
-                found = _received(channel, workers[channel])
-                if found is not None:
-                    yield found
-                elif waiting:
-                    channel.send(waiting.pop())
-                else:
-                    # Nothing is left for it to do: it ends by itself, and tidies up.
-                    channel.send(None)
-                    workers[channel].join(_TIDYING)
-                    busy.remove(channel)
-    finally:
-        for worker in workers.values():
-            worker.kill()
-        for worker in workers.values():
-            worker.join()
-
-
-def _received(channel: Channel, worker: SpawnProcess) -> tuple[str, Any] | None:
-    try:
-        message: tuple[str, Any] | BayesAdamError | None = channel.recv()
-    except (EOFError, ConnectionResetError):
-        worker.join()
+            pending = set(starter.map(lambda group: pool.submit(_send_parts, work, group), groups))
+        workers = set(multiprocessing.active_children()) - others
+        # Only the workers can write now, so that a message cut off by a worker's death ends in EOFError.
+        sender.close()
+        while pending:
+            done, pending = wait(pending, _POLL, FIRST_COMPLETED)
+            try:
+                while receiver.poll():
+                    yield receiver.recv()
+            except (EOFError, OSError):
+                # A worker died; its future says so.
+                pass
+            for future in done:
+                future.result()
+        pool.shutdown()
+    except BrokenProcessPool:
+        pool.shutdown()
+        # The pool terminates the other workers.
+        code = next((w.exitcode for w in workers if w.exitcode not in (0, None, -signal.SIGTERM)), "unknown")
         raise BayesAdamError(
-            f"one of the processes side by side ended with exit code {worker.exitcode} (-9 is often want of memory): the same "
-            "command goes on with what is not finished; --jobs 1 does it in one process"
+            f"a worker process ended with exit code {code} (-9 often means out of memory): the same command resumes "
+            "with what is not finished; --jobs 1 works in one process"
         ) from None
-    if isinstance(message, BayesAdamError):
-        raise message
-    return message
+    finally:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+        receiver.close()
 
 
-# --- in a process of its own ------------------------------------------------------------------------------------------
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+_channel: tuple[Connection[Any, Any], Lock]
 
 
-def _serve(channel: Channel, work: Work) -> None:
-    """Do one group after the other, and send each part, an error of the library, or None at the group's end; None ends it."""
+def _start_worker(sender: Connection[Any, Any], lock: Lock) -> None:
+    global _channel
+    _channel = sender, lock
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Ctrl-C goes to every process of a terminal; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    while (group := channel.recv()) is not None:
-        try:
-            for part in work(group):
-                channel.send(part)
-            channel.send(None)
-        except BayesAdamError as error:
-            channel.send(error)
+
+
+def _send_parts(work: Work, group: Sequence[str]) -> None:
+    sender, lock = _channel
+    for part in work(group):
+        with lock:
+            sender.send(part)
 
 
 def _end_with_parent() -> None:

@@ -28,11 +28,13 @@ from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, 
 from bayesadam.play.session import Sessions
 
 HOST = "127.0.0.1"
-# Connections open at a time, trainings under way or waiting, seconds for a whole request to arrive, for one write.
+# Connections open at a time, trainings under way or waiting; seconds for a whole request to arrive, for one write, and for
+# more of a request that was refused.
 MOST_CONNECTIONS = 32
 MOST_STREAMS = 8
 READ_SECONDS = 5.0
 WRITE_SECONDS = 10.0
+DRAIN_SECONDS = 0.2
 
 _ASSETS: Mapping[str, tuple[str, str]] = {
     "/": ("page.html", "text/html; charset=utf-8"),
@@ -256,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Read a little of what was not wanted: closing on unread bytes would take the answer away from the sender."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(0.2)
+            self.connection.settimeout(DRAIN_SECONDS)
             for _ in range(_DRAINED_BLOCKS):
                 if not self.connection.recv(65536):
                     return

@@ -1,293 +1,227 @@
-"""Charts as inline SVG, drawn from a run's numbers; every chart names its values at a pointer, a finger or a key."""
+"""The report's charts: matplotlib draws them as SVG, `page.js` shows their values at a pointer, a finger or a key."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
-from bayesadam.data.toy import TEST_INTERVAL, TRAIN_INTERVAL
-from bayesadam.experiments import bandits, pruning, regression
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from bayesadam.data.toy import TEST_INTERVAL
+from bayesadam.experiments import bandits, plots, pruning, regression
 from bayesadam.experiments.bandits import PAPER
-from bayesadam.experiments.reporting.markup import Child, Markup, data, join, tag
-from bayesadam.experiments.reporting.numbers import fixed, percent, significant, spread
+from bayesadam.experiments.reporting.numbers import fixed, mean_sd, percent, significant
 from bayesadam.experiments.reporting.runs import Finished
 from bayesadam.experiments.reporting.tables import agents_of, pruned_name
 
-# Methods with a colour of their own in page.css; any other is grey.
-COLOURED = (
-    *(
-        "badam",
-        "gp",
-        "mc-dropout",
-        "bbb",
-        "vadam",
-        "map",
-        "laplace-full",
-        "laplace-diagonal",
-        "ensemble",
-        "ivon",
-        "swag",
-    ),
-    *("greedy", "uniform", "badam-map", "epsilon-greedy", "neural-linear", "linear", "bootstrap"),
-)
-_MARKS = ("circle", "square", "diamond", "up", "down", "cross")
-_DASHES = {"magnitude": "5 4", "path-snr": "1.5 3"}
+_MARKS = "osD^vX"
+_DASHES: dict[str, Any] = {"magnitude": (0, (4, 3)), "path-snr": (0, (1, 2))}
 # How many points of a curve the pointer can stop at.
 _STOPS = 86
+# The page's style sheet gives these colours, for light, dark and paper.
+_VARIABLES = {plots.INK: "--ink", plots.MUTED: "--soft", plots.FAINT: "--grid", "#ffffff": "--paper"}
+# One name for each colour, that of the first method which has it.
+_NAMES = {shade: name for name, shade in reversed(list(plots.COLOURS.items()))}
+_STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.labelsize": 11, "figure.dpi": 72}
 
 
 def colour_class(method: str) -> str:
-    """The class that colours a method.
+    """The class that colours a method; grey for one without a colour.
 
-    >>> colour_class("badam"), colour_class('" onload="')
-    ('k-badam', 'k-other')
+    >>> colour_class("badam"), colour_class("greedy"), colour_class('" onload="')
+    ('k-badam', 'k-gp', 'k-other')
     """
-    return f"k-{method}" if method in COLOURED else "k-other"
+    return f"k-{_NAMES.get(plots.colour(method), 'other')}"
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A scale from values to pixels, and its ticks."""
+@dataclass
+class Chart:
+    """An SVG with its stops.
 
-    low: float
-    high: float
-    start: float
-    end: float
-    ticks: tuple[tuple[float, str], ...]
-    title: str = ""
-    warp: Callable[[float], float] = field(default=lambda value: value)
-
-    def __call__(self, value: float) -> float:
-        """The value's place in pixels."""
-        low, high = self.warp(self.low), self.warp(self.high)
-        return round(self.start + (self.warp(value) - low) / (high - low) * (self.end - self.start), 1)
-
-
-def nice_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Round numbers between two, about so many.
-
-    >>> nice_ticks(0.0, 1.0), nice_ticks(-0.5, 1.2, 4)
-    ((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (-0.5, 0.0, 0.5, 1.0))
+    Attributes:
+        scope: of the ids inside, which no other chart of a page has.
+        title: its caption.
+        label: for those who do not see it.
+        width: in pixels.
+        height: in pixels.
+        box: the plot's left, top, right and bottom.
+        along: the axis of the stops, `"x"` or `"y"`.
+        body: the elements of the SVG.
+        stops: where the pointer can stop: the place, a heading, and rows of (colour class, name, value).
     """
-    raw = (high - low) / count
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return tuple(round(k * step, 10) + 0.0 for k in range(first, math.floor(high / step + 1e-9) + 1))
+
+    scope: str
+    title: str
+    label: str
+    width: int
+    height: int
+    box: tuple[int, int, int, int]
+    along: str = "x"
+    body: Markup = field(default_factory=Markup)
+    stops: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def drawing(self) -> Iterator[Axes]:
+        """Axes to draw on, in the house style; they become the body."""
+        left, top, right, bottom = self.box
+        with plots.house_style(_STYLE):
+            figure = Figure(figsize=(self.width / 72, self.height / 72))
+            w, h = self.width, self.height
+            axes = figure.add_axes((left / w, 1 - bottom / h, (right - left) / w, (bottom - top) / h))
+            yield axes
+            self.body = _svg(figure, f"{self.scope} {self.label}")
+
+    def stop(self, axes: Axes, at: float, heading: str, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Add a stop at a value of the axis, with rows of (method, name, value)."""
+        x, y = axes.transData.transform((at, at))
+        place = round(float(x if self.along == "x" else self.height - y), 1)
+        self.stops.append((place, heading, [(colour_class(method), name, value) for method, name, value in rows]))
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Where the pointer can stop: a place along the chart, a heading, and rows of (method, name, value)."""
-
-    at: float
-    heading: str
-    rows: tuple[tuple[str, str, str], ...]
-
-
-def chart(
-    label: str,
-    width: int,
-    height: int,
-    body: Sequence[Child],
-    stops: Sequence[Stop],
-    box: tuple[float, ...],
-    along: str,
-) -> Markup:
-    """An SVG with its stops; `box` is the plot's left, top, right and bottom, `along` is "x" or "y"."""
-    left, top, right, bottom = box
-    ends = (
-        {"x1": left, "x2": left, "y1": top, "y2": bottom}
-        if along == "x"
-        else {"x1": left, "x2": right, "y1": top, "y2": top}
-    )
-    cursor = tag("line", class_="cursor", **ends)
-    payload = {
-        "along": along,
-        "stops": [[stop.at, stop.heading, [[colour_class(m), n, v] for m, n, v in stop.rows]] for stop in stops],
-    }
-    return tag(
-        "div",
-        tag(
-            "svg",
-            *body,
-            cursor,
-            viewBox=f"0 0 {width} {height}",
-            role="img",
-            aria_label=f"{label}. Arrow keys step through its values.",
-            tabindex="0",
-        ),
-        tag("div", class_="tip", role="status", aria_live="polite", hidden=True),
-        data(payload),
-        class_="chart",
-    )
+def _svg(figure: Figure, salt: str) -> Markup:
+    """The elements of a figure without what only a file of its own needs, in the page's colours; ids differ by salt."""
+    buffer = StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r".*?</defs>|</svg>\s*$", "", buffer.getvalue(), count=1, flags=re.DOTALL).removesuffix("</svg>\n")
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"\s*font-family: [^;]*;", "", text)
+    text = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), text)
+    text = re.sub(r"\s*\n\s*", " ", text)
+    for shade, name in {**_NAMES, **_VARIABLES}.items():
+        variable = name if name.startswith("--") else f"--k-{name}"
+        text = text.replace(f": {shade.lower()}", f": var({variable})")
+    return Markup(text)
 
 
-def _frame(x: Axis, y: Axis, *, grid: bool = True) -> Iterator[Markup]:
-    left, right, bottom, top = x.start, x.end, y.start, y.end
-    for value, name in y.ticks:
-        place = y(value)
-        if grid:
-            yield tag("line", class_="grid", x1=left, x2=right, y1=place, y2=place)
-        yield tag("text", name, class_="tick end", x=left - 6, y=place + 4)
-    yield tag("line", class_="axis", x1=left, x2=right, y1=bottom, y2=bottom)
-    for value, name in x.ticks:
-        place = x(value)
-        yield tag("line", class_="axis", x1=place, x2=place, y1=bottom, y2=bottom + 4)
-        yield tag("text", name, class_="tick middle", x=place, y=bottom + 17)
-    if x.title:
-        yield tag("text", x.title, class_="axis-title middle", x=round((left + right) / 2, 1), y=bottom + 35)
-    if y.title:
-        yield tag("text", y.title, class_="axis-title", x=2, y=top - 10)
+# A legend's entries: the sign drawn, and what it stands for.
+Keys = list[tuple[Markup, str]]
+# A line's ends, a mark in its middle, and three points.
+_ENDS, _MIDDLE, _THREE = (0.0, 1.0), (0.5,), (0.0, 0.5, 1.0)
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
+def _keys(scope: str, entries: Mapping[str, Sequence[tuple[Sequence[float], Mapping[str, Any]]]]) -> Keys:
+    """A legend: by name, what is plotted across its sign, and in which style."""
+    found = []
+    for name, parts in entries.items():
+        chart = Chart(scope, "", f"key {name}", 28, 14, (2, 1, 26, 13))
+        with chart.drawing() as axes:
+            axes.set(xlim=(0, 1), ylim=(0, 1))
+            axes.set_axis_off()
+            for x, style in parts:
+                axes.plot(x, [0.5] * len(x), **style)
+        found.append((chart.body, name))
+    return found
 
 
-def mark(kind: str, x: float, y: float, size: float = 3.6, **attributes: object) -> Markup:
-    """A small shape, so that colour is never the only sign."""
-    s = size
-    shapes = {
-        "square": f"M{x - s:g} {y - s:g}h{2 * s:g}v{2 * s:g}h{-2 * s:g}z",
-        "diamond": f"M{x:g} {y - 1.3 * s:g}l{1.3 * s:g} {1.3 * s:g}l{-1.3 * s:g} {1.3 * s:g}l{-1.3 * s:g} {-1.3 * s:g}z",
-        "up": f"M{x:g} {y - 1.2 * s:g}l{1.2 * s:g} {2.1 * s:g}h{-2.4 * s:g}z",
-        "down": f"M{x:g} {y + 1.2 * s:g}l{1.2 * s:g} {-2.1 * s:g}h{-2.4 * s:g}z",
-        "cross": f"M{x - s:g} {y - s:g}l{2 * s:g} {2 * s:g}m0 {-2 * s:g}l{-2 * s:g} {2 * s:g}",
-    }
-    extra = str(attributes.pop("class_", ""))
-    name = f"mark {'open' if kind == 'cross' else ''} {extra}".split()
-    if kind == "circle":
-        return tag("circle", cx=x, cy=y, r=s, class_=" ".join(name), **attributes)
-    return tag("path", d=shapes[kind], class_=" ".join(name), **attributes)
+def _line_keys(scope: str, styles: Mapping[str, Mapping[str, Any]]) -> Keys:
+    return _keys(scope, {name: [(_THREE, {**style, "markevery": [1]})] for name, style in styles.items()})
 
 
-def legend(entries: Sequence[tuple[str, str, str, str | None]]) -> Markup:
-    """Names with their line and mark: (method, name, mark or "", dashes)."""
-    items = []
-    for method, name, kind, dash in entries:
-        sample = tag(
-            "svg",
-            tag("line", class_="series", x1=1, x2=27, y1=7, y2=7, stroke_dasharray=dash),
-            mark(kind, 14, 7) if kind else None,
-            viewBox="0 0 28 14",
-            width=28,
-            height=14,
-            aria_hidden="true",
-        )
-        items.append(tag("li", sample, name, class_=colour_class(method)))
-    return tag("ul", *items, class_="legend")
+def _line(method: str, mark: str = "", dashes: Any = "-") -> dict[str, Any]:
+    """The style of a method's line; marks differ, so that colour is never the only sign."""
+    shade = plots.colour(method)
+    edge = {"marker": mark, "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.6} if mark else {}
+    return {"color": shade, "linewidth": 1.8, "linestyle": dashes, **edge}
+
+
+def _dot(method: str, mark: str = "o", *, hollow: bool = False) -> dict[str, Any]:
+    shade = plots.colour(method)
+    fill = "white" if hollow else shade
+    return {"marker": mark, "markersize": 8, "linestyle": "", "markeredgecolor": shade, "markerfacecolor": fill}
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color=plots.FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
 
 
 # --- Figure 1 ---------------------------------------------------------------------------------------------------------
 
 
-def predictive(run: Finished, method: str) -> Markup | None:
-    """One panel of Figure 1: data, truth, mean, one and two standard deviations; None where no curves were kept."""
-    if run.curves is None:
-        return None
-    width, height = 320, 250
-    x = Axis(*TEST_INTERVAL, 36, 312, tuple((v, _tick(v)) for v in (-0.5, 0.0, 0.5, 1.0)))
-    y = Axis(-1.6, 2.6, 222, 10, tuple((v, _tick(v)) for v in (-1.0, 0.0, 1.0, 2.0)))
-    xs, truth = run.curves["x"], run.curves["truth"]
-    found = run.curves["methods"][method]
-    kept = [k for k in range(len(xs)) if None not in (found["mean"][k], found["total_std"][k])]
+def predictive(run: Finished, method: str) -> Chart:
+    """One panel of Figure 1: data, truth, mean, one and two standard deviations."""
     title = regression.TITLES.get(method, method)
-
-    def line(values: Sequence[float]) -> str:
-        return _path([(x(xs[k]), _clipped(y, values[k])) for k in kept[::2]])
-
-    def band(times: float) -> str:
-        ends = [
-            [(x(xs[k]), _clipped(y, found["mean"][k] + sign * times * found["total_std"][k])) for k in kept[::2]]
-            for sign in (1, -1)
-        ]
-        return _path([*ends[0], *reversed(ends[1])]) + "z"
-
-    spans = [TRAIN_INTERVAL]
-    if run.settings.get("gap"):
-        low, high = TRAIN_INTERVAL
-        third = (high - low) / 3
-        spans = [(low, low + third), (high - third, high)]
-    body: list[Child] = [
-        tag("rect", class_="span", x=x(low), y=10, width=round(x(high) - x(low), 1), height=212) for low, high in spans
-    ]
-    body += _frame(x, y, grid=False)
-    if kept:
-        body += [tag("path", class_="band", d=band(times)) for times in (2, 1)]
-    body += [
-        tag("circle", class_="datum", cx=x(a), cy=_clipped(y, b), r=1.3)
-        for a, b in zip(run.curves["train"]["x"], run.curves["train"]["y"], strict=False)
-    ]
-    if kept:
-        body += [tag("path", class_="truth", d=line(truth)), tag("path", class_="series", d=line(found["mean"]))]
-    step = max(1, len(kept) // (_STOPS - 1))
-    stops = [
-        Stop(
-            x(xs[k]),
-            f"x = {fixed(xs[k], 2)}",
-            (
-                (method, "mean", fixed(found["mean"][k], 2)),
-                (method, "std, noise included", fixed(found["total_std"][k])),
-                (method, "std of the function", fixed(found["function_std"][k])),
+    chart = Chart(run.name, title, f"Figure 1, {title}", 320, 250, (36, 10, 312, 222))
+    curves: Any = run.curves
+    x, truth = (np.array(curves[name], dtype=float) for name in ("x", "truth"))
+    mean, function, total = (np.array(curves["methods"][method][name], dtype=float) for name in regression.SHOWN)
+    with chart.drawing() as axes:
+        for interval in regression.training_intervals(gap=bool(run.settings.get("gap"))):
+            axes.axvspan(*interval, color=plots.FAINT, alpha=0.75, linewidth=0)
+        points = (curves["train"]["x"], curves["train"]["y"])
+        panel: Any = {"truth": truth[::2], "points": points, "method": method, "bands": (2, 1)}
+        plots.predictive_panel(axes, x[::2], mean[::2], total[::2], **panel)
+        axes.set(xlim=TEST_INTERVAL, ylim=(-1.6, 2.6), xticks=(-0.5, 0.0, 0.5, 1.0), yticks=range(-1, 3))
+        finite = np.flatnonzero(np.isfinite(mean) & np.isfinite(total))
+        for k in finite[:: max(1, len(finite) // (_STOPS - 1))]:
+            rows = (
+                (method, "mean", fixed(mean[k], 2)),
+                (method, "std, noise included", fixed(total[k])),
+                (method, "std of the function", fixed(function[k])),
                 ("other", "truth", fixed(truth[k], 2)),
-            ),
-        )
-        for k in kept[::step]
-    ]
-    drawn = chart(f"Figure 1, {title}", width, height, body, stops, (36, 10, 312, 222), "x")
-    return tag("figure", tag("figcaption", title), drawn, class_=f"panel {colour_class(method)}")
+            )
+            chart.stop(axes, x[k], f"x = {fixed(x[k], 2)}", rows)
+    return chart
 
 
-def _clipped(y: Axis, value: float) -> float:
-    return y(min(max(value, y.low), y.high))
+def predictive_keys(run: Finished) -> Keys:
+    """What a panel of Figure 1 holds."""
+    thick: Any = {"color": plots.colour("badam"), "alpha": 0.2, "solid_capstyle": "butt"}
+    return _keys(
+        run.name,
+        {
+            "mean": [(_ENDS, _line("badam"))],
+            "one and two standard deviations, noise included": [
+                (_ENDS, {**thick, "linewidth": width}) for width in (11, 5.5)
+            ],
+            "truth, without noise": [(_ENDS, {"color": plots.INK, "linewidth": 1, "linestyle": (0, (4, 3))})],
+            "training data": [((0.1, 0.5, 0.9), {"color": plots.INK, "marker": ".", "linestyle": "", "alpha": 0.55})],
+            "training range": [(_ENDS, {"color": plots.FAINT, "linewidth": 11, "solid_capstyle": "butt"})],
+        },
+    )
 
 
-def deviations(run: Finished) -> Markup:
+def deviations(run: Finished) -> Chart:
     """The function's standard deviation in range and outside, every method, on a logarithmic axis."""
     methods = [m for m in run.results if run.sample(m, "std_in").mean > 0 and run.sample(m, "std_out").mean > 0]
-    values = [run.sample(m, name).mean for m in methods for name in ("std_in", "std_out")] or [0.1, 1.0]
-    low, high = 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
-    width, row = 460, 26
-    top, height = 14, 14 + row * max(1, len(methods)) + 44
-    powers = range(round(math.log10(low)), round(math.log10(high)) + 1)
-    x = Axis(
-        low, high, 172, 448, tuple((10.0**k, f"{10.0**k:g}") for k in powers), "standard deviation (log)", math.log10
-    )
-    bottom = height - 44
-    body: list[Child] = []
-    for value, name in x.ticks:
-        body += [
-            tag("line", class_="grid", x1=x(value), x2=x(value), y1=top, y2=bottom),
-            tag("text", name, class_="tick middle", x=x(value), y=bottom + 17),
-        ]
-    body.append(tag("text", x.title, class_="axis-title middle", x=310, y=bottom + 36))
-    stops = []
-    for number, method in enumerate(methods):
-        near, far = (run.sample(method, name) for name in ("std_in", "std_out"))
-        place = top + row * number + row / 2
-        title = regression.TITLES.get(method, method)
-        body.append(
-            tag(
-                "g",
-                tag("text", title, class_="name end", x=164, y=place + 4),
-                tag("line", class_="link", x1=x(near.mean), x2=x(far.mean), y1=place, y2=place),
-                mark("circle", x(near.mean), place, 4.5, class_="hollow"),
-                mark("circle", x(far.mean), place, 4.5),
-                class_=colour_class(method),
-            )
-        )
-        rows = (
-            (method, "in range", spread(near)),
-            (method, "outside", spread(far)),
-            (method, "outside / in range", significant(far.mean / near.mean)),
-        )
-        stops.append(Stop(place, title, rows))
-    return chart(
-        "Standard deviation in range and outside, by method", width, height, body, stops, (172, top, 448, bottom), "y"
-    )
+    bottom = 14 + 26 * max(1, len(methods))
+    label = "Standard deviation in range and outside, by method"
+    chart = Chart(run.name, "", label, 460, bottom + 44, (172, 14, 448, bottom), "y")
+    titles = [regression.TITLES.get(method, method) for method in methods]
+    with chart.drawing() as axes:
+        axes.set(xscale="log", xlabel="standard deviation (log)")
+        axes.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
+        _name_rows(axes, titles)
+        for row, (method, title) in enumerate(zip(methods, titles, strict=True)):
+            near, far = (run.sample(method, name) for name in ("std_in", "std_out"))
+            axes.plot([near.mean, far.mean], [row, row], **_line(method))
+            axes.plot(near.mean, row, **_dot(method, hollow=True))
+            axes.plot(far.mean, row, **_dot(method))
+            rows = (("in range", mean_sd(near)), ("outside", mean_sd(far)))
+            ratio = ("outside / in range", significant(far.mean / near.mean))
+            chart.stop(axes, row, title, [(method, *row) for row in (*rows, ratio)])
+    return chart
+
+
+def deviation_keys(run: Finished) -> Keys:
+    """What the marks of `deviations` stand for."""
+    names = {"in the training range": True, "outside it": False}
+    return _keys(run.name, {name: [(_MIDDLE, _dot("other", hollow=hollow))] for name, hollow in names.items()})
 
 
 # --- Figure 2 ---------------------------------------------------------------------------------------------------------
@@ -296,220 +230,144 @@ _LEAST_LEFT = 1e-3
 _PRUNED_TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
-def left_over(fraction: float) -> float:
+def _log_left(fraction: float) -> float:
     """−log₁₀ of the share of weights left: equal steps divide what is left by equal factors."""
     return -math.log10(max(1 - fraction, _LEAST_LEFT))
 
 
-def _spaced(points: Sequence[tuple[float, float]], apart: float = 9) -> list[tuple[float, float]]:
-    """Points far enough from each other to carry a mark."""
-    kept: list[tuple[float, float]] = []
-    for point in points:
-        if not kept or math.dist(kept[-1], point) >= apart:
-            kept.append(point)
-    return kept
+def _pruned_style(number: int, method: str, ranking: str) -> dict[str, Any]:
+    return _line(method, _MARKS[number % len(_MARKS)], _DASHES.get(ranking, "-"))
 
 
-def pruned(run: Finished, curves: Sequence[tuple[str, str]], label: str) -> Markup:
+def pruned_keys(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Keys:
+    """The lines of `pruned`."""
+    styles = {pruned_name(*curve): _pruned_style(number, *curve) for number, curve in enumerate(curves)}
+    return _line_keys(f"{run.name} {title}", styles)
+
+
+def pruned(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Chart:
     """Accuracy against the share of weights pruned, one line a (method, ranking)."""
-    width, height = 460, 340
-    box = (40, 26, 448, 290)
-    ticks = tuple((f, f"{100 * f:g}") for f in _PRUNED_TICKS)
-    x = Axis(0.0, 0.999, box[0], box[2], ticks, "weights pruned, % (log in what is left)", left_over)
-    y = Axis(0.0, 1.0, box[3], box[1], tuple((v, f"{100 * v:.0f}") for v in nice_ticks(0.0, 1.0)), "test accuracy, %")
-    body: list[Child] = [*_frame(x, y)]
+    chart = Chart(run.name, title, f"Figure 2, {title}", 460, 340, (40, 26, 440, 290))
     fractions = sorted({f for method, ranking in curves for f in run.results[method][ranking]["fractions"]})
-    entries, lines = [], []
-    for number, (method, ranking) in enumerate(curves):
-        kind, dash = _MARKS[number % len(_MARKS)], _DASHES.get(ranking)
-        entries.append((method, pruned_name(method, ranking), kind, dash))
-        points = []
-        for fraction in run.results[method][ranking]["fractions"]:
-            sample = run.accuracy(method, ranking, fraction)
-            if sample.values:
-                points.append((x(fraction), y(sample.mean)))
-        shape = [tag("path", class_="series", d=_path(points), stroke_dasharray=dash)] if points else []
-        shape += [mark(kind, *point, 3) for point in _spaced(points)]
-        lines.append(tag("g", *shape, class_=colour_class(method)))
-    # Badam lies above what it is compared with.
-    body += reversed(lines)
-    stops = []
-    for fraction in fractions:
-        found = [(m, r, run.accuracy(m, r, fraction)) for m, r in curves]
-        rows = tuple((m, pruned_name(m, r), f"{percent(s.mean)} %") for m, r, s in found if s.values)
-        stops.append(Stop(x(fraction), f"{100 * fraction:g} % pruned", rows))
-    return join([legend(entries), chart(label, width, height, body, stops, box, "x")])
+    samples = {(curve, fraction): run.accuracy(*curve, fraction) for curve in curves for fraction in fractions}
+    with chart.drawing() as axes:
+        axes.set_xticks([_log_left(f) for f in _PRUNED_TICKS], [f"{100 * f:g}" for f in _PRUNED_TICKS])
+        axes.set(xlim=(0, 3), ylim=(0, 100), xlabel="weights pruned, % (log in what is left)")
+        axes.set_title("test accuracy, %", fontsize=11, fontweight="normal", color=plots.MUTED)
+        axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
+        for number, curve in enumerate(curves):
+            points = [(_log_left(f), 100 * samples[curve, f].mean) for f in fractions if samples[curve, f].values]
+            # Badam lies above what it is compared with.
+            style = _pruned_style(number, *curve) | {"zorder": 3 - number / 100, "markevery": 0.03, "clip_on": False}
+            axes.plot(*zip(*points, strict=True), **style) if points else None
+        for fraction in fractions:
+            found = [(curve, samples[curve, fraction]) for curve in curves if samples[curve, fraction].values]
+            rows = [(c[0], pruned_name(*c), f"{percent(sample.mean)} %") for c, sample in found]
+            chart.stop(axes, _log_left(fraction), f"{100 * fraction:g} % pruned", rows)
+    return chart
 
 
 def pruned_groups(run: Finished) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Which curves share a chart: the paper's methods, then those beyond it with Badam beside them."""
-    has = {(method, ranking) for method, rankings in run.results.items() for ranking in rankings}
+    """Which curves share a chart: the paper's methods, then the others together with Badam."""
+    measured = {(method, ranking) for method, rankings in run.results.items() for ranking in rankings}
     paper = [
         *(("badam", ranking) for ranking in ("snr", "path-snr", "magnitude")),
         ("mc-dropout", "magnitude"),
         *((method, "snr") for method in ("bbb", "vadam")),
     ]
-    beyond = [(method, "snr") for method in run.results if method not in pruning.PAPER]
-    groups = [("The paper's methods", [curve for curve in paper if curve in has])]
-    others = [curve for curve in beyond if curve in has]
-    groups.append(("Beyond the paper", [*(c for c in paper[:1] if c in has), *others] if others else []))
-    return [(title, curves) for title, curves in groups if curves]
+    others = [(m, "snr") for m in run.results if m not in pruning.PAPER and (m, "snr") in measured]
+    groups = {"The paper's methods": paper, "Beyond the paper": [*paper[:1], *others] if others else []}
+    found = [(title, [curve for curve in curves if curve in measured]) for title, curves in groups.items()]
+    return [(title, curves) for title, curves in found if curves]
 
 
 # --- Table 1 ----------------------------------------------------------------------------------------------------------
 
 
-def reward_panel(run: Finished, problem: str) -> Markup:
+def rewards(run: Finished, problem: str) -> Chart:
     """One column of Table 1: ours with one standard deviation, the paper's hollow; Uniform may lie off the scale."""
     agents = [agent for agent in agents_of(run) if agent in run.results[problem]]
     samples = {agent: run.sample(problem, agent, "reward_ratio") for agent in agents}
+    errors = {agent: sample.sd if math.isfinite(sample.sd) else 0.0 for agent, sample in samples.items()}
     paper = {agent: PAPER[agent][problem] for agent in agents if problem in PAPER.get(agent, {})}
     scaled = [agent for agent in agents if agent != "uniform"] or agents
-    ends = [samples[a].mean + sign * _or_zero(samples[a].sd) for a in scaled for sign in (-1, 1) if samples[a].values]
+    ends = [samples[a].mean + sign * errors[a] for a in scaled for sign in (-1, 1) if samples[a].values]
     ends += [paper[a][0] for a in scaled if a in paper]
     low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
     room = max(high - low, 0.02) * 0.08
-    low, high = low - room, high + room
-    width, row, top, left, right = 320, 24, 8, 124, 312
-    bottom = top + row * len(agents)
-    x = Axis(low, high, left, right, tuple((v, _tick(v)) for v in nice_ticks(low, high, 4)))
-    body: list[Child] = []
-    for value, name in x.ticks:
-        body += [
-            tag("line", class_="grid", x1=x(value), x2=x(value), y1=top, y2=bottom),
-            tag("text", name, class_="tick middle", x=x(value), y=bottom + 16),
-        ]
-    stops = []
-    for number, agent in enumerate(agents):
-        sample, place = samples[agent], top + row * number + row / 2
-        title = bandits.TITLES.get(agent, agent)
-        shapes: list[Child] = [tag("text", title, class_="name end", x=left - 8, y=place + 4)]
-        if sample.values and sample.mean < low:
-            shapes.append(tag("text", f"◂ {fixed(sample.mean, 2)}", class_="tick", x=left + 4, y=place + 4))
-        elif sample.values:
-            sd = _or_zero(sample.sd)
-            reach = (x(max(sample.mean - sd, low)), x(min(sample.mean + sd, high)))
-            shapes += [
-                tag("line", class_="link", x1=reach[0], x2=reach[1], y1=place, y2=place),
-                mark("circle", x(min(sample.mean, high)), place, 4.5),
-            ]
-        if agent in paper and low <= paper[agent][0] <= high:
-            shapes.append(mark("diamond", x(paper[agent][0]), place, 4, class_="hollow"))
-        body.append(tag("g", *shapes, class_=colour_class(agent)))
-        rows = [(agent, "ours", spread(sample))]
-        if agent in paper:
-            rows.append((agent, "the paper", f"{fixed(paper[agent][0], 2)} ± {fixed(paper[agent][1], 2)}"))
-        stops.append(Stop(place, title, tuple(rows)))
-    drawn = chart(
-        f"{problem}: reward over the optimum's", width, bottom + 26, body, stops, (left, top, right, bottom), "y"
+    bottom = 8 + 24 * len(agents)
+    chart = Chart(
+        run.name, problem, f"{problem}: reward over the optimum's", 320, bottom + 26, (124, 8, 312, bottom), "y"
     )
-    return tag("figure", tag("figcaption", problem), drawn, class_="panel")
+    titles = [bandits.TITLES.get(agent, agent) for agent in agents]
+    with chart.drawing() as axes:
+        _name_rows(axes, titles)
+        axes.set(xlim=(low - room, high + room))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        for row, (agent, title) in enumerate(zip(agents, titles, strict=True)):
+            mean, sd = samples[agent].mean, errors[agent]
+            rows = [(agent, "ours", mean_sd(samples[agent]))]
+            if mean < low - room:
+                axes.annotate(f"◂ {fixed(mean, 2)}", (low - room, row), (4, 0), textcoords="offset points", va="center")
+            elif samples[agent].values:
+                axes.plot([mean - sd, mean + sd], [row, row], **_line(agent))
+                axes.plot(mean, row, **_dot(agent))
+            if agent in paper:
+                axes.plot(paper[agent][0], row, **_dot(agent, "D", hollow=True))
+                rows.append((agent, "the paper", " ± ".join(fixed(value, 2) for value in paper[agent])))
+            chart.stop(axes, row, title, rows)
+    return chart
 
 
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def reward_legend() -> Markup:
+def reward_keys(run: Finished) -> Keys:
     """What the marks of the reward panels stand for."""
-    ours = tag("svg", tag("line", class_="link", x1=1, x2=27, y1=7, y2=7), mark("circle", 14, 7, 4.5), **_SAMPLE)
-    theirs = tag("svg", mark("diamond", 14, 7, 4, class_="hollow"), **_SAMPLE)
-    return tag(
-        "ul",
-        tag("li", ours, "ours, mean and one standard deviation"),
-        tag("li", theirs, "the paper's mean"),
-        class_="legend k-other",
-    )
+    ours = [(_ENDS, _line("other")), (_MIDDLE, _dot("other"))]
+    paper = [(_MIDDLE, _dot("other", "D", hollow=True))]
+    return _keys(run.name, {"ours, mean and one standard deviation": ours, "the paper's mean": paper})
 
 
-def deviation_legend() -> Markup:
-    """What the marks of `deviations` stand for."""
-    near = tag("svg", mark("circle", 14, 7, 4.5, class_="hollow"), **_SAMPLE)
-    far = tag("svg", mark("circle", 14, 7, 4.5), **_SAMPLE)
-    return tag("ul", tag("li", near, "in the training range"), tag("li", far, "outside it"), class_="legend k-other")
-
-
-def predictive_legend() -> Markup:
-    """What a panel of Figure 1 holds."""
-    mean = tag("svg", tag("line", class_="series", x1=1, x2=27, y1=7, y2=7), **_SAMPLE)
-    bands = tag(
-        "svg",
-        tag("rect", class_="band", x=1, y=1, width=26, height=12),
-        tag("rect", class_="band", x=1, y=4, width=26, height=6),
-        **_SAMPLE,
-    )
-    truth = tag("svg", tag("line", class_="truth", x1=1, x2=27, y1=7, y2=7), **_SAMPLE)
-    points = tag(
-        "svg", *(tag("circle", class_="datum", cx=c, cy=y, r=1.6) for c, y in ((7, 9), (14, 5), (21, 8))), **_SAMPLE
-    )
-    span = tag("svg", tag("rect", class_="span", x=1, y=1, width=26, height=12), **_SAMPLE)
-    return tag(
-        "ul",
-        tag("li", mean, "mean"),
-        tag("li", bands, "one and two standard deviations, noise included"),
-        tag("li", truth, "truth, without noise"),
-        tag("li", points, "training data"),
-        tag("li", span, "training range"),
-        class_="legend k-badam",
-    )
-
-
-_SAMPLE: dict[str, Any] = {"viewBox": "0 0 28 14", "width": 28, "height": 14, "aria_hidden": "true"}
-
-
-def regret_panel(run: Finished, problem: str) -> Markup:
-    """Cumulative regret of every agent, round by round."""
-    agents = [agent for agent in agents_of(run) if agent in run.results[problem]]
-    # Uniform's regret grows in a straight line, and would flatten all others.
-    shown = [agent for agent in agents if agent != "uniform"] or agents
-    cells = {agent: run.results[problem][agent] for agent in shown}
-    last = max((cell["points"][-1] for cell in cells.values() if cell["points"]), default=1)
-    tops = [value for cell in cells.values() for value in cell["regret_mean"] if value is not None]
-    low, high = min([0.0, *tops]), max([1e-9, *tops])
-    width, height, box = 320, 250, (50, 24, 312, 216)
-    x = Axis(
-        0.0, max(last, 1), box[0], box[2], tuple((v, _tick(v)) for v in nice_ticks(0.0, max(last, 1), 4)), "rounds"
-    )
-    y = Axis(low, high, box[3], box[1], tuple((v, _tick(v)) for v in nice_ticks(low, high, 4)), "cumulative regret")
-    body: list[Child] = [*_frame(x, y)]
-    lines = []
-    for agent in shown:
-        cell, number = cells[agent], agents_of(run).index(agent)
-        kept = [k for k, value in enumerate(cell["regret_mean"]) if value is not None]
-        points = [(x(cell["points"][k]), y(cell["regret_mean"][k])) for k in kept[:: max(1, len(kept) // 120)]]
-        if not points:
-            continue
-        kind = _MARKS[number % len(_MARKS)]
-        shape = [tag("path", class_="series", d=_path(points))]
-        shape += [mark(kind, *point, 3) for point in points[15 + 4 * number :: 30]]
-        lines.append(tag("g", *shape, class_=colour_class(agent)))
-    body += reversed(lines)
-    places = range(len(next(iter(cells.values()))["points"])) if cells else range(0)
-    stops = []
-    for place in places[:: max(1, len(places) // 50)]:
-        rows = tuple(
-            (
-                agent,
-                bandits.TITLES.get(agent, agent),
-                f"{significant(cell['regret_mean'][place])} ± {significant(cell['regret_sd'][place])}",
-            )
-            for agent, cell in cells.items()
-            if place < len(cell["points"])
-        )
-        at = next(iter(cells.values()))["points"][place]
-        stops.append(Stop(x(at), f"round {at:,}", rows))
-    drawn = chart(f"{problem}: cumulative regret", width, height + 8, body, stops, box, "x")
-    return tag("figure", tag("figcaption", problem), drawn, class_="panel")
-
-
-def regret_legend(run: Finished) -> Markup:
-    """The agents of the regret panels."""
+def _regret_agents(run: Finished) -> dict[str, dict[str, Any]]:
+    """The agents of the regret panels and their lines, without Uniform, which would flatten all others."""
     agents = agents_of(run)
     shown = [agent for agent in agents if agent != "uniform"] or agents
-    return legend([(a, bandits.TITLES.get(a, a), _MARKS[agents.index(a) % len(_MARKS)], None) for a in shown])
+    return {agent: _line(agent, _MARKS[agents.index(agent) % len(_MARKS)]) for agent in shown}
 
 
-def _tick(value: float) -> str:
-    """Such as `−.5`, and thousands as `20k`."""
-    text = f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
-    return text.replace("-", "−").replace("0.", ".", 1) if abs(value) < 1 else text.replace("-", "−")
+def regret(run: Finished, problem: str) -> Chart:
+    """Cumulative regret of every agent, round by round."""
+    chart = Chart(run.name, problem, f"{problem}: cumulative regret", 320, 258, (50, 24, 312, 216))
+    styles = {agent: style for agent, style in _regret_agents(run).items() if agent in run.results[problem]}
+    cells = {agent: run.results[problem][agent] for agent in styles}
+    with chart.drawing() as axes:
+        for number, (agent, cell) in enumerate(cells.items()):
+            x, y = (np.array(cell[name], dtype=float) for name in ("points", "regret_mean"))
+            thin = slice(None, None, max(1, len(x) // 120))
+            # Badam lies above what it is compared with, and marks do not hide each other.
+            order: Any = {"zorder": 3 - number / 100, "markevery": (15 + 4 * number, 30), "clip_on": False}
+            axes.plot(x[thin], y[thin], **styles[agent], **order)
+        axes.set(xlim=(0, None), xlabel="rounds")
+        axes.set_ylim(min(0.0, axes.get_ylim()[0]) if np.isfinite(axes.dataLim.y0) and axes.dataLim.y0 < 0 else 0.0)
+        axes.set_title("cumulative regret", fontsize=11, fontweight="normal", color=plots.MUTED)
+        axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}")
+            axis.set_major_locator(MaxNLocator(4))
+        points: Sequence[int] = next((cell["points"] for cell in cells.values()), ())
+        for place in range(0, len(points), max(1, len(points) // 50)):
+            rows = [
+                (
+                    agent,
+                    bandits.TITLES.get(agent, agent),
+                    " ± ".join(significant(cell[name][place]) for name in ("regret_mean", "regret_sd")),
+                )
+                for agent, cell in cells.items()
+                if place < len(cell["points"])
+            ]
+            chart.stop(axes, points[place], f"round {points[place]:,}", rows)
+    return chart
+
+
+def regret_keys(run: Finished) -> Keys:
+    """The agents of the regret panels."""
+    styles = {bandits.TITLES.get(agent, agent): style for agent, style in _regret_agents(run).items()}
+    return _line_keys(run.name, styles)

@@ -8,19 +8,18 @@ exceed two standard errors, and a smaller one leaves the check open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from bayesadam.experiments.bandits import PAPER, BanditSettings
 from bayesadam.experiments.pruning import TITLES as PRUNED
-from bayesadam.experiments.pruning import PruningSettings
 from bayesadam.experiments.regression import TITLES as FITTED
-from bayesadam.experiments.regression import RegressionSettings
 from bayesadam.experiments.reporting.numbers import Sample, above, fixed, percent
 from bayesadam.experiments.reporting.runs import Finished
 
-# The fractions at which rankings are told apart: before .75 none loses anything.
+# The fractions at which rankings differ: before .75 none loses anything.
 FRACTIONS = (0.75, 0.9, 0.95)
 # Two accuracies are alike within half a point, two ratios within a factor of two.
 _ALIKE_ACCURACY = 0.005
@@ -79,9 +78,28 @@ class Judged:
     checks: tuple[Check, ...] = ()
     reservation: str = ""
 
+    def plain(self) -> dict[str, Any]:
+        """For `report.json`."""
+        return {
+            "claim": self.claim.key,
+            **{name: getattr(self.claim, name) for name in ("words", "place", "criterion")},
+            "verdict": self.verdict.value,
+            "reservation": self.reservation,
+            "checks": [
+                {
+                    "what": c.what,
+                    "passed": c.passed,
+                    "shown": c.numbers,
+                    "values": list(c.values),
+                    "from": list(c.sources),
+                }
+                for c in self.checks
+            ],
+        }
+
 
 def verdict_of(checks: Sequence[Check]) -> Verdict:
-    """All passed, none, some, or none that could be told.
+    """All passed, none, some, or none that could be decided.
 
     >>> yes, no, open_ = (Check("", passed, "", (), ()) for passed in (True, False, None))
     >>> [verdict_of(c).value for c in ([yes, yes], [yes, no], [no, open_], [open_], [])]
@@ -102,137 +120,87 @@ def judged(claim: Claim, run: Finished | None) -> Judged:
     checks = tuple(claim.judge(run)) if claim.judge is not None and run is not None else ()
     if run is None or not checks:
         return Judged(claim, Verdict.UNMEASURED)
-    verdict = Verdict.UNMEASURED if other_data(run) else Verdict.SHORT if too_short(run) else verdict_of(checks)
+    verdict = Verdict.UNMEASURED if run.other_data else Verdict.SHORT if run.too_short else verdict_of(checks)
     return Judged(claim, verdict, checks, departures(run))
-
-
-def too_short(run: Finished) -> bool:
-    """Whether it trained or played for less than the paper; fewer seeds only widen the standard errors."""
-    if run.experiment == "bandits":
-        return run.settings["rounds"] is not None
-    paper = RegressionSettings() if run.experiment == "regression" else PruningSettings()
-    return bool(run.settings["epochs"] < paper.epochs)
-
-
-def other_data(run: Finished) -> str:
-    """How the run's data differ from the paper's, in words; nothing where they do not."""
-    if run.experiment == "pruning" and run.settings["data"] != "mnist":
-        return f"on {run.settings['data']}, not on MNIST"
-    if run.experiment == "regression" and run.settings.get("gap"):
-        return "trained with a gap in the data"
-    return ""
 
 
 def departures(run: Finished) -> str:
     """All the ways in which the run differs from the paper's, in words; nothing where it does not."""
     own = run.experiment == "bandits" and run.settings["settings"] != "paper"
     settings = f"with our own settings, “{run.settings['settings']}”" if own else ""
-    return ", ".join(filter(None, (other_data(run), shortfall(run), settings, changed(run))))
+    changes = ", ".join(f"{name} = {value}" for name, value in (run.settings.get("changes") or {}).items())
+    return ", ".join(filter(None, (run.unlike_the_paper, settings, changes and f"with {changes}")))
 
 
-def changed(run: Finished) -> str:
-    """The bandits' single settings that were changed, in words; nothing where none was."""
-    changes = run.settings.get("changes") or {}
-    return "with " + ", ".join(f"{name} = {value}" for name, value in changes.items()) if changes else ""
+def _compared(
+    what: str,
+    samples: Iterable[Sample],
+    passed: Callable[[Sample, Sample], bool | None] = above,
+    show: Callable[[float], str] = fixed,
+    words: str = "{} against {}",
+) -> list[Check]:
+    """One check of two means; none where either was not measured."""
+    ours, theirs = samples
+    if not ours.values or not theirs.values:
+        return []
+    means = (ours.mean, theirs.mean)
+    return [Check(what, passed(ours, theirs), words.format(*map(show, means)), means, (ours.source, theirs.source))]
 
 
-def shortfall(run: Finished) -> str:
-    """How the run is shorter than the paper's, in words; nothing where it is not."""
-    asked, found = run.settings, []
-    if run.experiment == "bandits":
-        whole = BanditSettings()
-        if asked["rounds"] is not None:
-            found.append(f"{asked['rounds']:,} rounds a run")
-        if asked["runs"] < whole.runs:
-            found.append(f"{asked['runs']} runs instead of {whole.runs}")
-    else:
-        paper = RegressionSettings() if run.experiment == "regression" else PruningSettings()
-        if asked["epochs"] < paper.epochs:
-            found.append(f"{asked['epochs']:,} epochs instead of {paper.epochs:,}")
-        if asked["n_seeds"] < paper.n_seeds:
-            found.append(f"{asked['n_seeds']} seed{'s' * (asked['n_seeds'] > 1)} instead of {paper.n_seeds}")
-    return ", ".join(found)
+def _below(ours: Sample, theirs: Sample) -> bool | None:
+    return above(theirs, ours)
+
+
+def _not_below(ours: Sample, theirs: Sample) -> bool:
+    return above(ours, theirs) is not False
 
 
 # --- Figure 1 ---------------------------------------------------------------------------------------------------------
 
 
-def _stds(run: Finished, method: str) -> tuple[Sample, Sample]:
-    return run.sample(method, "std_in"), run.sample(method, "std_out")
-
-
-def _growth(run: Finished, method: str) -> float:
-    """Mean deviation of the function outside over that in range; NaN where there is none."""
-    near, far = _stds(run, method)
-    return far.mean / near.mean if near.values and near.mean > 0 else math.nan
+def _growth(run: Finished, method: str) -> Sample:
+    """Mean deviation of the function outside over that in range."""
+    near, far = run.sample(method, "std_in"), run.sample(method, "std_out")
+    return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [], run.at(method))
 
 
 def _widens(run: Finished) -> list[Check]:
-    near, far = _stds(run, "badam")
-    if not near.values:
-        return []
-    return [
-        Check(
-            "Badam, outside against in range",
-            above(far, near),
-            f"{fixed(far.mean)} against {fixed(near.mean)}, {_growth(run, 'badam'):.1f} times",
-            (far.mean, near.mean),
-            (run.at("badam", "std_out"), run.at("badam", "std_in")),
-        )
-    ]
+    near, far, growth = run.sample("badam", "std_in"), run.sample("badam", "std_out"), _growth(run, "badam").mean
+    words = f"{{}} against {{}}, {growth:.1f} times"
+    return _compared("Badam, outside against in range", (far, near), words=words)
 
 
 def _tighter(run: Finished) -> list[Check]:
     ours = run.sample("badam", "std_in")
-    found = []
-    for method in ("mc-dropout", "bbb", "vadam"):
-        theirs = run.sample(method, "std_in")
-        if ours.values and theirs.values:
-            found.append(
-                Check(
-                    f"in range, Badam below {FITTED[method]}",
-                    above(theirs, ours),
-                    f"{fixed(ours.mean)} against {fixed(theirs.mean)}",
-                    (ours.mean, theirs.mean),
-                    (run.at("badam", "std_in"), run.at(method, "std_in")),
-                )
-            )
-    return found
+    return [
+        check
+        for method in ("mc-dropout", "bbb", "vadam")
+        for check in _compared(f"in range, Badam below {FITTED[method]}", (ours, run.sample(method, "std_in")), _below)
+    ]
 
 
 def _like_laplace(run: Finished) -> list[Check]:
-    ours = _growth(run, "badam")
+    def alike(ours: Sample, theirs: Sample) -> bool:
+        return 1 / _ALIKE_RATIO <= ours.mean / theirs.mean <= _ALIKE_RATIO
+
     found = []
     for method in ("laplace-diagonal", "laplace-full"):
-        theirs = _growth(run, method)
-        if math.isfinite(ours) and math.isfinite(theirs):
-            found.append(
-                Check(
-                    f"growth outside, Badam and {FITTED[method]}",
-                    1 / _ALIKE_RATIO <= ours / theirs <= _ALIKE_RATIO,
-                    f"{ours:.1f} and {theirs:.1f} times",
-                    (ours, theirs),
-                    (run.at("badam"), run.at(method)),
-                )
-            )
+        what, both = f"growth outside, Badam and {FITTED[method]}", (_growth(run, "badam"), _growth(run, method))
+        found += _compared(what, both, alike, "{:.1f}".format, "{} and {} times")
     return found
 
 
 def _narrow_outside(run: Finished) -> list[Check]:
-    reference = run.sample("gp", "std_out")
+    def narrow(theirs: Sample, reference: Sample) -> bool:
+        return theirs.mean < reference.mean / _ALIKE_RATIO
+
     found = []
     for method in ("bbb", "vadam"):
-        theirs = run.sample(method, "std_out")
-        if reference.values and theirs.values:
-            found.append(
-                Check(
-                    f"outside, {FITTED[method]} below half the GP's",
-                    theirs.mean < reference.mean / _ALIKE_RATIO,
-                    f"{fixed(theirs.mean)} against the GP's {fixed(reference.mean)}",
-                    (theirs.mean, reference.mean),
-                    (run.at(method, "std_out"), run.at("gp", "std_out")),
-                )
-            )
+        what, both = (
+            f"outside, {FITTED[method]} below half the GP's",
+            (run.sample(m, "std_out") for m in (method, "gp")),
+        )
+        found += _compared(what, both, narrow, words="{} against the GP's {}")
     return found
 
 
@@ -242,64 +210,39 @@ def _narrow_outside(run: Finished) -> list[Check]:
 def _beats_magnitude(run: Finished) -> list[Check]:
     found = []
     for fraction in FRACTIONS:
-        ours, theirs = (run.accuracy("badam", ranking, fraction) for ranking in ("snr", "magnitude"))
-        if ours.values and theirs.values:
-            found.append(
-                Check(
-                    f"at {percent(fraction, 0)} % pruned",
-                    above(ours, theirs),
-                    f"{percent(ours.mean)} against {percent(theirs.mean)} %",
-                    (ours.mean, theirs.mean),
-                    (run.at("badam", "snr"), run.at("badam", "magnitude")),
-                )
-            )
+        both = (run.accuracy("badam", ranking, fraction) for ranking in ("snr", "magnitude"))
+        found += _compared(f"at {percent(fraction, 0)} % pruned", both, show=percent, words="{} against {} %")
     return found
 
 
 def _lost(run: Finished, method: str, ranking: str, fraction: float) -> Sample:
     """Accuracy before pruning less accuracy after, seed by seed."""
-    before, after = (run.accuracy(method, ranking, f).values for f in (0.0, fraction))
-    return Sample(tuple(a - b for a, b in zip(before, after, strict=False)))
+    before, after = (run.accuracy(method, ranking, f) for f in (0.0, fraction))
+    return Sample(tuple(a - b for a, b in zip(before.values, after.values, strict=False)), before.source)
 
 
 def _loses_least(run: Finished) -> list[Check]:
     found = []
     for method, ranking in (("mc-dropout", "magnitude"), ("bbb", "snr"), ("vadam", "snr")):
         for fraction in FRACTIONS:
-            ours, theirs = _lost(run, "badam", "snr", fraction), _lost(run, method, ranking, fraction)
-            if ours.values and theirs.values:
-                found.append(
-                    Check(
-                        f"lost at {percent(fraction, 0)} %, Badam less than {PRUNED[method]}",
-                        above(theirs, ours),
-                        f"{percent(ours.mean)} against {percent(theirs.mean)} points",
-                        (ours.mean, theirs.mean),
-                        (run.at("badam", "snr"), run.at(method, ranking)),
-                    )
-                )
+            what = f"lost at {percent(fraction, 0)} %, Badam less than {PRUNED[method]}"
+            both = _lost(run, "badam", "snr", fraction), _lost(run, method, ranking, fraction)
+            found += _compared(what, both, _below, percent, "{} against {} points")
     return found
 
 
 def _accurate(run: Finished) -> list[Check]:
-    ours = run.accuracy("badam", "snr", 0.0)
-    rivals = {
-        method: run.accuracy(method, next(iter(rankings)), 0.0)
-        for method, rankings in run.results.items()
-        if method != "badam" and rankings
-    }
-    rivals = {method: sample for method, sample in rivals.items() if sample.values}
-    if not ours.values or not rivals:
+    others = {m: run.accuracy(m, next(iter(found)), 0.0) for m, found in run.results.items() if m != "badam" and found}
+    others = {method: sample for method, sample in others.items() if sample.values}
+    if not others:
         return []
-    best = max(rivals, key=lambda method: rivals[method].mean)
-    return [
-        Check(
-            f"Badam beside the best of the others, {PRUNED.get(best, best)}",
-            ours.mean >= rivals[best].mean - _ALIKE_ACCURACY,
-            f"{percent(ours.mean)} and {percent(rivals[best].mean)} %",
-            (ours.mean, rivals[best].mean),
-            (run.at("badam", "snr"), run.at(best)),
-        )
-    ]
+    best = max(others, key=lambda method: others[method].mean)
+
+    def close(ours: Sample, theirs: Sample) -> bool:
+        return ours.mean >= theirs.mean - _ALIKE_ACCURACY
+
+    what = f"Badam and the best of the others, {PRUNED.get(best, best)}"
+    return _compared(what, (run.accuracy("badam", "snr", 0.0), others[best]), close, percent, "{} and {} %")
 
 
 # --- Table 1 ----------------------------------------------------------------------------------------------------------
@@ -316,35 +259,20 @@ def _column_by_column(
     rival: str, passed: Callable[[Sample, Sample], bool | None], problems: Sequence[str] = _PAPERS_PROBLEMS
 ) -> Callable[[Finished], list[Check]]:
     def judge(run: Finished) -> list[Check]:
-        ours, theirs = _rewards(run, "badam"), _rewards(run, rival)
-        return [
-            Check(
-                problem,
-                passed(ours[problem], theirs[problem]),
-                f"{fixed(ours[problem].mean)} against {fixed(theirs[problem].mean)}",
-                (ours[problem].mean, theirs[problem].mean),
-                tuple(run.at(problem, agent, "reward_ratio") for agent in ("badam", rival)),
-            )
-            for problem in problems
-            if problem in ours and problem in theirs
-        ]
+        both = {p: [run.sample(p, agent, "reward_ratio") for agent in ("badam", rival)] for p in problems}
+        return [check for problem in problems for check in _compared(problem, both[problem], passed)]
 
     return judge
 
 
-def _not_below(ours: Sample, theirs: Sample) -> bool:
-    return above(ours, theirs) is not False
-
-
 def _vadam_leads(run: Finished) -> list[Check]:
-    agents = [agent for agent in PAPER if _rewards(run, agent)]
-    if "vadam" not in agents or len(agents) < 2:
+    rewards = {agent: found for agent in PAPER if (found := _rewards(run, agent))}
+    if "vadam" not in rewards or len(rewards) < 2:
         return []
-    rewards = {agent: _rewards(run, agent) for agent in agents}
     problems = [problem for problem in rewards["vadam"] if all(problem in rows for rows in rewards.values())]
     if not problems:
         return []
-    led = [p for p in problems if max(agents, key=lambda agent: rewards[agent][p].mean) == "vadam"]
+    led = [p for p in problems if max(rewards, key=lambda agent: rewards[agent][p].mean) == "vadam"]
     return [
         Check(
             "Vadam has the highest mean in most columns",
@@ -361,15 +289,9 @@ def _reaches_the_paper(run: Finished) -> list[Check]:
     for problem, sample in _rewards(run, "badam").items():
         mean, sd = PAPER["badam"][problem]
         error = math.hypot(sample.standard_error, sd / math.sqrt(BanditSettings().runs))
-        found.append(
-            Check(
-                problem,
-                sample.mean >= mean - 2 * error if math.isfinite(error) else None,
-                f"{fixed(sample.mean)}, the paper {fixed(mean, 2)}",
-                (sample.mean, mean),
-                (run.at(problem, "badam", "reward_ratio"), "the paper's Table 1"),
-            )
-        )
+        passed = sample.mean >= mean - 2 * error if math.isfinite(error) else None
+        numbers = f"{fixed(sample.mean)}, the paper {fixed(mean, 2)}"
+        found.append(Check(problem, passed, numbers, (sample.mean, mean), (sample.source, "the paper's Table 1")))
     return found
 
 
@@ -385,7 +307,7 @@ CLAIMS = (
     Claim(
         "figure1-mass-near-data",
         "regression",
-        "Badam keeps more probability mass close to the observations than the other methods.",
+        "Badam has more probability mass close to the observations than the other methods.",
         "section 4",
         "Its standard deviation in range is below each of the three others'.",
         _tighter,
@@ -416,7 +338,7 @@ CLAIMS = (
     Claim(
         "figure2-beats-magnitude",
         "pruning",
-        "Pruning by Badam's signal to noise is more robust than pruning by magnitude, the baseline with Σ\u00a0=\u00a01.",
+        "Pruning by Badam's signal-to-noise ratio is more robust than pruning by magnitude, the baseline with Σ\u00a0=\u00a01.",
         "section 4 and Figure 2",
         "Accuracy of the same networks is higher at 75, 90 and 95 % pruned.",
         _beats_magnitude,
@@ -494,9 +416,11 @@ CLAIMS = (
 )
 
 
-def judge_all(runs: Sequence[Finished]) -> tuple[Judged, ...]:
-    """Every claim, by the first run of its experiment."""
-    first: dict[str, Finished] = {}
-    for run in runs:
-        first.setdefault(run.experiment, run)
-    return tuple(judged(claim, first.get(claim.experiment)) for claim in CLAIMS)
+def judged_by(runs: Mapping[str, Finished]) -> tuple[Judged, ...]:
+    """Every claim, by its experiment's run."""
+    return tuple(judged(claim, runs.get(claim.experiment)) for claim in CLAIMS)
+
+
+def judge_run(run: Finished) -> list[Judged]:
+    """The claims about one run's experiment."""
+    return [judged(claim, run) for claim in CLAIMS if claim.experiment == run.experiment]

@@ -13,14 +13,15 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Sample:
-    """The same number from several seeds or runs; what was not finite is left out."""
+    """The same number from several seeds or runs, without those that are not finite, and where it was read."""
 
     values: tuple[float, ...]
+    source: str = ""
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Sample:
+    def of(cls, values: Iterable[float | None], source: str = "") -> Sample:
         """From what `metrics.json` holds, where null stands for what is not finite."""
-        return cls(tuple(float(value) for value in values if value is not None and math.isfinite(value)))
+        return cls(tuple(float(value) for value in values if value is not None and math.isfinite(value)), source)
 
     @property
     def mean(self) -> float:
@@ -78,10 +79,10 @@ def percent(value: float | None, digits: int = 2) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}".replace("-", "−")
 
 
-def spread(sample: Sample, digits: int = 3) -> str:
+def mean_sd(sample: Sample, digits: int = 3) -> str:
     """Mean ± standard deviation.
 
-    >>> spread(Sample((0.5, 0.7)))
+    >>> mean_sd(Sample((0.5, 0.7)))
     '.600 ± .141'
     """
     if not sample.values:

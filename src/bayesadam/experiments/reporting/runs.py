@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bayesadam.errors import FileError
-from bayesadam.experiments.regression import METRICS
+from bayesadam.experiments.bandits import BanditSettings
+from bayesadam.experiments.pruning import PruningSettings
+from bayesadam.experiments.regression import METRICS, RegressionSettings
 from bayesadam.experiments.reporting.numbers import Sample
 
 EXPERIMENTS = ("regression", "pruning", "bandits")
@@ -25,7 +27,7 @@ class Finished:
         name: the run's folder below the report's, such as `"bandits-paper"`.
         metrics: what the file holds.
         sha256: of the file.
-        curves: Figure 1's curves, where the run kept them.
+        curves: Figure 1's curves, where the run saved them.
         picture: the run's own figure as PNG, where it has one.
     """
 
@@ -62,7 +64,7 @@ class Finished:
         place: Any = self.results
         for key in keys:
             place = place.get(key, {})
-        return Sample.of(place or ())
+        return Sample.of(place or (), self.at(*keys))
 
     def accuracy(self, method: str, ranking: str, fraction: float) -> Sample:
         """Of pruned networks, seed by seed, at one fraction; none where it was not measured."""
@@ -70,7 +72,7 @@ class Finished:
         if found is None or fraction not in found["fractions"]:
             return Sample(())
         place = found["fractions"].index(fraction)
-        return Sample.of(row[place] for row in found["accuracy"])
+        return Sample.of((row[place] for row in found["accuracy"]), self.at(method, ranking, "accuracy"))
 
     @property
     def complete(self) -> bool:
@@ -79,6 +81,47 @@ class Finished:
             return True
         asked = [(p, a) for p in self.settings["problems"] for a in self.settings["agents"]]
         return all(agent in self.results.get(problem, {}) for problem, agent in asked)
+
+    # --- compared with the paper's ------------------------------------------------------------------------------------
+
+    @property
+    def too_short(self) -> bool:
+        """Whether it trained or played for less than the paper; fewer seeds only widen the standard errors."""
+        if self.experiment == "bandits":
+            return self.settings["rounds"] is not None
+        return bool(self.settings["epochs"] < _PAPER[self.experiment].epochs)
+
+    @property
+    def other_data(self) -> str:
+        """How its data differ from the paper's, in words; nothing where they do not."""
+        if self.experiment == "pruning" and self.settings["data"] != "mnist":
+            return f"on {self.settings['data']}, not on MNIST"
+        return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
+
+    @property
+    def shortfall(self) -> str:
+        """How it is shorter than the paper's, in words; nothing where it is not."""
+        asked, paper, found = self.settings, _PAPER[self.experiment], []
+        if self.experiment == "bandits" and self.too_short:
+            found.append(f"{asked['rounds']:,} rounds a run")
+        elif self.too_short:
+            found.append(f"{asked['epochs']:,} epochs instead of {paper.epochs:,}")
+        name, what = ("runs", "run") if self.experiment == "bandits" else ("n_seeds", "seed")
+        if asked[name] < getattr(paper, name):
+            found.append(f"{asked[name]} {what}{'s' * (asked[name] != 1)} instead of {getattr(paper, name)}")
+        return ", ".join(found)
+
+    @property
+    def unlike_the_paper(self) -> str:
+        """Other data and less work, in words."""
+        return ", ".join(filter(None, (self.other_data, self.shortfall)))
+
+
+_PAPER: Mapping[str, Any] = {
+    "regression": RegressionSettings(),
+    "pruning": PruningSettings(),
+    "bandits": BanditSettings(),
+}
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:
@@ -98,13 +141,13 @@ def read(root: Path, name: str, experiment: str) -> Finished | None:
         metrics = json.loads(raw)
         command = metrics["command"]
     except (ValueError, KeyError, TypeError):
-        raise FileError(f"{path} is not a run's metrics: remove it, and the run is done anew") from None
+        raise FileError(f"{path} is not a run's metrics: remove it and run again") from None
     if command != experiment:
         raise FileError(f"{path} is of `bayesadam {command}`, not {experiment}: move it, or report on another folder")
     try:
         _CHECKS[experiment](metrics["settings"], metrics["results"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run anew") from None
+        raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run again") from None
     picture = root / name / "figure1.png"
     return Finished(
         experiment,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bayesadam.experiments import bandits, pruning, regression
 from bayesadam.experiments.bandits import PAPER
-from bayesadam.experiments.reporting.numbers import MISSING, Sample, fixed, percent, significant, spread
+from bayesadam.experiments.reporting.numbers import MISSING, Sample, fixed, mean_sd, percent, significant
 from bayesadam.experiments.reporting.runs import Finished
 
 # Every so many points of the grid and of a regret curve have a row in the tables behind the charts.
@@ -69,10 +69,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _cell(sample: Sample, text: str, source: str, **more: Any) -> Cell:
+def _cell(sample: Sample, text: str, **more: Any) -> Cell:
     if not sample.values:
         return Cell(MISSING)
-    return Cell(text, sample.mean, source, _finite(sample.sd), **more)
+    return Cell(text, sample.mean, sample.source, _finite(sample.sd), **more)
+
+
+def of_run(run: Finished) -> list[Table]:
+    """Every table of a run."""
+    if run.experiment == "regression":
+        return [regression_scores(run), *([regression_curves(run)] if run.curves is not None else [])]
+    if run.experiment == "pruning":
+        return [pruning_shown(run), pruning_all(run)]
+    return [rewards(run), regrets(run), *(regret_curve(run, problem) for problem in problems_of(run))]
 
 
 # --- Figure 1 ---------------------------------------------------------------------------------------------------------
@@ -95,7 +104,7 @@ def regression_scores(run: Finished) -> Table:
         for name, _ in _SCORES:
             sample = run.sample(method, name)
             text = fixed(sample.mean) if name in ("coverage95_in", "std_in", "std_out") else significant(sample.mean)
-            cells.append(_cell(sample, text, run.at(method, name)))
+            cells.append(_cell(sample, text))
         near, far = (run.sample(method, name).mean for name in ("std_in", "std_out"))
         ratio = far / near if near > 0 else math.nan
         cells.append(Cell(significant(ratio), _finite(ratio), run.at(method)))
@@ -111,20 +120,19 @@ def regression_scores(run: Finished) -> Table:
     )
 
 
-def regression_curves(run: Finished) -> Table | None:
+def regression_curves(run: Finished) -> Table:
     """Mean and standard deviation (noise included) of the first seed, on every `_GRID_STEP`-th point of the grid."""
-    if run.curves is None:
-        return None
+    curves: Any = run.curves
     file = f"{run.name}/curves.json"
     methods = list(run.results)
     rows = []
-    for place in range(0, len(run.curves["x"]), _GRID_STEP):
+    for place in range(0, len(curves["x"]), _GRID_STEP):
         cells = []
         for method in methods:
-            mean, sd = (run.curves["methods"][method][name][place] for name in ("mean", "total_std"))
+            mean, sd = (curves["methods"][method][name][place] for name in ("mean", "total_std"))
             text = f"{fixed(mean, 2)} ± {fixed(sd, 2)}"
             cells.append(Cell(text, mean, f"{file}#/methods/{method}/mean/{place}", sd))
-        rows.append((fixed(run.curves["x"][place], 2), tuple(cells)))
+        rows.append((fixed(curves["x"][place], 2), tuple(cells)))
     return Table(
         f"{run.name}/curves",
         "Mean ± standard deviation, noise included, first seed",
@@ -136,30 +144,28 @@ def regression_curves(run: Finished) -> Table | None:
 
 # --- Figure 2 ---------------------------------------------------------------------------------------------------------
 
-RANKINGS = {"snr": "signal to noise", "magnitude": "magnitude", "path-snr": "path scores"}
+RANKINGS = {"snr": "signal-to-noise ratio", "magnitude": "magnitude", "path-snr": "path scores"}
 
 
 def pruned_name(method: str, ranking: str) -> str:
-    """Such as `Badam, signal to noise`."""
+    """Such as `Badam, signal-to-noise ratio`."""
     return f"{pruning.TITLES.get(method, method)}, {RANKINGS.get(ranking, ranking)}"
 
 
-def _accuracies(run: Finished, fractions: Sequence[float], key: str, title: str, note: str) -> Table:
+def _measured(run: Finished) -> list[float]:
+    return sorted({f for rankings in run.results.values() for found in rankings.values() for f in found["fractions"]})
+
+
+def _accuracies(run: Finished, fractions: Sequence[float], key: str, title: str, note: str = "") -> Table:
     rows = []
     for method, rankings in run.results.items():
         for ranking in rankings:
             samples = [run.accuracy(method, ranking, fraction) for fraction in fractions]
-            source = run.at(method, ranking, "accuracy")
-            cells = tuple(_cell(sample, percent(sample.mean), source) for sample in samples)
-            rows.append((pruned_name(method, ranking), cells))
-    # Bold is the best that a method's own posterior or ranking achieves at that fraction.
-    columns = list(zip(*(cells for _, cells in rows), strict=True))
+            rows.append((pruned_name(method, ranking), [_cell(sample, percent(sample.mean)) for sample in samples]))
+    columns = zip(*(cells for _, cells in rows), strict=True)
     best = [max((cell.value for cell in column if cell.value is not None), default=None) for column in columns]
     marked = tuple(
-        (
-            name,
-            tuple(Cell(c.text, c.value, c.source, c.sd, best=c.value == b) for c, b in zip(cells, best, strict=True)),
-        )
+        (name, tuple(replace(cell, best=cell.value == top) for cell, top in zip(cells, best, strict=True)))
         for name, cells in rows
     )
     return Table(key, title, "method, ranking", tuple(f"{100 * f:g} %" for f in fractions), marked, note)
@@ -167,9 +173,7 @@ def _accuracies(run: Finished, fractions: Sequence[float], key: str, title: str,
 
 def pruning_shown(run: Finished) -> Table:
     """Accuracy in percent at the fractions of interest."""
-    measured = {
-        fraction for rankings in run.results.values() for found in rankings.values() for fraction in found["fractions"]
-    }
+    measured = _measured(run)
     fractions = [fraction for fraction in pruning.SHOWN if fraction in measured]
     title = f"Test accuracy in % after pruning this share of all weights, mean of {run.settings['n_seeds']} seeds"
     return _accuracies(run, fractions, f"{run.name}/accuracy", title, "The best of each column in bold.")
@@ -177,10 +181,7 @@ def pruning_shown(run: Finished) -> Table:
 
 def pruning_all(run: Finished) -> Table:
     """The same at every fraction."""
-    measured = sorted(
-        {f for rankings in run.results.values() for found in rankings.values() for f in found["fractions"]}
-    )
-    return _accuracies(run, measured, f"{run.name}/accuracy-all", "Test accuracy in %, every fraction", "")
+    return _accuracies(run, _measured(run), f"{run.name}/accuracy-all", "Test accuracy in %, every fraction")
 
 
 # --- Table 1 ----------------------------------------------------------------------------------------------------------
@@ -209,8 +210,7 @@ def rewards(run: Finished) -> Table:
             cells.append(
                 _cell(
                     sample,
-                    spread(sample),
-                    run.at(problem, agent, "reward_ratio"),
+                    mean_sd(sample),
                     beneath="" if paper is None else f"{fixed(paper[0], 2)} ± {fixed(paper[1], 2)}",
                     best=agent in means[problem] and means[problem][agent] == max(means[problem].values()),
                 )
@@ -233,11 +233,8 @@ def regrets(run: Finished) -> Table:
     rows = []
     for agent in agents_of(run):
         samples = [run.sample(problem, agent, "regret_ratio") for problem in problems]
-        cells = (
-            _cell(s, f"{percent(s.mean)} ± {percent(s.sd)}", run.at(p, agent, "regret_ratio"))
-            for p, s in zip(problems, samples, strict=True)
-        )
-        rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
+        cells = tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.sd)}") for s in samples)
+        rows.append((bandits.TITLES.get(agent, agent), cells))
     return Table(
         f"{run.name}/regrets",
         "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better",

@@ -1,0 +1,157 @@
+"""What every benchmark has: its options, its peer, fair timing, and one JSON file of results.
+
+All take `--quick`, the smallest size that runs all of their code, and `--out`. One that compares with another package
+fails where that is not installed, unless `--alone` is given: a comparison with nothing is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam import scores
+
+# --- options, peers and results -------------------------------------------------------------------------------------
+
+
+def arguments(doc: str | None, *, quick: str, peer: str | None = None, device: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share.
+
+    Args:
+        doc: the module's docstring; its first line describes the benchmark.
+        quick: what `--quick` does.
+        peer: the packages compared with, where there are any; `--alone` goes without them.
+        device: whether it has a `--device`, CUDA where there is one.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results")
+    if peer:
+        parser.add_argument("--alone", action="store_true", help=f"without {peer}, whose ratios are then missing")
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def import_peer(module: str, package: str, *, alone: bool = False) -> ModuleType | None:
+    """The peer's module; None where it is left out by `--alone`, an error where it cannot be imported."""
+    if alone:
+        print(f"{package} is left out (--alone): ours has nothing beside it")
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        sys.exit(
+            f"{package} cannot be imported ({error}): there is nothing to compare with. `make peers` installs it into "
+            ".venv-peers; --alone measures ours without it"
+        )
+
+
+def setting() -> dict[str, Any]:
+    """What every result depends on."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Write `out/name.json`, and say where it is; the folder is made if absent."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"results: {path}", flush=True)
+
+
+# --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
+
+
+def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
+    """The mean, and its standard error (NaN for a single value)."""
+    listed = list(values)
+    error = statistics.stdev(listed) / math.sqrt(len(listed)) if len(listed) > 1 else math.nan
+    return statistics.fmean(listed), error
+
+
+def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:
+    """Ours less theirs, pair by pair: a word, the mean difference and its standard error; a tie within two of those."""
+    gap, error = mean_and_error(a - b for a, b in zip(ours, theirs, strict=True))
+    if gap == 0 or not abs(gap) > 2 * error:
+        return "ties with", gap, error
+    return ("beats" if (gap > 0) == larger_is_better else "LOSES to"), gap, error
+
+
+def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
+    """Accuracy, NLL, ECE and Brier score of (n, classes) probabilities."""
+    picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
+    return {
+        "accuracy": scores.accuracy(probs, y),
+        "nll": -float(picked.log().mean()),
+        "ece": scores.ece(probs, y),
+        "brier": scores.brier(probs, y),
+    }
+
+
+def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str]) -> str:
+    """One line per row, four digits after the point."""
+    columns = list(columns)
+    lines = [f"{'':22s}" + "".join(f"{column:>10s}" for column in columns)]
+    lines += [f"{name:22s}" + "".join(f"{row[column]:10.4f}" for column in columns) for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+# --- fair timing ----------------------------------------------------------------------------------------------------
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order rotates."""
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-warmup, rounds):
+        turn = round_number % len(names)
+        for name in names[turn:] + names[:turn]:
+            began = time.perf_counter()
+            candidates[name]()
+            if round_number >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> float:
+    """The median over rounds of our time over theirs in the same round."""
+    return statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+
+
+def ratio_range(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> tuple[float, float]:
+    """The 5 and the 95 % quantile of the same ratios."""
+    ratios = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0]
+    quantiles = statistics.quantiles(ratios, n=20, method="inclusive")
+    return quantiles[0], quantiles[-1]
+
+
+def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup: int = 10) -> float:
+    """The median time of one call on the current CUDA device, by events."""
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return statistics.median(times)

@@ -1,0 +1,61 @@
+"""Every peer can be imported, and every benchmark runs at its smallest size: `make peers-test`, in the peers' environment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
+PEERS = {"bandits": "vowpalwabbit", "predict": "laplace", "step": "ivon", "structures": "laplace"}
+LIMIT = 1800
+
+
+def run(script: str, *options: object, before: str = "") -> subprocess.CompletedProcess[str]:
+    """A benchmark in a process of its own, after the statement `before`."""
+    path = HERE / f"{script}.py"
+    code = f"import runpy, sys\nsys.path.insert(0, {str(HERE)!r})\n{before}\nrunpy.run_path({str(path)!r}, run_name='__main__')"
+    command = [sys.executable, *(["-c", code] if before else [path]), "--quick", *options]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ivon",
+        "vowpalwabbit",
+        "laplace",
+        "laplace.curvature",
+        "asdl",
+        "backpack",
+        "curvlinops",
+        "torchmetrics",
+        "ngboost",
+    ],
+)
+def test_peers_can_be_imported(module):
+    importlib.import_module(module)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_benchmarks_run_and_end_with_a_number(script, tmp_path):
+    done = run(script, "--out", tmp_path)
+    if done.returncode and "no source delivered it" in done.stderr:
+        pytest.skip(f"{done.stderr.splitlines()[-1]}; set BAYESADAM_DATA")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / f"{script}.json").read_text(encoding="utf-8"))
+    assert re.search(r"\d", done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", PEERS)
+def test_a_comparison_without_its_peer_fails(script, tmp_path):
+    done = run(script, "--out", tmp_path, before=f"sys.modules[{PEERS[script]!r}] = None")
+    assert done.returncode == 1
+    assert "nothing to compare with" in done.stderr
+    assert not list(tmp_path.iterdir())
