@@ -178,8 +178,6 @@ class _Data:
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
                 variance = found.variance.reshape(-1, *shape)
-                # Refuses outputs that are none of this likelihood's.
-                _predictive(self.options, posterior, mean, variance[0])
                 y = record.matched(y.to(device), mean)
                 keep = record.counted(mean, y)
                 block = None if found.covariance is None else place_blocks(found.covariance, mean)[keep]

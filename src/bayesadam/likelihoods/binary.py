@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import Link, LogitMixture, LogitPredictive, like, mixed_moments, rows
+from bayesadam.likelihoods.predictive import (
+    LogitMixture,
+    LogitPredictive,
+    Predictive,
+    PredictiveMixture,
+    like,
+    rows,
+)
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 
@@ -51,6 +57,8 @@ class Binary(Likelihood):
     """Binary cross-entropy in training. Validation is the default, as for classes."""
 
     name: str = "binary"
+    kind: type[Predictive] = BinaryPredictive
+    mixture_kind: type[PredictiveMixture] = BinaryMixture
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean binary cross-entropy."""
@@ -66,23 +74,6 @@ class Binary(Likelihood):
         """p (1 − p)."""
         p = outputs.sigmoid()
         return p * (1 - p)
-
-    def predictive(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None = None,
-        draws: Tensor | None = None,
-        *,
-        link: Link = "probit",
-        noise_variance: Tensor | None = None,
-    ) -> BinaryPredictive:
-        """p(y = 1) of every output."""
-        return BinaryPredictive(mean, variance, covariance, draws, link)
-
-    def mixture(self, members: Sequence[BinaryPredictive], weights: Sequence[float]) -> BinaryMixture:
-        """Averaged probabilities."""
-        return BinaryMixture(**mixed_moments(members, weights), link=members[0].link, seed=members[0].seed)
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
         """Other answers than the mean network's, for more than a tenth of the outputs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import Link, LogitMixture, LogitPredictive, Predictive, mixed_moments
+from bayesadam.likelihoods.predictive import (
+    LogitMixture,
+    LogitPredictive,
+    Predictive,
+    PredictiveMixture,
+)
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 # What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
@@ -61,6 +65,8 @@ class Classification(Likelihood):
     """Cross-entropy in training. Evidence fails where validation works, so validation is the default."""
 
     name: str = "classification"
+    kind: type[Predictive] = ClassificationPredictive
+    mixture_kind: type[PredictiveMixture] = ClassificationMixture
     coupled: bool = True
     ignored: int | None = IGNORED
 
@@ -94,27 +100,14 @@ class Classification(Likelihood):
         p = outputs.softmax(dim=-1)
         return torch.diag_embed(p.sqrt()) - p[..., :, None] * p.sqrt()[..., None, :]
 
-    def predictive(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None = None,
-        draws: Tensor | None = None,
-        *,
-        link: Link = "probit",
-        noise_variance: Tensor | None = None,
-    ) -> ClassificationPredictive:
-        """Probabilities of the classes in the last dimension."""
-        if mean.dim() < 2 or mean.shape[-1] < 2:
+    def locations(self, outputs: Tensor) -> Tensor:
+        """The logits, of at least two classes."""
+        if outputs.dim() < 2 or outputs.shape[-1] < 2:
             raise MatchError(
                 f"classification needs the logits of at least two classes in the last dimension, but the outputs have shape "
-                f"{tuple(mean.shape)}: for a single logit use likelihood='binary'"
+                f"{tuple(outputs.shape)}: for a single logit use likelihood='binary'"
             )
-        return ClassificationPredictive(mean, variance, covariance, draws, link)
-
-    def mixture(self, members: Sequence[ClassificationPredictive], weights: Sequence[float]) -> ClassificationMixture:
-        """Averaged probabilities."""
-        return ClassificationMixture(**mixed_moments(members, weights), link=members[0].link, seed=members[0].seed)
+        return outputs
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Every place but those whose class index is −100."""
@@ -130,7 +123,7 @@ class Classification(Likelihood):
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
-        _check_shape(targets, outputs)
+        _check_shape(targets, self.locations(outputs))
         return targets
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:

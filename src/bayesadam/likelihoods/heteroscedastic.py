@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.predictive import (
-    Link,
     NumericMixture,
     NumericPredictive,
+    Predictive,
+    PredictiveMixture,
     level_quantile,
-    mixed_moments,
     nodes_like,
     normal_like,
     normal_mass,
@@ -117,6 +117,8 @@ class Heteroscedastic(Likelihood):
     """
 
     name: str = "heteroscedastic"
+    kind: type[Predictive] = HeteroscedasticPredictive
+    mixture_kind: type[PredictiveMixture] = HeteroscedasticMixture
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
@@ -132,33 +134,11 @@ class Heteroscedastic(Likelihood):
         precision = (-outputs.chunk(2, dim=-1)[1]).exp()
         return torch.cat([precision, torch.full_like(precision, 0.5)], dim=-1)
 
-    def predictive(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None = None,
-        draws: Tensor | None = None,
-        *,
-        link: Link = "probit",
-        noise_variance: Tensor | None = None,
-    ) -> HeteroscedasticPredictive:
-        """A Gaussian whose variance is uncertain, too, for every target."""
-        _check_outputs(mean)
-        return HeteroscedasticPredictive(mean, variance, covariance, draws)
-
-    def mixture(self, members: Sequence[HeteroscedasticPredictive], weights: Sequence[float]) -> HeteroscedasticMixture:
-        """The mixture of the members' densities."""
-        return HeteroscedasticMixture(**mixed_moments(members, weights))
-
     def locations(self, outputs: Tensor) -> Tensor:
         """The means."""
-        _check_outputs(outputs)
+        if outputs.dim() < 2 or outputs.shape[-1] % 2:
+            raise MatchError(
+                f"heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, but "
+                f"the outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
+            )
         return outputs.chunk(2, dim=-1)[0]
-
-
-def _check_outputs(outputs: Tensor) -> None:
-    if outputs.dim() < 2 or outputs.shape[-1] % 2:
-        raise MatchError(
-            f"heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, but the "
-            f"outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
-        )

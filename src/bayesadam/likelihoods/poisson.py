@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.predictive import (
-    Link,
     NumericMixture,
     NumericPredictive,
+    Predictive,
+    PredictiveMixture,
     like,
-    mixed_moments,
     nodes_like,
     summed,
 )
@@ -134,6 +134,8 @@ class Poisson(Likelihood):
     """Counts with a log link, whose Hessian exp f does not depend on y. Validation is the default, as for classes."""
 
     name: str = "poisson"
+    kind: type[Predictive] = PoissonPredictive
+    mixture_kind: type[PredictiveMixture] = PoissonMixture
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """exp f − y f, the negative log-likelihood without its constant, a mean over targets too."""
@@ -148,23 +150,6 @@ class Poisson(Likelihood):
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp f."""
         return outputs.exp()
-
-    def predictive(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None = None,
-        draws: Tensor | None = None,
-        *,
-        link: Link = "probit",
-        noise_variance: Tensor | None = None,
-    ) -> PoissonPredictive:
-        """A Poisson distribution whose rate is uncertain, for every target."""
-        return PoissonPredictive(mean, variance, covariance, draws)
-
-    def mixture(self, members: Sequence[PoissonPredictive], weights: Sequence[float]) -> PoissonMixture:
-        """The mixture of the members' probabilities."""
-        return PoissonMixture(**mixed_moments(members, weights))
 
 
 def _check(y: Tensor) -> None:

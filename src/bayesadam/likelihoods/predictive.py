@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ Link = Literal["probit", "sampling"]
 _LOGIT_DRAWS = 200
 _ENTROPY_DRAWS = 256
 _HALVINGS = 60
+_COMMON = ("mean", "variance", "covariance", "draws")
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,10 +292,11 @@ class LogitMixture(PredictiveMixture, LogitPredictive):
         return between.clamp(min=0) + self._averaged(lambda member: member.mutual_information())
 
 
-def mixed_moments(members: Sequence[Predictive], weights: Sequence[float]) -> dict[str, Any]:
+def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dict[str, Any]:
     """E[f] = Σ π_m E_m[f] and Var[f] = Σ π_m (Var_m[f] + (E_m[f] − E[f])²), the fields of a mixture.
 
-    The covariance alike, where every member has one. Draws are the members', in turn and in proportion to π.
+    The covariance alike, where every member has one. Draws are the members', in turn and in proportion to π. Tensors that
+    a kind has besides, such as a noise, are averaged, other fields the first member's.
     """
     mean = average(weights, [member.mean for member in members])
     away = [member.mean - mean for member in members]
@@ -304,7 +306,11 @@ def mixed_moments(members: Sequence[Predictive], weights: Sequence[float]) -> di
         if member.covariance is not None
     ]
     drawn = [member.draws for member in members if member.draws is not None]
-    return {
+    held = {field.name: [getattr(member, field.name) for member in members] for field in fields(members[0])}
+    own = {
+        key: average(weights, v) if isinstance(v[0], Tensor) else v[0] for key, v in held.items() if key not in _COMMON
+    }
+    return own | {
         "mean": mean,
         "variance": average(weights, [m.variance + d.square() for m, d in zip(members, away, strict=True)]),
         "covariance": average(weights, blocks) if len(blocks) == len(members) else None,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bayesadam.likelihoods.predictive import Link, Predictive, PredictiveMixture, like
+from bayesadam.likelihoods.predictive import Link, Predictive, PredictiveMixture, like, mixed_fields
 
 CalibrationMethod = Literal["validation", "evidence"]
 # A few examples, or equal ones, do not show how far apart outputs are.
@@ -23,6 +23,8 @@ class Likelihood(ABC):
 
     Attributes:
         name: what users call it.
+        kind: the class of its predictive.
+        mixture_kind: the class of a mixture of these.
         noise: whether it has an observation noise σ² besides the outputs, which is estimated.
         calibration: the default method of `calibrate`.
         coupled: whether the Hessian couples the outputs in the last dimension; else it is diagonal.
@@ -30,6 +32,8 @@ class Likelihood(ABC):
     """
 
     name: str
+    kind: type[Predictive]
+    mixture_kind: type[PredictiveMixture]
     noise: bool = False
     calibration: CalibrationMethod = "validation"
     coupled: bool = False
@@ -61,7 +65,6 @@ class Likelihood(ABC):
 
     # --- predicting ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def predictive(
         self,
         mean: Tensor,
@@ -72,11 +75,16 @@ class Likelihood(ABC):
         link: Link = "probit",
         noise_variance: Tensor | None = None,
     ) -> Predictive:
-        """Moments and draws of f as a predictive distribution of y."""
+        """Moments and draws of f as a predictive distribution of y; σ² is 0 where it is not given."""
+        self.locations(mean)
+        noise = mean.new_zeros(()) if noise_variance is None else noise_variance.to(mean)
+        given = {"link": link, "noise_variance": noise}
+        own = {field.name for field in fields(self.kind)}
+        return self.kind(mean, variance, covariance, draws, **{key: given[key] for key in given.keys() & own})
 
-    @abstractmethod
-    def mixture(self, members: Sequence[Any], weights: Sequence[float]) -> PredictiveMixture:
+    def mixture(self, members: Sequence[Predictive], weights: Sequence[float]) -> PredictiveMixture:
         """Predictives of this likelihood, of the same batch, as one distribution."""
+        return self.mixture_kind(**mixed_fields(members, weights))
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | slice:
         """The places in the batch whose targets count."""
@@ -91,7 +99,7 @@ class Likelihood(ABC):
         return like(targets, self.locations(outputs))
 
     def locations(self, outputs: Tensor) -> Tensor:
-        """Those outputs that say where the targets are."""
+        """Those outputs that say where the targets are; refuses outputs that no network of this likelihood has."""
         return outputs
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:

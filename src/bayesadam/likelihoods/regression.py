@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.predictive import (
-    Link,
     NumericMixture,
     NumericPredictive,
-    average,
+    Predictive,
+    PredictiveMixture,
     level_quantile,
-    mixed_moments,
     normal_like,
     normal_mass,
     rows,
@@ -105,6 +104,8 @@ class Regression(Likelihood):
     """Squared error in training. Validation cannot see what δ does outside the data, so evidence is the default."""
 
     name: str = "regression"
+    kind: type[Predictive] = RegressionPredictive
+    mixture_kind: type[PredictiveMixture] = RegressionMixture
     noise: bool = True
     calibration: CalibrationMethod = "evidence"
 
@@ -116,22 +117,3 @@ class Regression(Likelihood):
         """1/σ², σ² = 1 where it is not given."""
         ones = torch.ones_like(outputs)
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
-
-    def predictive(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None = None,
-        draws: Tensor | None = None,
-        *,
-        link: Link = "probit",
-        noise_variance: Tensor | None = None,
-    ) -> RegressionPredictive:
-        """A Gaussian for every output; σ² is 0 where it is not given."""
-        noise = mean.new_zeros(()) if noise_variance is None else noise_variance.to(mean)
-        return RegressionPredictive(mean, variance, covariance, draws, noise)
-
-    def mixture(self, members: Sequence[RegressionPredictive], weights: Sequence[float]) -> RegressionMixture:
-        """A mixture of Gaussians."""
-        noise = average(weights, [member.noise_variance for member in members])
-        return RegressionMixture(**mixed_moments(members, weights), noise_variance=noise)

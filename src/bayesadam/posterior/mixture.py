@@ -15,20 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import _storage as storage
+from bayesadam import likelihoods
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.likelihoods import (
-    BinaryMixture,
-    ClassificationMixture,
-    HeteroscedasticMixture,
-    LikelihoodName,
-    Link,
-    PoissonMixture,
-    Predictive,
-    RegressionMixture,
-)
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.posterior.posterior import Posterior
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -169,27 +161,27 @@ class Mixture:
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> RegressionMixture: ...
+    ) -> likelihoods.RegressionMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> ClassificationMixture: ...
+    ) -> likelihoods.ClassificationMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> BinaryMixture: ...
+    ) -> likelihoods.BinaryMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> HeteroscedasticMixture: ...
+    ) -> likelihoods.HeteroscedasticMixture: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> PoissonMixture: ...
+    ) -> likelihoods.PoissonMixture: ...
 
     @overload
     def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...

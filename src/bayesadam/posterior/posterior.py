@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
+from bayesadam import likelihoods
 from bayesadam._alone import alone_with
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
@@ -33,16 +34,7 @@ from bayesadam.curvature.match import (
 from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
-from bayesadam.likelihoods import (
-    BinaryPredictive,
-    ClassificationPredictive,
-    HeteroscedasticPredictive,
-    LikelihoodName,
-    Link,
-    PoissonPredictive,
-    Predictive,
-    RegressionPredictive,
-)
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.posterior import folder
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -430,27 +422,27 @@ class Posterior:
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> RegressionPredictive: ...
+    ) -> likelihoods.RegressionPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> ClassificationPredictive: ...
+    ) -> likelihoods.ClassificationPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> BinaryPredictive: ...
+    ) -> likelihoods.BinaryPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> HeteroscedasticPredictive: ...
+    ) -> likelihoods.HeteroscedasticPredictive: ...
 
     @overload
     def predict(
         self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> PoissonPredictive: ...
+    ) -> likelihoods.PoissonPredictive: ...
 
     @overload
     def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...

@@ -60,8 +60,8 @@ class PosteriorKeeper:
         per_parameter: bool = False,
         **options: Any,
     ) -> None:
-        if calibrate and likelihood is None:
-            raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}")
+        if calibrate and likelihood not in LIKELIHOODS:
+            raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}, got {likelihood!r}")
         try:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:
