@@ -21,9 +21,9 @@ from bayesadam.calibration import calibrate
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules.adam import Adam
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import LikelihoodName, NumericPredictive, likelihood
+from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.sklearn.training import Recipe, Schedule, Trained, fit_networks, split
+from bayesadam.sklearn.training import Schedule, fit_networks, split
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,9 +35,6 @@ _DTYPES = (np.float64, np.float32)
 _LARGEST_SEED = 2**31 - 1
 # Chosen on made-up tables. A cross-entropy keeps falling as weights grow, a squared error does not.
 _WEIGHT_DECAY = {"regression": 0.01, "heteroscedastic": 0.1, "poisson": 0.01, "classification": 0.3}
-
-
-# --- the estimators -------------------------------------------------------------------------------------------------
 
 
 class _Badam(BaseEstimator):  # type: ignore[misc]
@@ -87,20 +84,33 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         parts = split(strata, float(self.validation_fraction), int(self.n_ensemble), random)
         n = len(parts[0].rows)
-        outputs = kind.n_outputs(y)
-        network = Network(x.shape[1], tuple(map(int, self.hidden)), outputs, self.activation)
+        network = Network(x.shape[1], tuple(map(int, self.hidden)), kind.n_outputs(y), self.activation)
+        decay = _WEIGHT_DECAY[name] if self.weight_decay == "auto" else float(self.weight_decay)
         trained = fit_networks(
-            _recipe(self, n, name),
             network,
+            Adam(decoupled=True, weight_decay=decay),
             kind,
-            x.float(),
-            kind.shaped(y, x.float()),
+            (x.float(), kind.shaped(y, x.float())),
             parts,
-            torch.zeros(outputs) if centre is None else centre,
+            lr=float(self.lr),
+            schedule=self.schedule,
+            batch_size=min(max(32, n // 32), 256) if self.batch_size == "auto" else int(self.batch_size),
+            max_epochs=int(self.max_epochs),
+            patience=None if self.patience is None else int(self.patience),
+            device=self.device,
+            centre=centre,
         )
         self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
-            posterior = read_posterior(one, network, n, float(self.power))
+            model = network.build(one.params)
+            # Without weight decay δ would be 0, and dead units of infinite variance.
+            prior = None if decay else 1.0
+            power, size = float(self.power), one.batch_size
+            posterior = Posterior.from_state_dict(
+                model, one.state, n, optimizer="adamw", prior_precision=prior, power=power, batch_size=size
+            )
+            model.double()
+            posterior = posterior.to(dtype=torch.float64)
             held_out = x[part.held_out], y[part.held_out]
             self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
@@ -110,7 +120,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
 
     def _scaled(self, X: Array) -> Tensor:
         # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not depend
-        # on the rows beside it.
+        # on the other rows.
         return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
 
     def _inputs(self, X: Any) -> Tensor:
@@ -118,14 +128,18 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._scaled(validate_data(self, X, dtype=_DTYPES, reset=False))
 
+    def _predictive(self, inputs: Tensor, name: LikelihoodName, *, seed: int = 0, **options: Any) -> Predictive:
+        """The mixture's; with a generator of its own, for torch's global one is the user's."""
+        generator = torch.Generator().manual_seed(seed)
+        return self.posterior_.predict(inputs, likelihood=name, generator=generator, **options)
+
 
 class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[misc]
-    """Regression by small networks under AdamW, with the posterior over their weights that AdamW kept.
+    """Regression by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
     Inputs and targets are standardised within. Each network is trained on a part of the data and keeps the weights, and
-    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior, by
-    evidence (see `bayesadam.calibrate`). The prediction is that of the linearised networks, a Gaussian; several are an
-    equal mixture, of which mean and standard deviation are given.
+    the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior (see
+    `bayesadam.calibrate`). The prediction is the equal mixture of those of the linearised networks.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> model = BadamRegressor(max_epochs=50, random_state=0).fit(X, np.sin(3 * X[:, 0]))
@@ -135,15 +149,17 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     Args:
         hidden: units of each hidden layer; () for a linear model.
+        likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise that
+            depends on the input; `"poisson"`, counts, which are not standardised.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start.
         schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
-        weight_decay: AdamW's λ; `"auto"`: 0.01 for regression, 0.3 for classification.
+        weight_decay: AdamW's λ; `"auto"`: WDDOC.
         batch_size: the most examples behind one gradient; batches are of equal size. `"auto"`: 32, or a 32nd of the
             training data where that is more, up to 256.
         max_epochs: passes over the training data at most.
         patience: epochs without a lower held-out loss after which training ends; None trains for `max_epochs`. The best
-            epoch is kept either way.
+            epoch counts either way.
         validation_fraction: share of the data that a network holds out, two examples at least (one of two or three);
             each network its own, so that five with a fifth each have seen all of it. With 0, or classes of one example
             each, the training data stop and calibrate too, and the uncertainty is too small.
@@ -152,15 +168,16 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             prior precision (1 if λ is 0) and the noise from held-out residuals.
         power: p of the curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
-        device: where to train; what was learnt is then kept, and predicts, on the CPU.
+        device: where to train; what was learnt then predicts on the CPU.
 
     Attributes:
-        posteriors_: one `bayesadam.Posterior` a network, over standardised inputs and targets.
+        posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
+        posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
-        noise_variance_: σ² of the observations in the targets' own units, one number a target (a float for 1-D y).
+        noise_variance_: σ² of a regression's observations in the targets' own units, one per target (a float for 1-D y).
         input_scaler_: the StandardScaler of the inputs.
         target_scaler_: the StandardScaler of the targets.
-        best_epochs_: for each network, the epoch that was kept.
+        best_epochs_: for each network, the best epoch.
         n_iter_: the epochs trained.
         n_features_in_: the number of features.
         feature_names_in_: their names, where X had them.
@@ -226,7 +243,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
         if return_std or self.likelihood == "poisson":
-            found = self._predictive(self._inputs(X))
+            found = self._numeric(self._inputs(X))
             mean = self._in_units(found.predicted_mean)
             return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
         # E[y] is the average of what the networks say: no derivative is needed.
@@ -242,7 +259,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
-        found: Array = self._predictive(inputs).log_prob(scaled).numpy() - np.log(self.target_scaler_.scale_).sum()
+        found: Array = self._numeric(inputs).log_prob(scaled).numpy() - np.log(self.target_scaler_.scale_).sum()
         return found
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -256,15 +273,14 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         inputs = self._inputs(X)
         if not _is_count(n_samples):
             raise SettingError(f"n_samples must be a positive whole number, got {n_samples!r}")
-        generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(_LARGEST_SEED)))
+        function, noise = check_random_state(random_state).randint(_LARGEST_SEED, size=2).tolist()
         # Moments, which are not used here, need two draws.
-        found = self._predictive(
-            inputs, predictive="linearised-sampled", n_samples=max(2, int(n_samples)), generator=generator
-        )
-        return np.moveaxis(self._in_units(found.sample(int(n_samples), generator=generator)), 0, -1)
+        found = self._numeric(inputs, seed=function, predictive="linearised-sampled", n_samples=max(2, int(n_samples)))
+        draws = found.sample(int(n_samples), generator=torch.Generator().manual_seed(noise))
+        return np.moveaxis(self._in_units(draws), 0, -1)
 
-    def _predictive(self, inputs: Tensor, **options: Any) -> NumericPredictive:
-        found = self.posterior_.predict(inputs, likelihood=self.likelihood, **options)
+    def _numeric(self, inputs: Tensor, **options: Any) -> NumericPredictive:
+        found = self._predictive(inputs, self.likelihood, **options)
         assert isinstance(found, NumericPredictive)
         return found
 
@@ -277,7 +293,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
 
 class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
-    """Classification by small networks under AdamW, with the posterior over their weights that AdamW kept.
+    """Classification by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
     As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss; every class keeps a share of the
     data in training and, where it has two examples or more, may be held out. `calibration="auto"` is `"validation"`
@@ -292,13 +308,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     Attributes:
         classes_: the labels, sorted; the columns of `predict_proba`.
-        posteriors_: one `bayesadam.Posterior` a network, over standardised inputs and logits.
-        networks_: the networks, in float64.
-        input_scaler_: the StandardScaler of the inputs.
-        best_epochs_: for each network, the epoch that was kept.
-        n_iter_: the epochs trained.
-        n_features_in_: the number of features.
-        feature_names_in_: their names, where X had them.
+        posterior_, posteriors_, networks_, input_scaler_, best_epochs_, n_iter_: as `BadamRegressor`'s, over logits.
     """
 
     def fit(self, X: Any, y: Any) -> Self:
@@ -320,29 +330,13 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         inputs = self._inputs(X)
-        probs: Array = self.posterior_.predict(inputs, likelihood="classification").probs.numpy()
+        found = self._predictive(inputs, "classification")
+        assert isinstance(found, ClassificationPredictive)
+        probs: Array = found.probs.numpy()
         return probs
 
 
 # --- the steps of fit -----------------------------------------------------------------------------------------------
-
-
-def read_posterior(trained: Trained, network: Network, n_data: int, power: float) -> Posterior:
-    """The posterior in AdamW's state, and its network, both in float64."""
-    decay = trained.state["param_groups"][0]["weight_decay"]
-    model = network.build(trained.params)
-    posterior = Posterior.from_state_dict(
-        model,
-        trained.state,
-        n_data,
-        optimizer="adamw",
-        # Without weight decay δ would be 0, and dead units of infinite variance.
-        prior_precision=None if decay else 1.0,
-        power=power,
-        batch_size=trained.batch_size,
-    )
-    model.double()
-    return posterior.to(dtype=torch.float64)
 
 
 def calibrated(
@@ -369,20 +363,6 @@ def _scaler(columns: Array) -> Any:
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def _recipe(estimator: _Badam, n: int, name: str) -> Recipe:
-    """An estimator's arguments for n training examples."""
-    weight_decay = _WEIGHT_DECAY[name] if estimator.weight_decay == "auto" else float(estimator.weight_decay)
-    return Recipe(
-        rule=Adam(decoupled=True, weight_decay=weight_decay),
-        lr=float(estimator.lr),
-        schedule=estimator.schedule,
-        batch_size=min(max(32, n // 32), 256) if estimator.batch_size == "auto" else int(estimator.batch_size),
-        max_epochs=int(estimator.max_epochs),
-        patience=None if estimator.patience is None else int(estimator.patience),
-        device=estimator.device,
-    )
 
 
 def _check(estimator: _Badam) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ Schedule = Literal["cosine", "constant"]
 _LARGEST_SEED = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """One network's part of the data: the rows it is trained on, those that stop and calibrate it, and its seed.
 
     All parts have the same number of rows.
@@ -68,31 +66,7 @@ def split(strata: np.ndarray[Any, Any], fraction: float, n_parts: int, random: A
     return parts
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the networks are trained.
-
-    Attributes:
-        rule: AdamW.
-        lr: the learning rate at the start.
-        schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
-        batch_size: the most examples behind one gradient.
-        max_epochs: passes over the data.
-        patience: epochs without a lower held-out loss after which a network is done; None for no such end.
-        device: where the networks are trained.
-    """
-
-    rule: Adam
-    lr: float
-    schedule: Schedule
-    batch_size: int
-    max_epochs: int
-    patience: int | None
-    device: str | torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
+class Trained(NamedTuple):
     """One network as it was after the epoch with its lowest held-out loss.
 
     Attributes:
@@ -111,38 +85,54 @@ class Trained:
 
 
 def fit_networks(
-    recipe: Recipe, network: Network, kind: Likelihood, x: Tensor, y: Tensor, parts: Sequence[Part], centre: Tensor
+    network: Network,
+    rule: Adam,
+    kind: Likelihood,
+    data: tuple[Tensor, Tensor],
+    parts: Sequence[Part],
+    *,
+    lr: float,
+    schedule: Schedule,
+    batch_size: int,
+    max_epochs: int,
+    patience: int | None,
+    device: str | torch.device,
+    centre: Tensor | None = None,
 ) -> list[Trained]:
     """One network per part of the data, as it was at its best epoch: weights, v and step alike.
 
     Args:
-        recipe: how they are trained.
         network: their shape.
+        rule: AdamW.
         kind: the likelihood whose loss they are trained on.
-        x: inputs, (n, features), float32.
-        y: targets, as the likelihood's `shaped` has them.
+        data: inputs (n, features) in float32, and targets as the likelihood's `shaped` has them.
         parts: the rows of each network.
+        lr: the learning rate at the start.
+        schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
+        batch_size: the most examples behind one gradient.
+        max_epochs: passes over the data.
+        patience: epochs without a lower held-out loss after which a network is done; None for no such end.
+        device: where the networks are trained.
         centre: what is added to the last layer's initial bias, (outputs,).
 
     Raises:
         DivergedError: a network's held-out loss was never finite.
     """
-    x, y = x.to(recipe.device), y.to(recipe.device)
-    rows, held_out = (
-        torch.stack([getattr(part, name) for part in parts]).to(recipe.device) for name in ("rows", "held_out")
-    )
-    index, n, seeds = torch.arange(len(parts), device=recipe.device)[:, None], rows.shape[1], [p.seed for p in parts]
-    size = even_batch_size(n, recipe.batch_size)
+    x, y = (tensor.to(device) for tensor in data)
+    rows, held_out = (torch.stack([getattr(part, name) for part in parts]).to(device) for name in ("rows", "held_out"))
+    index, n, seeds = torch.arange(len(parts), device=device)[:, None], rows.shape[1], [p.seed for p in parts]
+    size = even_batch_size(n, batch_size)
 
     def batch(chosen: Tensor) -> tuple[Tensor, Slope]:
         own = rows[index, chosen]
         targets = y[own]
         return x[own], lambda f: loss_and_slope(lambda g: kind.loss(g, targets), f)[1]
 
-    weights = initial(network, seeds, device=recipe.device)
-    weights[f"layer{len(network.hidden)}.bias"] += centre.to(recipe.device)
-    stack = Stack(network, recipe.rule, seeds, batch, weights=flatten(weights), device=recipe.device)
-    best = _Best(stack, recipe.patience)
+    weights = initial(network, seeds, device=device)
+    if centre is not None:
+        weights[f"layer{len(network.hidden)}.bias"] += centre.to(device)
+    stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device)
+    best = _Best(stack, patience)
 
     def proceed() -> bool:
         with torch.no_grad():
@@ -151,11 +141,11 @@ def fit_networks(
 
     steps = n // size
     # The rate of an epoch stays the same from its first step to its last.
-    falling = cosine(recipe.lr, recipe.max_epochs)
-    rate = constant(recipe.lr) if recipe.schedule == "constant" else lambda done: falling((done / steps).floor())
-    train(stack, islice(epochs(n, size, seeds), recipe.max_epochs), rate, proceed=proceed)
+    falling = cosine(lr, max_epochs)
+    rate = constant(lr) if schedule == "constant" else lambda done: falling((done / steps).floor())
+    train(stack, islice(epochs(n, size, seeds), max_epochs), rate, proceed=proceed)
     if not best.epoch.all():
-        raise DivergedError(f"the held-out loss was not finite after any of {best.now} epochs: lower lr={recipe.lr:g}")
+        raise DivergedError(f"the held-out loss was not finite after any of {best.now} epochs: lower lr={lr:g}")
     return [
         Trained(
             params=member(unflatten(network, best.tensors["weights"].cpu()), number),
@@ -163,7 +153,7 @@ def fit_networks(
                 network,
                 {**best.tensors, "step": torch.tensor([float(steps * best_epoch)])},
                 number,
-                recipe.rule,
+                rule,
                 lr=float(rate(torch.tensor([steps * (best_epoch - 1.0)], dtype=torch.float64))),
             ),
             best_epoch=best_epoch,

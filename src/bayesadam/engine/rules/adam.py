@@ -114,6 +114,6 @@ def optimizer_state_dict(
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.view(-1)
-    size = -(-flat.numel() // _PIECES) if tensor.device.type == "cuda" else flat.numel()
-    return list(torch.split(flat, size))
+    if tensor.device.type == "cpu":
+        return [tensor]
+    return list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))
