@@ -41,16 +41,10 @@ class Kernel:
 
 
 def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kernel:
-    """The signal of greatest marginal likelihood among a fixed few, the lengthscale and the noise being given.
+    """The signal of greatest marginal likelihood among a fixed few, at inputs and targets (n,), the noise σ and ℓ given.
 
     log p(y) = −½ Σ (qᵀy)²/λ − ½ Σ log λ − n/2 log 2π, with λ = s² e + σ² and q, e the eigenpairs of the unit kernel: one
     decomposition serves every signal.
-
-    Args:
-        x: inputs, (n,).
-        y: targets, (n,).
-        noise: σ.
-        lengthscale: ℓ.
     """
     a, b = x.double(), y.double()
     eigenvalues, vectors = torch.linalg.eigh(_unit_kernel(a, a, lengthscale))
@@ -62,15 +56,7 @@ def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kerne
 
 
 def gp_bands(x: Tensor, y: Tensor, grid: Tensor, noise: float, kernel: Kernel) -> Bands:
-    """The exact Gaussian process: mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ².
-
-    Args:
-        x: inputs, (n,).
-        y: targets, (n,).
-        grid: where to predict, (g,).
-        noise: σ.
-        kernel: the kernel.
-    """
+    """The exact Gaussian process on a grid: mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ²."""
     a, b, at = x.double(), y.double(), grid.double()
     variance = kernel.signal**2
     gram = variance * _unit_kernel(a, a, kernel.lengthscale) + noise**2 * torch.eye(len(a), dtype=torch.float64)
@@ -103,7 +89,7 @@ def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_preci
     does for a regression, where the noise is known.
 
     Args:
-        read: read off the optimiser, its settings as yet of no matter.
+        read: read off the optimiser, whatever its settings.
         reach: `reach_of` the training inputs.
         n_data: N.
         prior_precision: δ.

@@ -43,13 +43,7 @@ _DRAWS = 64
 
 
 class Learner(ABC):
-    """One method on one page.
-
-    Attributes:
-        panel: its entry in `PANELS`.
-        taken: steps since the last request that changed something for it.
-        left: steps still to take.
-    """
+    """One method on one page: `taken` steps since the last request that changed something for it, and those `left`."""
 
     def __init__(self, panel: Panel) -> None:
         self.panel = panel
@@ -211,14 +205,9 @@ class BadamLearner(RuleLearner):
 
 @dataclass(frozen=True)
 class Panel:
-    """One plane of the page.
+    """One plane of the page: its name in messages and its title, what trains and predicts there, in how many steps.
 
-    Attributes:
-        method: its name in messages.
-        title: what the page calls it.
-        learner: what trains and predicts.
-        rule: how the network learns; the Gaussian process has none.
-        budget: steps of a whole training.
+    The Gaussian process has no use for a rule.
     """
 
     method: str

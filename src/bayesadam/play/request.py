@@ -26,17 +26,10 @@ class RequestError(BayesAdamError):
 
 @dataclass(frozen=True)
 class Slider:
-    """One slider: its range, both ends included, and what it starts at.
+    """One slider: its key in a request, what the page calls it, its range, both ends included, and where it starts.
 
-    Attributes:
-        name: its key in a request.
-        label: what the page calls it.
-        low: the least value.
-        high: the greatest value.
-        default: where it starts.
-        logarithmic: equal ways along the slider are equal factors.
-        whole: only whole numbers.
-        about: one line for the page: what it does, and to which methods.
+    Equal ways along a `logarithmic` one are equal factors; a `whole` one has only whole numbers. `about` is one line for
+    the page: what it does, and to which methods.
     """
 
     name: str
@@ -69,18 +62,10 @@ _KEYS = {"page", "points", "units", "restart", *(slider.name for slider in SLIDE
 
 @dataclass(frozen=True)
 class Request:
-    """One request of one page.
+    """One request of one page: the points, and the sliders' values.
 
-    Attributes:
-        page: the page's own name; a newer request of the same page supersedes the older.
-        points: (x, y) pairs on the plane.
-        n_data: N of the posterior, the user's to say, as in the paper's pseudo-observations.
-        prior_precision: δ.
-        noise: σ of an observation.
-        dropout: MC dropout's rate.
-        width: units in each of two hidden layers.
-        units: their activation.
-        restart: forget what the page's networks learnt before.
+    A newer request of the same `page` supersedes the older. N is the user's to say, as in the paper's pseudo-observations;
+    `units` is the activation of the hidden layers; `restart` forgets what the page's networks learnt before.
     """
 
     page: str
@@ -95,13 +80,10 @@ class Request:
 
 
 def parse(body: bytes) -> Request:
-    """A request out of the bytes of a POST.
+    """A request out of the bytes of a POST; sliders that are not named stand at their defaults.
 
     >>> parse(b'{"page": "a", "points": [[0, 1]], "width": 20}').width
     20
-
-    Raises:
-        RequestError: it is not JSON, or not what a page may ask; sliders that are not named stand at their defaults.
     """
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)

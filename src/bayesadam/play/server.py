@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -157,7 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = READ_SECONDS
     # Streamed lines must leave at once: the page draws them as they come.
     disable_nagle_algorithm = True
-    _GET: ClassVar[frozenset[str]] = frozenset({*_ASSETS, "/config"})
 
     def parse_request(self) -> bool:
         """As the standard library does, but one request a connection: an idle one would hold a thread."""
@@ -166,45 +165,34 @@ class _Handler(BaseHTTPRequestHandler):
         return good
 
     def do_GET(self) -> None:
-        """The page, its parts, and what it must know."""
-        self._guarded(self._get)
+        """Whose request it is, then the work; what goes wrong becomes a status and one line of JSON."""
+        try:
+            self._check_origin()
+            if self.command != "POST":
+                self.server.arrived(self.connection)
+            allowed = "POST" if self._path == "/bands" else "GET, HEAD"
+            if self._path not in (*_ASSETS, "/config", "/bands"):
+                raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {self._path!r:.60}; the page is at /")
+            if self.command not in allowed.split(", "):
+                said = f"{self.command} is not for {self._path:.60}, {allowed} is"
+                raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, said, Allow=allowed)
+            if self._path == "/bands":
+                self._bands()
+            elif self._path == "/config":
+                panels = [panel.describe() for panel in learners.PANELS]
+                told = {**describe(), "panels": panels, "examples": examples(), "version": __version__}
+                self._send_json(HTTPStatus.OK, told)
+            else:
+                name, kind = _ASSETS[self._path]
+                self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
+        except _Refused as refused:
+            self._send_json(refused.status, {"error": str(refused)}, refused.headers)
+            self._drain()
 
-    do_HEAD = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
 
-    def do_POST(self) -> None:
+    def _bands(self) -> None:
         """Bands for a set of points, line by line as they are ready."""
-        self._guarded(self._post)
-
-    def _refuse_method(self) -> None:
-        allowed = "POST" if self._path == "/bands" else "GET, HEAD"
-
-        def refuse() -> None:
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command} is not for {self._path:.60}", Allow=allowed)
-
-        self._guarded(refuse)
-
-    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method
-
-    # --- what is asked for ------------------------------------------------------------------------------------------
-
-    def _get(self) -> None:
-        if self._path == "/bands":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "send points to /bands by POST", Allow="POST")
-        if self._path not in self._GET:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {self._path!r:.60}; the page is at /")
-        if self._path == "/config":
-            panels = [panel.describe() for panel in learners.PANELS]
-            found = {**describe(), "panels": panels, "examples": examples(), "version": __version__}
-            self._send_json(HTTPStatus.OK, found)
-            return
-        name, kind = _ASSETS[self._path]
-        self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
-
-    def _post(self) -> None:
-        if self._path != "/bands":
-            known = self._path in self._GET
-            status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
-            raise _Refused(status, "only /bands takes a POST", **({"Allow": "GET, HEAD"} if known else {}))
         request = self._request()
         if not self.server.streams.acquire(blocking=False):
             raise _Refused(
@@ -235,24 +223,11 @@ class _Handler(BaseHTTPRequestHandler):
             body = b""
         if len(body) < int(lengths[0]):
             raise _Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {READ_SECONDS:g} seconds")
-        self._arrived()
+        self.server.arrived(self.connection)
         try:
             return parse(body)
         except RequestError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-
-    # --- answering --------------------------------------------------------------------------------------------------
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Whose request it is, then the work; what goes wrong becomes a status and one line of JSON."""
-        try:
-            self._check_origin()
-            if self.command != "POST":
-                self._arrived()
-            work()
-        except _Refused as refused:
-            self._send_json(refused.status, {"error": str(refused)}, refused.headers)
-            self._drain()
 
     def _drain(self) -> None:
         """Read a little of what was not wanted: closing on unread bytes would take the answer away from the sender."""
@@ -310,9 +285,6 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _path(self) -> str:
         return self.path.partition("?")[0]
-
-    def _arrived(self) -> None:
-        self.server.arrived(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's."""

@@ -154,7 +154,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start.
         schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
-        weight_decay: AdamW's λ; `"auto"`: WDDOC.
+        weight_decay: AdamW's λ; `"auto"`: 0.01, 0.1 for heteroscedastic, 0.3 for classification.
         batch_size: the most examples behind one gradient; batches are of equal size. `"auto"`: 32, or a 32nd of the
             training data where that is more, up to 256.
         max_epochs: passes over the training data at most.
