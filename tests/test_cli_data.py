@@ -22,9 +22,10 @@ def tiny(tmp_path, monkeypatch):
     """The set `tiny` of two files without a source, its first file in the user's folder; other sets are embedded."""
     sha256 = hashlib.sha256(CONTENT).hexdigest()
     files = tuple(DataFile(Copy(name, len(CONTENT), sha256)) for name in ("a.csv", "b.csv"))
-    for name in [record.name for record in registry.data_sets() if not record.embedded]:
-        monkeypatch.delitem(registry.DATA_SETS, name)
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", DataSet("tiny", "a test", "tables/tiny", files, "wheel"))
+    embedded = {record.name: record for record in registry.data_sets() if record.embedded}
+    tiny = DataSet("tiny", "a test", "tables/tiny", files, "wheel")
+    # Another dict, so that the order of the real one is left alone.
+    monkeypatch.setattr(registry, "DATA_SETS", {**embedded, "tiny": tiny})
     folder = tmp_path / "data" / "tables" / "tiny"
     folder.mkdir(parents=True)
     (folder / "a.csv").write_bytes(CONTENT)

@@ -236,7 +236,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         noises: list[Tensor | None] = [None]
         if data.options.record.noise:
             noises = list(_noise_candidates(mean, y))
-        # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
+        # At weight w the variances are table/w: from swamping the outputs to vanishing next to them.
         middle = float(table.mean()) / _output_scale(mean)
         if not (math.isfinite(middle) and middle > 0):
             continue

@@ -56,12 +56,12 @@ def aligned(
         yield from ((inputs, y) for inputs, y, _ in split)
         return
     model = posterior.model
-    doubtful = [
+    unsettled = [
         (with_decoder_inputs(model, inputs, y), y)
         for inputs, y, own in split
         if has_places(y) and ((own and takes_labels(model)) or repeats_inputs(inputs, y))
     ]
-    moves = _moves(posterior, doubtful) if doubtful else False
+    moves = _moves(posterior, unsettled) if unsettled else False
     for inputs, y, own in split:
         if not has_places(y):
             yield inputs, y
@@ -75,7 +75,7 @@ def aligned(
 
 
 def _moves(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -> bool:
-    """Whether the model's own loss moves the labels, told by the first batch that does tell."""
+    """Whether the model's own loss moves the labels, by the first batch that shows it."""
     model, params = posterior.model, parameters_at_mean(posterior)
     device = next(iter(params.values())).device
     if takes_labels(model):

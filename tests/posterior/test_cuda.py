@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.structures import noise
+from bayesadam.structures.formulas import PrecisionRule
 from cases import mlp, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,10 +82,11 @@ def test_a_draw_does_not_depend_on_how_many_are_taken_nor_on_the_kernels_block()
 def test_parts_are_those_of_the_whole(dtype, n):
     total, cuts = 20_001, [0, 1, 4095, 4097, 12_288, 20_001]
     mode, v, delta = (torch.rand(total, device="cuda", dtype=dtype) for _ in range(3))
-    options: dict[str, Any] = {"weight": 50.0, "power": 0.5, "shrink": True, "seed": 11, "n": n, "dtype": dtype}
-    expected = noise.draw(mode, v, delta=delta, **options)
+    rule = PrecisionRule(50.0, delta, 0.5, shrink=True)
+    options: dict[str, Any] = {"seed": 11, "n": n, "dtype": dtype}
+    expected = noise.draw(mode, v, rule, **options)
     parts = [
-        noise.draw(mode[a:b], v[a:b], delta=delta[a:b], part=noise.Part(a, total), **options)
+        noise.draw(mode[a:b], v[a:b], replace(rule, delta=delta[a:b]), part=noise.Part(a, total), **options)
         for a, b in itertools.pairwise(cuts)
     ]
     assert torch.equal(torch.cat(parts, dim=-1), expected)

@@ -38,7 +38,7 @@ class _Caller(nn.Module):
 
 @dataclass(frozen=True)
 class Call:
-    """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples spread, mappings as keywords.
+    """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
     Attributes:
         model: the model.
@@ -164,7 +164,7 @@ def batch_size(inputs: Any) -> int:
 
 
 def is_batched(leaf: Any, size: int) -> bool:
-    """Whether a leaf of the inputs has one entry an example."""
+    """Whether a leaf of the inputs has one entry per example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 

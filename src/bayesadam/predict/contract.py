@@ -73,14 +73,14 @@ def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size:
 
 
 def one_position(use: Use, layout: Layout, size: int) -> bool:
-    """Whether a weight matrix is used at one place an example, so that its bias can be contracted along with it."""
+    """Whether a weight matrix is used at one place per example, so that its bias can be contracted along with it."""
     return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
 
 
-def affine_scale(use: MatrixUse, variance: Tensor, bias_spread: Tensor | None) -> Tensor:
+def affine_scale(use: MatrixUse, variance: Tensor, bias_variance: Tensor | None) -> Tensor:
     """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
     t = use.input.detach().to(variance.dtype).square() @ variance.mT
-    return t if bias_spread is None else t + bias_spread
+    return t if bias_variance is None else t + bias_variance
 
 
 def total_gradient(

@@ -40,7 +40,7 @@ def generic_moments(
     if needed > budget:
         raise MemoryBudgetError(
             f"the gradients of {len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need "
-            f"{needed:,} bytes an example, the memory budget is {budget:,}: raise memory_budget, or use "
+            f"{needed:,} bytes per example, the memory budget is {budget:,}: raise memory_budget, or use "
             "predictive='linearised-sampled', which needs less"
         )
     variance, blocks = [], []

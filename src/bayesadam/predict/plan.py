@@ -30,7 +30,7 @@ class Plan:
         layouts: for every use, how the examples lie in its tensors; None leaves the use out.
         generic: parameters whose gradients go through autograd, example by example.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
-        activations: entries of activations an example.
+        activations: entries of activations per example.
         outputs: C, the outputs of the network.
         shape: the shape of one example's output.
     """
@@ -182,7 +182,7 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     told = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
         "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row an example? Pass that one through forward=lambda model, batch: ..."
+        "without being one row per example? Pass that one through forward=lambda model, batch: ..."
     )
     try:
         with torch.no_grad():

@@ -35,7 +35,7 @@ def projected_moments(
     needed = outputs * sum(tensor.numel() * tensor.element_size() for tensor in params.values())
     if needed > budget:
         raise MemoryBudgetError(
-            f"a low-rank posterior needs the gradients of every output, {needed:,} bytes an example, and the memory budget is "
+            f"a low-rank posterior needs the gradients of every output, {needed:,} bytes per example, and the memory budget is "
             f"{budget:,}: raise memory_budget, or use predictive='linearised-sampled', which needs less"
         )
     found_variances, blocks = [], []

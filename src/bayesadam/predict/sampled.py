@@ -38,7 +38,7 @@ def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: in
         draw: gives one draw of the weights.
         inputs: the batch.
         n: the number of draws.
-        activations: entries of activations an example, to know what fits.
+        activations: entries of activations per example, to know what fits.
         budget: bytes.
     """
 
@@ -179,7 +179,7 @@ def _over_draws(
 
 
 def allows_local_reparameterisation(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
-    """Whether every weight sits in an `nn.Linear` that is used once, on one row an example."""
+    """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
     owned = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in call.model.named_modules()
@@ -252,13 +252,13 @@ def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: An
 
     with torch.no_grad():
         try:
-            with _noisy_layers(call.model, names, units, offset, rows=size, spread_to=copies):
+            with _noisy_layers(call.model, names, units, offset, rows=size, copies_to=copies):
                 found = call(params, probe)
         except RuntimeError:
             return False
         alone = []
         for number in (-1.0, 0.0, 1.0):
-            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, spread_to=1):
+            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, copies_to=1):
                 alone.append(call(params, probe))
     expected = torch.cat(alone)
     return found.shape == expected.shape and bool((found - expected).norm() <= 1e-2 * expected.norm())
@@ -279,10 +279,10 @@ def _activation_draws(
     with torch.no_grad():
         if part_late:
             # The draws part at the first layer, whose matrix products are then shared by all of them.
-            with _noisy_layers(call.model, names, variances, noise, rows=size, spread_to=n):
+            with _noisy_layers(call.model, names, variances, noise, rows=size, copies_to=n):
                 output = call(params, inputs)
         else:
-            with _noisy_layers(call.model, names, variances, noise, rows=size * n, spread_to=1):
+            with _noisy_layers(call.model, names, variances, noise, rows=size * n, copies_to=1):
                 output = call(params, repeated(inputs, n))
     return output.reshape(n, size, *output.shape[1:])
 
@@ -295,7 +295,7 @@ def _noisy_layers(
     noise: Noise,
     *,
     rows: int,
-    spread_to: int,
+    copies_to: int,
 ) -> Iterator[None]:
     def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], z: Tensor) -> Tensor | None:
         weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))
@@ -307,7 +307,7 @@ def _noisy_layers(
             variance = F.linear(given.square(), variances[weight])
         if bias is not None:
             variance = variance + variances[bias]
-        copies = spread_to if z.shape[0] == rows else 1
+        copies = copies_to if z.shape[0] == rows else 1
         drawn = noise(torch.Size((copies, *z.shape))).to(z)
         return torch.addcmul(z, drawn, variance.sqrt()).flatten(0, 1)
 

@@ -74,7 +74,7 @@ def gathered(gaussian: Gaussian) -> Iterator[Gaussian]:
 def without_fsdp(model: nn.Module) -> Iterator[None]:
     """The model's FSDP2 modules as the plain ones they were, without hooks; their parameters stay shards."""
     modules = fsdp_modules(model)
-    kept = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    held = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
     try:
         for module in modules:
             module.__class__ = _original(type(module))
@@ -82,7 +82,7 @@ def without_fsdp(model: nn.Module) -> Iterator[None]:
             module._forward_hooks = _foreign(module._forward_hooks)
         yield
     finally:
-        for module, kind, before, after in kept:
+        for module, kind, before, after in held:
             module.__class__ = kind
             module._forward_pre_hooks, module._forward_hooks = before, after
 
@@ -127,20 +127,20 @@ def _check_fsdp(model: nn.Module) -> None:
 def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> Iterator[None]:
     """The module with gathered tensors for its sharded parameters, those in `named`, by the names there."""
     names = {id(parameter): name for name, parameter in named.items()}
-    kept = [
+    held = [
         (owner, key, parameter)
         for owner in module.modules()
         for key, parameter in owner._parameters.items()
         if parameter is not None and id(parameter) in names
     ]
-    tensors = {name: gather(name) for name in dict.fromkeys(names[id(parameter)] for _, _, parameter in kept)}
+    tensors = {name: gather(name) for name in dict.fromkeys(names[id(parameter)] for _, _, parameter in held)}
     try:
-        for owner, key, parameter in kept:
+        for owner, key, parameter in held:
             # As torch.func.functional_call does: a tensor, which may carry a tangent, in a parameter's place.
             owner._parameters[key] = tensors[names[id(parameter)]]  # type: ignore[assignment]
         yield
     finally:
-        for owner, key, parameter in kept:
+        for owner, key, parameter in held:
             owner._parameters[key] = parameter
 
 
