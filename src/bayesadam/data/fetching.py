@@ -46,15 +46,9 @@ class Found:
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` says of one file.
+    """What `verify` says of one file, by its published name; `path` is None where it is missing.
 
-    Attributes:
-        data_set: the set's name.
-        file: the file's published name.
-        status: `"ok"`, `"missing"` or `"wrong checksum"`.
-        path: where it is, unless missing.
-        expected: the sha256 of the form that is there, or of the published file where none is.
-        found: the sha256 of the file that is there.
+    `expected` is the sha256 of the form that is there, or of the published file where none is; `found` that of the file.
     """
 
     data_set: str
@@ -96,9 +90,7 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     """Where the files of a data set are, by published name; what is in neither folder is downloaded to the cache.
 
     Args:
-        name: the data set.
         files: published names of the files wanted; all of them by default.
-        progress: whether to show a bar for each download.
 
     Raises:
         DataError: a file has the wrong size, or is absent and cannot be downloaded.
@@ -123,10 +115,8 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     has no files.
 
     Args:
-        name: the data set.
         folder: a folder to bring the files to, for use as BAYESADAM_DATA; by default they are looked for in the usual
             places, and the cache takes those that are in neither.
-        progress: whether to show a bar for each download.
     """
     record = data_set(name)
     target = cache_folder() if folder is None else Path(folder)
@@ -200,9 +190,6 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-# --- downloading ----------------------------------------------------------------------------------------------------
 
 
 class _RefusedError(Exception):

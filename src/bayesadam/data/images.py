@@ -43,12 +43,7 @@ class Images:
 
 
 def load_images(name: str, *, progress: bool = False) -> Images:
-    """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`.
-
-    Args:
-        name: the data set. `"digits"` is embedded in scikit-learn, and needs the extra sklearn.
-        progress: whether to show a bar for each file that must be downloaded.
-    """
+    """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs the extra sklearn alone."""
     train = load_split(name, "train", progress=progress)
     return Images(name, *train, *load_split(name, "test", progress=progress))
 

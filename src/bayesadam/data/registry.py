@@ -48,8 +48,6 @@ class DataSet:
     """A data set.
 
     Attributes:
-        name: what users call it.
-        title: what it is.
         folder: where its files lie below the folder of all data sets.
         files: what a loader reads; an embedded set has none.
         instead: the embedded set nearest to it, to be named where this one is absent.

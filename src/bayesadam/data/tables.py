@@ -49,7 +49,6 @@ class Table:
     """A table as its file has it, row by row.
 
     Attributes:
-        name: the data set.
         contexts: (rows, features). Of jester, the ratings of 40 jokes in [−10, 10].
         labels: (rows,), from 0 to n_labels − 1: 1 for an edible mushroom, the occupation, the class. None for financial
             and jester, which have none.
@@ -65,11 +64,8 @@ class Table:
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool = False) -> Table:
     """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype or census.
 
-    Args:
-        name: the data set.
-        dtype: of the contexts. float32 holds every integer in these files exactly, but a mean over many rows should be
-            taken in float64. With uint8 the one-hot census takes 1 GB and not 4.
-        progress: whether to show a bar for each file that must be downloaded.
+    The `dtype` is that of the contexts. float32 holds every integer in these files exactly, but a mean over many rows
+    should be taken in float64. With uint8 the one-hot census takes 1 GB and not 4.
     """
     data_set(name)
     if name not in _READERS:
@@ -163,9 +159,6 @@ _READERS: dict[str, Callable[..., Table]] = {
 }
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -186,16 +179,7 @@ def _open(path: Path) -> Iterator[TextIO]:
 def _fields(
     path: Path, separator: str | None, width: int, *, skip: int = 0, comment: str = "", numbers: Sequence[int] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Every line below the first `skip` that is neither empty nor a comment, as `width` fields.
-
-    Args:
-        path: the file.
-        separator: what lies between two fields; None for white space.
-        width: how many fields a line has.
-        skip: how many lines to leave out.
-        comment: what a line to leave out begins with.
-        numbers: the places of the fields that must be numbers.
-    """
+    """Every line below the first `skip` that is neither empty nor a comment, as `width` fields, `numbers` of them numbers."""
     with _open(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number <= skip or not line.strip() or (comment and line.startswith(comment)):

@@ -64,12 +64,9 @@ _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on besides the seed.
+    """What the table depends on besides the seed: its columns, its rows, and the runs of each cell.
 
     Attributes:
-        problems: its columns.
-        agents: its rows.
-        runs: of each cell.
         rounds: of each run; None for as many as the problem says.
         settings: `"tuned"` or `"paper"`.
         changes: to single ones of them, by name, for every agent that has them.

@@ -37,11 +37,8 @@ class DemoSettings:
         n_held_out: how many of them calibrate the posterior and are not trained on.
         n_test: fresh points in the range of the data, for the scores.
         width: units in each of the two hidden layers.
-        steps: mini-batches.
-        batch_size: points in each, drawn with replacement.
         lr: the learning rate at the start; it falls to 0 along a cosine.
         weight_decay: AdamW's λ; N λ is the prior precision.
-        draws: functions drawn from the posterior.
     """
 
     n_points: int = N_TRAIN
@@ -81,14 +78,10 @@ class Demo:
     """What the demo found: all that its picture, its table and its metrics show.
 
     Attributes:
-        train: the points trained on.
-        grid: the test grid, y the function without noise.
+        grid: y is the function without noise.
         predictive: of the linearised network on the grid.
         draws: functions drawn from it, (draws, grid points).
-        posterior: the calibrated posterior.
         second_moment: v̂ by parameter name.
-        diagnosis: the doctor's.
-        summaries: one per parameter.
         scores: in-range RMSE, NLL and coverage on the test points.
         pruning: test RMSE at each of the fractions, by ranking.
     """
@@ -103,9 +96,6 @@ class Demo:
     summaries: tuple[ParameterSummary, ...]
     scores: Mapping[str, float]
     pruning: Mapping[str, tuple[float, ...]]
-
-
-# --- the work -------------------------------------------------------------------------------------------------------
 
 
 def make_network(width: int, seed: int) -> nn.Sequential:
@@ -194,9 +184,6 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
         },
         pruning={ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")},
     )
-
-
-# --- what is shown of it --------------------------------------------------------------------------------------------
 
 
 def results(demo: Demo) -> dict[str, Any]:

@@ -125,12 +125,7 @@ def run_inspect(*, seed: int, out: Path, quiet: bool, settings: InspectSettings)
     run.prepare()
     with run.progress() as track:
         inspection = inspect_checkpoint(
-            settings.path,
-            n_data=settings.n_data,
-            snr=settings.snr,
-            seed=seed,
-            track=track,
-            **vars(settings.options),
+            settings.path, n_data=settings.n_data, snr=settings.snr, seed=seed, track=track, **vars(settings.options)
         )
         figure = picture(inspection)
     run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)

@@ -137,12 +137,8 @@ def strip_panel(
 ) -> None:
     """Two strips of dots per group on a logarithmic axis, unmarked above marked, and the group's median as a bar.
 
-    Args:
-        axes: where to draw.
-        groups: positive numbers by group; what is not positive is not drawn.
-        marked: for each group, which of its numbers are marked.
-        labels: what an unmarked and a marked dot stand for.
-        seed: of the vertical jitter, which means nothing.
+    Numbers that are not positive are not drawn; `labels` says what an unmarked and a marked dot stand for. The vertical
+    jitter means nothing.
     """
     jitter = np.random.default_rng(seed)
     axes.set_xscale("log")

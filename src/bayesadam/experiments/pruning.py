@@ -55,14 +55,9 @@ class PruningSettings:
 
     Attributes:
         data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
-        methods: which methods.
-        n_seeds: networks for each.
-        epochs: passes over the training images.
-        hidden: widths of the hidden layers.
+        n_seeds: networks for each method.
         activation: `"relu"` or `"sigmoid"`.
         dropout: while Badam's and MC dropout's networks train.
-        batch_size: examples per step.
-        lr: the learning rate.
         beta2: Badam's β₂; the other methods have Adam's usual .999.
     """
 
@@ -89,13 +84,7 @@ class PruningSettings:
 class SparseSettings:
     """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing.
 
-    Attributes:
-        data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
-        n_seeds: networks for each recipe.
-        epochs: passes over the training images, for recipes of the usual length.
-        batch_size: examples per step.
-        lr: the learning rate at the start.
-        beta2: Adam's β₂.
+    There are `n_seeds` networks for each recipe; `epochs` are those of a recipe of the usual length.
     """
 
     data: str = "mnist"
@@ -152,9 +141,6 @@ class Curve:
     def at(self, fraction: float) -> float:
         """The mean accuracy at one of `FRACTIONS`."""
         return self.mean()[FRACTIONS.index(fraction)]
-
-
-# --- the work ---------------------------------------------------------------------------------------------------------
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -269,9 +255,6 @@ def pruned_accuracy(
     return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
 
 
-# --- as plain data ----------------------------------------------------------------------------------------------------
-
-
 Rows = dict[str, list[list[float]]]
 
 
@@ -286,9 +269,6 @@ def _read(method: str, rows: Rows) -> list[Curve]:
 def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Rows]]:
     for name in names:
         yield name, _plain(curves(name))
-
-
-# --- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def table(curves: Sequence[Curve], titles: Mapping[str, str]) -> Table:
@@ -335,9 +315,6 @@ def _results(curves: Sequence[Curve]) -> dict[str, dict[str, Any]]:
     for curve in curves:
         found.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
     return found
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def method_curves(name: str, *, seed: int, settings: PruningSettings, device: str) -> list[Curve]:

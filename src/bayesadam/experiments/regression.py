@@ -60,11 +60,7 @@ class RegressionSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
-        methods: which methods.
-        n_seeds: data sets and networks for each.
-        epochs: passes over the data.
-        batch_size: examples per step.
-        lr: the learning rate.
+        n_seeds: data sets and networks for each method.
         weight_decay: λ of the L2 penalty.
         n_held_out: points outside the training set that calibrate.
         n_test: points that score, in range and outside.

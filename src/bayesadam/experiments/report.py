@@ -31,10 +31,9 @@ _ONLY_WHERE_PRESENT = ("census",)
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What to run where it is missing.
+    """What to run where it is missing; finished experiments are shown in any case.
 
     Attributes:
-        only: the experiments to run; finished ones are shown in any case.
         quick: the smaller version: few epochs, seeds and rounds, embedded data and what lies on this machine.
         settings: the bandits' settings, `"tuned"` or `"paper"`; None for tuned, or for those of a run that is there.
     """
@@ -127,9 +126,6 @@ def _require_settings(work: _Work, run: Finished) -> None:
             f"{work.root / run.name} was run with --settings {run.settings['settings']}, not {asked}: "
             "leave the option out to take it as it is, or report on another folder"
         )
-
-
-# --- what is missing --------------------------------------------------------------------------------------------------
 
 
 def _regression(work: _Work) -> str:

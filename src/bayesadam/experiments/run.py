@@ -49,12 +49,8 @@ class Run:
     Reports and paths go to standard output, progress to standard error. With `quiet` only the paths are printed.
 
     Attributes:
-        command: the command's name.
-        seed: the seed.
         out: the folder to write to.
-        settings: everything else that determines the results, as plain data.
-        device: where the work is done, such as `"cpu"`.
-        quiet: whether to print the paths alone.
+        settings: all but the seed that determines the results, as plain data.
         started: the clock at the start, in seconds.
         before: the seconds that earlier sessions of the same run took, where it was stopped and resumed.
     """

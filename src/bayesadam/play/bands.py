@@ -28,9 +28,6 @@ class Bands:
         return bool((torch.isfinite(self.mean) & torch.isfinite(self.std)).all())
 
 
-# --- the Gaussian process -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Kernel:
     """k(a, b) = s² exp(−(a − b)²/2ℓ²), and the log marginal likelihood that chose it."""
@@ -44,13 +41,7 @@ def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kerne
     """The signal of greatest marginal likelihood among a fixed few, the lengthscale and the noise being given.
 
     log p(y) = −½ Σ (qᵀy)²/λ − ½ Σ log λ − n/2 log 2π, with λ = s² e + σ² and q, e the eigenpairs of the unit kernel: one
-    decomposition serves every signal.
-
-    Args:
-        x: inputs, (n,).
-        y: targets, (n,).
-        noise: σ.
-        lengthscale: ℓ.
+    decomposition serves every signal. x and y are (n,).
     """
     a, b = x.double(), y.double()
     eigenvalues, vectors = torch.linalg.eigh(_unit_kernel(a, a, lengthscale))
@@ -62,15 +53,7 @@ def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kerne
 
 
 def gp_bands(x: Tensor, y: Tensor, grid: Tensor, noise: float, kernel: Kernel) -> Bands:
-    """The exact Gaussian process: mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ².
-
-    Args:
-        x: inputs, (n,).
-        y: targets, (n,).
-        grid: where to predict, (g,).
-        noise: σ.
-        kernel: the kernel.
-    """
+    """The exact Gaussian process given x and y, (n,), on a grid, (g,): mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ²."""
     a, b, at = x.double(), y.double(), grid.double()
     variance = kernel.signal**2
     gram = variance * _unit_kernel(a, a, kernel.lengthscale) + noise**2 * torch.eye(len(a), dtype=torch.float64)
@@ -85,9 +68,6 @@ def _unit_kernel(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
     return torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
 
 
-# --- Badam ----------------------------------------------------------------------------------------------------------
-
-
 def reach_of(posterior: Posterior, x: Tensor) -> float:
     """mean_n Σ J_n² at the inputs x, (n, 1): the variance of f under weights of unit variance."""
     ones = {name: torch.ones_like(theta) for name, theta in posterior.mode.items()}
@@ -100,14 +80,8 @@ def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_preci
 
     Adam's c = √v̂ has the loss's units and shrinks as training goes on. s takes both out, so that N counts examples: the
     total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ². It is what `bayesadam.calibrate`
-    does for a regression, where the noise is known.
-
-    Args:
-        read: read off the optimiser, its settings as yet of no matter.
-        reach: `reach_of` the training inputs.
-        n_data: N.
-        prior_precision: δ.
-        noise: σ.
+    does for a regression, where the noise σ is known. `reach` is `reach_of` the training inputs; the settings of `read` do
+    not matter.
     """
     total = sum(float(v.sqrt().sum(dtype=torch.float64)) for v in read.structure.second_moment.values())
     scale = reach / (noise**2 * max(total, 1e-30))

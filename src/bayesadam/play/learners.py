@@ -43,13 +43,7 @@ _DRAWS = 64
 
 
 class Learner(ABC):
-    """One method on one page.
-
-    Attributes:
-        panel: its entry in `PANELS`.
-        taken: steps since the last request that changed something for it.
-        left: steps still to take.
-    """
+    """One method on one page: steps taken since the last request that changed something for it, and steps left to take."""
 
     def __init__(self, panel: Panel) -> None:
         self.panel = panel
@@ -211,15 +205,7 @@ class BadamLearner(RuleLearner):
 
 @dataclass(frozen=True)
 class Panel:
-    """One plane of the page.
-
-    Attributes:
-        method: its name in messages.
-        title: what the page calls it.
-        learner: what trains and predicts.
-        rule: how the network learns; the Gaussian process has none.
-        budget: steps of a whole training.
-    """
+    """One plane of the page: its name in messages and its title, what trains it, by which rule, and for how many steps."""
 
     method: str
     title: str

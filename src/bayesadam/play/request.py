@@ -26,17 +26,11 @@ class RequestError(BayesAdamError):
 
 @dataclass(frozen=True)
 class Slider:
-    """One slider: its range, both ends included, and what it starts at.
+    """One slider: its key in a request, its range, both ends included, and one line for the page about it.
 
     Attributes:
-        name: its key in a request.
-        label: what the page calls it.
-        low: the least value.
-        high: the greatest value.
-        default: where it starts.
         logarithmic: equal ways along the slider are equal factors.
         whole: only whole numbers.
-        about: one line for the page: what it does, and to which methods.
     """
 
     name: str
@@ -73,13 +67,9 @@ class Request:
 
     Attributes:
         page: the page's own name; a newer request of the same page supersedes the older.
-        points: (x, y) pairs on the plane.
         n_data: N of the posterior, the user's to say, as in the paper's pseudo-observations.
-        prior_precision: δ.
         noise: σ of an observation.
-        dropout: MC dropout's rate.
-        width: units in each of two hidden layers.
-        units: their activation.
+        width: units in each of two hidden layers; `units` is their activation.
         restart: forget what the page's networks learnt before.
     """
 

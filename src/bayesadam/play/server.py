@@ -66,11 +66,7 @@ class _Refused(Exception):
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1; a thread a connection, up to a number, and no connection that dawdles.
-
-    Args:
-        port: 0 takes any free one.
-    """
+    """Listens on 127.0.0.1, on any free port for 0; a thread per connection, up to a number, and none that dawdles."""
 
     daemon_threads = True
     # On Windows the option would let two programs listen at one port.
@@ -185,8 +181,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method
 
-    # --- what is asked for ------------------------------------------------------------------------------------------
-
     def _get(self) -> None:
         if self._path == "/bands":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "send points to /bands by POST", Allow="POST")
@@ -240,8 +234,6 @@ class _Handler(BaseHTTPRequestHandler):
             return parse(body)
         except RequestError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-
-    # --- answering --------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Whose request it is, then the work; what goes wrong becomes a status and one line of JSON."""
@@ -349,13 +341,7 @@ def _warm_up() -> None:
 
 
 def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
-    """The `play` command: serve until Ctrl-C.
-
-    Args:
-        port: 0 takes any free one.
-        open_browser: show the page.
-        quiet: print the address alone.
-    """
+    """The `play` command: serve until Ctrl-C."""
     # Networks this small lose by being spread over cores.
     torch.set_num_threads(1)
     with Server(port) as server:

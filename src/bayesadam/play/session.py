@@ -28,8 +28,7 @@ Message = dict[str, Any]
 class Session:
     """The learners of one page; one request at a time, the newest: it waits until the older has let go.
 
-    Args:
-        turns: who trains now, of all pages: networks this small gain nothing from training side by side.
+    All pages take `turns` to train: networks this small gain nothing from training side by side.
     """
 
     def __init__(self, turns: threading.Lock) -> None:
@@ -40,11 +39,9 @@ class Session:
         self._learners: tuple[Learner, ...] = tuple(panel.learner(panel) for panel in learners.PANELS)
 
     def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
-        """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
+        """Bands, one message per learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
 
-        Args:
-            request: points and sliders.
-            gone: whether the page has hung up; asked between steps.
+        Whether the page has `gone`, having hung up, is asked between steps.
         """
         began = time.perf_counter()
         stop = threading.Event()

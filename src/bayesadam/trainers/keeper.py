@@ -120,14 +120,7 @@ class PosteriorKeeper:
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
-        """Read, calibrate, log and save; a failure is a warning, and raised when the posterior is asked for.
-
-        Args:
-            read: reads the posterior.
-            validation: the trainer's validation data.
-            path: where the posterior is saved; None saves none.
-            log: passes numbers to the trainer's logger.
-        """
+        """Read, calibrate, log and save, unless `path` is None; a failure is a warning, raised when the posterior is asked for."""
         saved = ""
         numbers: dict[str, float] = {}
         try:

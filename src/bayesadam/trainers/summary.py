@@ -18,12 +18,7 @@ from bayesadam.scores import coverage, ece, nll, rmse
 
 
 def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
-    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1.
-
-    Args:
-        posterior: the posterior.
-        per_parameter: the same for every parameter, under its name.
-    """
+    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, of each parameter too with `per_parameter`."""
     snr = {name: whole(values).flatten() for name, values in posterior.snr().items()}
     parts = {"": torch.cat([values.to(next(iter(snr.values()))) for values in snr.values()])}
     if per_parameter:

@@ -46,17 +46,13 @@ def colour_class(method: str) -> str:
 
 @dataclass
 class Chart:
-    """An SVG with its stops.
+    """An SVG with its stops; sizes are in pixels.
 
     Attributes:
         scope: of the ids inside, which no other chart of a page has.
-        title: its caption.
         label: for those who do not see it.
-        width: in pixels.
-        height: in pixels.
         box: the plot's left, top, right and bottom.
         along: the axis of the stops, `"x"` or `"y"`.
-        body: the elements of the SVG.
         stops: where the pointer can stop: the place, a heading, and rows of (colour class, name, value).
     """
 
@@ -150,9 +146,6 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
-
-
 def predictive(run: Finished, method: str) -> Chart:
     """One panel of Figure 1: data, truth, mean, one and two standard deviations."""
     title = regression.TITLES.get(method, method)
@@ -224,8 +217,6 @@ def deviation_keys(run: Finished) -> Keys:
     return _keys(run.name, {name: [(_MIDDLE, _dot("other", hollow=hollow))] for name, hollow in names.items()})
 
 
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
-
 _LEAST_LEFT = 1e-3
 _PRUNED_TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999)
 
@@ -279,9 +270,6 @@ def pruned_groups(run: Finished) -> list[tuple[str, list[tuple[str, str]]]]:
     groups = {"The paper's methods": paper, "Beyond the paper": [*paper[:1], *others] if others else []}
     found = [(title, [curve for curve in curves if curve in measured]) for title, curves in groups.items()]
     return [(title, curves) for title, curves in found if curves]
-
-
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
 
 
 def rewards(run: Finished, problem: str) -> Chart:

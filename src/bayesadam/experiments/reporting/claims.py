@@ -50,15 +50,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, in our words.
+    """A claim of the paper, in our words, its place in the paper, and the criterion by which it is judged.
 
-    Attributes:
-        key: its name in `report.json`.
-        experiment: which run answers it.
-        words: what is claimed.
-        place: where in the paper.
-        criterion: how it is judged; for a claim that these runs do not touch, why not.
-        judge: from a run to checks; None where these runs do not touch it.
+    Where these runs do not touch it, `judge` is None and the criterion says why.
     """
 
     key: str
@@ -155,9 +149,6 @@ def _not_below(ours: Sample, theirs: Sample) -> bool:
     return above(ours, theirs) is not False
 
 
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
-
-
 def _growth(run: Finished, method: str) -> Sample:
     """Mean deviation of the function outside over that in range."""
     near, far = run.sample(method, "std_in"), run.sample(method, "std_out")
@@ -204,9 +195,6 @@ def _narrow_outside(run: Finished) -> list[Check]:
     return found
 
 
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
-
-
 def _beats_magnitude(run: Finished) -> list[Check]:
     found = []
     for fraction in FRACTIONS:
@@ -244,8 +232,6 @@ def _accurate(run: Finished) -> list[Check]:
     what = f"Badam and the best of the others, {PRUNED.get(best, best)}"
     return _compared(what, (run.accuracy("badam", "snr", 0.0), others[best]), close, percent, "{} and {} %")
 
-
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
 
 _PAPERS_PROBLEMS = tuple(PAPER["badam"])
 

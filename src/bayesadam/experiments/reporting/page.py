@@ -42,14 +42,7 @@ _UNITS = {"relu": "ReLU", "sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Report:
-    """What the page is made of.
-
-    Attributes:
-        runs: by experiment, its main run first, then others.
-        missing: by experiment, why there is no run, or what it lacks.
-        quick: whether the smaller version was asked for.
-        written: the day, in words.
-    """
+    """What the page is made of: runs by experiment, the main one first, and what is missing by experiment, with the reason."""
 
     runs: Mapping[str, Sequence[Finished]]
     missing: Mapping[str, str]

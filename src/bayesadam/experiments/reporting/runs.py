@@ -20,15 +20,9 @@ EXPERIMENTS = ("regression", "pruning", "bandits")
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """One run's `metrics.json`.
+    """One run's `metrics.json`, with Figure 1's curves and its picture as PNG where the run saved them.
 
-    Attributes:
-        experiment: `"regression"`, `"pruning"` or `"bandits"`.
-        name: the run's folder below the report's, such as `"bandits-paper"`.
-        metrics: what the file holds.
-        sha256: of the file.
-        curves: Figure 1's curves, where the run saved them.
-        picture: the run's own figure as PNG, where it has one.
+    `name` is the run's folder below the report's, such as `"bandits-paper"`; `sha256` is that of the file.
     """
 
     experiment: str
@@ -81,8 +75,6 @@ class Finished:
             return True
         asked = [(p, a) for p in self.settings["problems"] for a in self.settings["agents"]]
         return all(agent in self.results.get(problem, {}) for problem, agent in asked)
-
-    # --- compared with the paper's ------------------------------------------------------------------------------------
 
     @property
     def too_short(self) -> bool:
@@ -164,9 +156,6 @@ def others(root: Path, experiment: str) -> list[Finished]:
     names = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
     found = (read(root, name, experiment) for name in names)
     return [run for run in found if run is not None and run.complete]
-
-
-# --- what a file must hold --------------------------------------------------------------------------------------------
 
 
 def _numbers(values: Any) -> None:

@@ -19,15 +19,9 @@ _REGRET_ROWS = 10
 
 @dataclass(frozen=True)
 class Cell:
-    """One number: as shown, as it is, and where it came from.
+    """One number: as shown, as it is, and the file and JSON pointer it came from.
 
-    Attributes:
-        text: as shown.
-        value: as it is; None where there is none.
-        source: file and JSON pointer.
-        sd: over seeds or runs, where there are several.
-        beneath: what is shown under it in small type, such as the paper's number.
-        best: whether it is the best of its column.
+    `beneath` is shown under it in small type, such as the paper's number; `best` marks the best of its column.
     """
 
     text: str
@@ -83,8 +77,6 @@ def of_run(run: Finished) -> list[Table]:
         return [pruning_shown(run), pruning_all(run)]
     return [rewards(run), regrets(run), *(regret_curve(run, problem) for problem in problems_of(run))]
 
-
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
 
 _SCORES = (
     ("nll_in", "NLL in"),
@@ -142,8 +134,6 @@ def regression_curves(run: Finished) -> Table:
     )
 
 
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
-
 RANKINGS = {"snr": "signal-to-noise ratio", "magnitude": "magnitude", "path-snr": "path scores"}
 
 
@@ -182,9 +172,6 @@ def pruning_shown(run: Finished) -> Table:
 def pruning_all(run: Finished) -> Table:
     """The same at every fraction."""
     return _accuracies(run, _measured(run), f"{run.name}/accuracy-all", "Test accuracy in %, every fraction")
-
-
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
 
 
 def agents_of(run: Finished) -> list[str]:
