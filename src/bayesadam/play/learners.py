@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,13 +115,10 @@ class RuleLearner(Learner):
         network = Network(1, (request.width, request.width), 1, request.units, dropout=dropout)
         rule = kind.with_settings(weight_decay=_WEIGHT_DECAY, prior_precision=request.prior_precision)
         key = request.points, network, rule, (request.n_data, request.noise) if rule.needs_noise else None
-        restart = (
-            self._key is None
-            or request.restart
-            or network.shapes() != self.stack.network.shapes()
-            or network.activation != self.stack.network.activation
-            or not _alike(self.request.points, request.points)
-        )
+        restart = self._key is None or request.restart or not _alike(self.request.points, request.points)
+        if not restart:
+            old = self.stack.network
+            restart = (network.shapes(), network.activation) != (old.shapes(), old.activation)
         changed = restart or key != self._key
         self.request, self._key = request, key
         if not changed:
@@ -143,10 +141,8 @@ class RuleLearner(Learner):
             n, size = len(self.x), self.batch_size
             rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(1, _BLOCK, n)
             done, left, budget = self.stack.done, self.left, self.panel.budget
-            falling = _RATES[1] / _RATES[0]
-            self.stack.prepare(
-                rows.transpose(0, 1), lambda at: _RATES[0] * falling ** (1 - (left - (at - done)) / budget)
-            )
+            first, falling = _RATES[0], _RATES[1] / _RATES[0]
+            self.stack.prepare(rows.transpose(0, 1), lambda at: first * falling ** (1 - (left - (at - done)) / budget))
             self._prepared = _BLOCK
         self.stack.run(1)
         self._prepared -= 1
@@ -193,10 +189,8 @@ class BadamLearner(RuleLearner):
             state = optimizer_state_dict(stack.network, stack.state, 0, stack.rule, lr=_RATES[0])
             read = Posterior.from_state_dict(module, state, request.n_data)
             self._read = read, reach_of(read, self.x)
-        read, reach = self._read
-        return badam_posterior(
-            read, reach, n_data=request.n_data, prior_precision=request.prior_precision, noise=request.noise
-        )
+        sliders: Any = {"n_data": request.n_data, "prior_precision": request.prior_precision, "noise": request.noise}
+        return badam_posterior(*self._read, **sliders)
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""

@@ -1,14 +1,16 @@
-"""What a page requests: points and sliders, checked once, at the door."""
+"""What a page requests: points and sliders, checked once, at the door; and points to start from."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from bayesadam.data.toy import Interval, toy_points
 from bayesadam.errors import BayesAdamError
 
 X_INTERVAL = (-3.0, 3.0)
@@ -28,9 +30,7 @@ class RequestError(BayesAdamError):
 class Slider:
     """One slider: its key in a request, its range, both ends included, and one line for the page about it.
 
-    Attributes:
-        logarithmic: equal ways along the slider are equal factors.
-        whole: only whole numbers.
+    On a logarithmic one, equal ways are equal factors; a whole one has only whole numbers.
     """
 
     name: str
@@ -65,12 +65,8 @@ _KEYS = {"page", "points", "units", "restart", *(slider.name for slider in SLIDE
 class Request:
     """One request of one page.
 
-    Attributes:
-        page: the page's own name; a newer request of the same page supersedes the older.
-        n_data: N of the posterior, the user's to say, as in the paper's pseudo-observations.
-        noise: σ of an observation.
-        width: units in each of two hidden layers; `units` is their activation.
-        restart: forget what the page's networks learnt before.
+    A newer request of the same page supersedes the older; `restart` forgets what the page's networks learnt before. N is
+    the user's to say, as in the paper's pseudo-observations. There are `width` units in each of two hidden layers.
     """
 
     page: str
@@ -106,22 +102,6 @@ def parse(body: bytes) -> Request:
     unknown = sorted(found.keys() - _KEYS)
     if unknown:
         raise RequestError(f"unknown key {unknown[0]!r:.40}; known are {', '.join(sorted(_KEYS))}")
-    return _request(found)
-
-
-def describe() -> dict[str, Any]:
-    """What a page must know to build itself: the plane, the sliders and their limits."""
-    return {
-        "x": X_INTERVAL,
-        "y": Y_INTERVAL,
-        "grid": N_GRID,
-        "most_points": MOST_POINTS,
-        "units": UNITS,
-        "sliders": [asdict(slider) for slider in SLIDERS],
-    }
-
-
-def _request(found: Mapping[str, Any]) -> Request:
     page = found.get("page")
     if not isinstance(page, str) or not _PAGE.fullmatch(page):
         raise RequestError(f"page must be 1 to 32 small letters and digits, got {page!r:.40}")
@@ -134,6 +114,12 @@ def _request(found: Mapping[str, Any]) -> Request:
     values = {slider.name: slider.check(found.get(slider.name, slider.default)) for slider in SLIDERS}
     width = int(values.pop("width"))
     return Request(page=page, points=_points(found.get("points")), width=width, units=units, restart=restart, **values)
+
+
+def describe() -> dict[str, Any]:
+    """What a page must know to build itself: the plane, the sliders and their limits."""
+    plane = {"x": X_INTERVAL, "y": Y_INTERVAL, "grid": N_GRID, "most_points": MOST_POINTS}
+    return {**plane, "units": UNITS, "sliders": [asdict(slider) for slider in SLIDERS]}
 
 
 def _points(found: object) -> tuple[tuple[float, float], ...]:
@@ -167,3 +153,34 @@ def _number(value: object, name: str) -> float:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+# The paper's plane, stretched onto the page's.
+_CENTRE = (0.35, 0.4)
+_STRETCH = (3.0 / 0.85, 1.5)
+
+
+def examples() -> dict[str, list[tuple[float, float]]]:
+    """Named sets of points: the paper's toy problem, the same with a hole, a cubic, and a handful.
+
+    >>> {name: len(points) for name, points in examples().items()}
+    {'paper': 40, 'gap': 40, 'cubic': 20, 'few': 5}
+    """
+    x = torch.linspace(-2, 2, 20)
+    cubic = 0.2 * x**3 + 0.1 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+    return {
+        "paper": _toy(((0.0, 0.5),)),
+        "gap": _toy(((-0.3, 0.1), (0.6, 1.0))),
+        "cubic": _pairs(x, cubic),
+        "few": [(-1.5, -0.6), (-0.7, 0.5), (0.1, 0.2), (0.8, -0.5), (1.6, 0.8)],
+    }
+
+
+def _toy(intervals: tuple[Interval, ...]) -> list[tuple[float, float]]:
+    found = toy_points(40, generator=torch.Generator().manual_seed(0), intervals=intervals)
+    return _pairs((found.x - _CENTRE[0]) * _STRETCH[0], (found.y - _CENTRE[1]) * _STRETCH[1])
+
+
+def _pairs(x: torch.Tensor, y: torch.Tensor) -> list[tuple[float, float]]:
+    across, up = x.flatten().clamp(*X_INTERVAL), y.flatten().clamp(*Y_INTERVAL)
+    return [(round(a, 3), round(b, 3)) for a, b in zip(across.tolist(), up.tolist(), strict=True)]

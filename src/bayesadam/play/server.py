@@ -23,8 +23,7 @@ import torch
 from bayesadam._version import __version__
 from bayesadam.errors import SettingError
 from bayesadam.play import learners
-from bayesadam.play.examples import examples
-from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, parse
+from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, examples, parse
 from bayesadam.play.session import Sessions
 
 HOST = "127.0.0.1"
@@ -82,10 +81,8 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise SettingError(
-                f"cannot listen on {HOST}:{port} ({error.strerror or error}): pass another --port, or --port 0 for any "
-                "free one"
-            ) from None
+            remedy = "pass another --port, or --port 0 for any free one"
+            raise SettingError(f"cannot listen on {HOST}:{port} ({error.strerror or error}): {remedy}") from None
 
     @property
     def port(self) -> int:
@@ -138,8 +135,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is the browser's affair; anything else is a bug, told here and not to the page."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
@@ -162,13 +158,11 @@ class _Handler(BaseHTTPRequestHandler):
         return good
 
     def do_GET(self) -> None:
-        """The page, its parts, and what it must know."""
         self._guarded(self._get)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Bands for a set of points, line by line as they are ready."""
         self._guarded(self._post)
 
     def _refuse_method(self) -> None:
@@ -182,6 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method
 
     def _get(self) -> None:
+        """The page, its parts, and what it must know."""
         if self._path == "/bands":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "send points to /bands by POST", Allow="POST")
         if self._path not in self._GET:
@@ -195,19 +190,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
 
     def _post(self) -> None:
+        """Bands for a set of points, line by line as they are ready."""
         if self._path != "/bands":
             known = self._path in self._GET
             status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
             raise _Refused(status, "only /bands takes a POST", **({"Allow": "GET, HEAD"} if known else {}))
         request = self._request()
         if not self.server.streams.acquire(blocking=False):
-            raise _Refused(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{MOST_STREAMS} trainings are under way: try again in a second",
-                **{"Retry-After": "1"},
-            )
+            said = f"{MOST_STREAMS} trainings are under way: try again in a second"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, said, **{"Retry-After": "1"})
         try:
-            self._stream(self.server.sessions.of(request.page).answer(request, _hung_up(self.connection)))
+            self._stream(self.server.sessions.of(request.page).answer(request, self._hung_up))
         finally:
             self.server.streams.release()
 
@@ -229,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = b""
         if len(body) < int(lengths[0]):
             raise _Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {READ_SECONDS:g} seconds")
-        self._arrived()
+        self.server.arrived(self.connection)
         try:
             return parse(body)
         except RequestError as error:
@@ -240,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_origin()
             if self.command != "POST":
-                self._arrived()
+                self.server.arrived(self.connection)
             work()
         except _Refused as refused:
             self._send_json(refused.status, {"error": str(refused)}, refused.headers)
@@ -273,13 +266,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
         self.wfile.write(b"0\r\n\r\n")
 
-    def _send_json(
-        self, status: HTTPStatus, found: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _send_json(self, status: HTTPStatus, found: Mapping[str, Any], headers: Mapping[str, str] = {}) -> None:
         self._send(status, "application/json", json.dumps(found).encode() + b"\n", headers)
 
-    def _send(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self._send_head(status, kind, {**(headers or {}), "Content-Length": str(len(body))})
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self._send_head(status, kind, {**headers, "Content-Length": str(len(body))})
         if self.command != "HEAD":
             self.wfile.write(body)
 
@@ -303,24 +294,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _path(self) -> str:
         return self.path.partition("?")[0]
 
-    def _arrived(self) -> None:
-        self.server.arrived(self.connection)
-
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's."""
 
-
-def _hung_up(connection: socket.socket) -> Callable[[], bool]:
-    """Whether the other end has closed: there is something to read, and it is nothing."""
-
-    def gone() -> bool:
+    def _hung_up(self) -> bool:
+        """Whether the other end has closed: there is something to read, and it is nothing."""
         try:
-            readable, _, _ = select.select([connection], [], [], 0)
-            return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):
             return True
-
-    return gone
 
 
 def _turn_away(request: socket.socket) -> None:
@@ -333,9 +316,8 @@ def _turn_away(request: socket.socket) -> None:
 
 def _warm_up() -> None:
     """One tiny answer: what torch imports at its first step, and libraries choose, is then not in the first click's time."""
-    for message in (
-        Sessions().of("warm").answer(parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}'), bool)
-    ):
+    request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
+    for message in Sessions().of("warm").answer(request, bool):
         if message["type"] == "bands" and message["method"] == learners.PANELS[-1].method:
             return
 
