@@ -96,7 +96,7 @@ def run_parts(
     names: Sequence[str],
     work: Work,
     *,
-    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda left: [(name,) for name in left],
+    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda left: list(zip(left, strict=True)),
     jobs: int = 1,
     on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
 ) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def run_parts(
 
     Args:
         run: see `resumed`.
-        groups: the unfinished names as groups, each done by one process.
+        groups: the unfinished names as groups, each done by one process; by default each is a group of its own.
         jobs: the number of processes, each on one core; with 1 the work is done in this one.
         on_part: called with all finished parts after each.
     """
