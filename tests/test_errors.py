@@ -13,7 +13,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
-from bayesadam.data.idx import read_idx
+from bayesadam.data.images import read_idx
 from bayesadam.data.tables import read_statlog
 from bayesadam.predict import predict
 from bayesadam.structures.diagonal import Diagonal

@@ -36,9 +36,7 @@ def list_() -> None:
 @app.command("fetch")
 def fetch_(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, or `all`.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Bring data sets to this machine: what BAYESADAM_DATA or the cache has is checked, the rest is downloaded."""

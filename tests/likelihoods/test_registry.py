@@ -14,7 +14,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Likelihood, LikelihoodName, likelihood
 from bayesadam.likelihoods.predictive import NumericPredictive
-from bayesadam.trainers.summary import held_out_numbers
+from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
 
 TARGETS = 2

@@ -13,8 +13,9 @@ import time
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -39,22 +40,15 @@ _CHUNK = 1 << 16
 class Found:
     """A file of a data set on this machine, and the form in which it lies there."""
 
-    file: DataFile
     copy: Copy
     path: Path
 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` says of one file.
+    """What `verify` says of one file, by its published name; `path` is None where it is missing.
 
-    Attributes:
-        data_set: the set's name.
-        file: the file's published name.
-        status: `"ok"`, `"missing"` or `"wrong checksum"`.
-        path: where it is, unless missing.
-        expected: the sha256 of the form that is there, or of the published file where none is.
-        found: the sha256 of the file that is there.
+    `expected` is the sha256 of the form that is there, or of the published file where none is; `found` that of the file.
     """
 
     data_set: str
@@ -93,47 +87,34 @@ def find(name: str) -> dict[str, Found]:
 
 
 def locate(name: str, files: Collection[str] | None = None, *, progress: bool = False) -> dict[str, Path]:
-    """Where the files of a data set are, by published name; what is in neither folder is downloaded to the cache.
-
-    Args:
-        name: the data set.
-        files: published names of the files wanted; all of them by default.
-        progress: whether to show a bar for each download.
+    """Where the wanted files of a data set are, by published name; what is in neither folder is downloaded to the cache.
 
     Raises:
         DataError: a file has the wrong size, or is absent and cannot be downloaded.
     """
-    record = data_set(name)
-    present = find(name)
-    paths = {}
-    for file in record.files:
-        if files is not None and file.name not in files:
-            continue
-        if file.name in present:
-            paths[file.name] = _sized(record, present[file.name])
-        else:
-            paths[file.name] = _download(record, file, cache_folder(), progress)
-    return paths
+    record, present = data_set(name), find(name)
+
+    def path(file: DataFile) -> Path:
+        found = present.get(file.name)
+        return _download(record, file, cache_folder(), progress) if found is None else _sized(record, found)
+
+    return {file.name: path(file) for file in record.files if files is None or file.name in files}
 
 
 def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
     """Bring every file of a data set to this machine, check it against its checksum, and say where it is.
 
     A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
-    has no files.
-
-    Args:
-        name: the data set.
-        folder: a folder to bring the files to, for use as BAYESADAM_DATA; by default they are looked for in the usual
-            places, and the cache takes those that are in neither.
-        progress: whether to show a bar for each download.
+    has no files. The files are brought to `folder`, for use as BAYESADAM_DATA; by default they are looked for in the
+    usual places, and the cache takes those that are in neither.
     """
     record = data_set(name)
     target = cache_folder() if folder is None else Path(folder)
-    paths = []
+    paths, users = [], data_folder()
     for check in _verify(record, _folders() if folder is None else (Path(folder),)):
-        if check.status == "wrong checksum" and _is_users(check.path):
-            raise DataError(f"{_damage(check)}: replace it, or remove it to have it fetched")
+        if check.status == "wrong checksum" and check.path and users in check.path.parents:
+            damage = f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
+            raise DataError(f"{damage}: replace it, or remove it to have it fetched")
         if check.status == "ok" and check.path is not None:
             paths.append(check.path)
         else:
@@ -151,12 +132,13 @@ def _folders() -> tuple[Path, ...]:
 
 
 def _find(record: DataSet, folders: Collection[Path]) -> dict[str, Found]:
-    found = {}
-    for file in record.files:
-        places = ((copy, folder / record.folder / copy.name) for folder in folders for copy in file.copies)
-        first = next((Found(file, copy, path) for copy, path in places if path.is_file()), None)
-        if first is not None:
-            found[file.name] = first
+    # The first that is there counts: setdefault keeps it.
+    found: dict[str, Found] = {}
+    for file, folder in product(record.files, folders):
+        for copy in file.copies:
+            path = folder / record.folder / copy.name
+            if path.is_file():
+                found.setdefault(file.name, Found(copy, path))
     return found
 
 
@@ -172,15 +154,6 @@ def _verify(record: DataSet, folders: Collection[Path]) -> list[FileCheck]:
         status: Literal["ok", "wrong checksum"] = "ok" if digest == found.copy.sha256 else "wrong checksum"
         checks.append(FileCheck(record.name, file.name, status, found.copy.sha256, digest, found.path))
     return checks
-
-
-def _is_users(path: Path | None) -> bool:
-    folder = data_folder()
-    return folder is not None and path is not None and folder in path.parents
-
-
-def _damage(check: FileCheck) -> str:
-    return f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
 
 
 def _sized(record: DataSet, found: Found) -> Path:
@@ -202,15 +175,12 @@ def _sha256(path: Path) -> str:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-# --- downloading ----------------------------------------------------------------------------------------------------
-
-
-class _RefusedError(Exception):
-    """A source answered, and asking it again would not help."""
-
-
 class _UnansweredError(Exception):
     """A source did not deliver, and may yet."""
+
+
+class _RefusedError(_UnansweredError):
+    """A source answered, and asking it again would not help."""
 
 
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
@@ -238,11 +208,10 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
                         _unpack(url, temporary, file)
                         _check(temporary, file)
                     return target
-                except _RefusedError as error:
-                    waiting.remove(url)
-                    reasons[url] = str(error)
                 except _UnansweredError as error:
                     reasons[url] = str(error)
+                    if isinstance(error, _RefusedError):
+                        waiting.remove(url)
     except DataError:
         raise
     except FileError as error:
@@ -262,12 +231,10 @@ def _get(url: str, target: Path, bar: Any) -> None:
     )
     try:
         download(url, str(target), None)
-    except requests.HTTPError as error:
-        status = error.response.status_code
-        if 400 <= status < 500 and status not in _PASSING:
-            raise _RefusedError(f"HTTP {status} {error.response.reason}") from error
-        raise _UnansweredError(_first_cause(error)) from error
     except requests.RequestException as error:
+        answer = error.response if isinstance(error, requests.HTTPError) else None
+        if answer is not None and 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
+            raise _RefusedError(f"HTTP {answer.status_code} {answer.reason}") from error
         raise _UnansweredError(_first_cause(error)) from error
 
 
@@ -279,14 +246,14 @@ def _unpack(url: str, path: Path, file: DataFile) -> None:
     # One byte more than expected shows a wrong file, whatever it would unpack to.
     limit = file.published.n_bytes + 1
     try:
-        if packing == ".gz":
-            with gzip.open(path) as stream:
-                content = stream.read(limit)
-        else:
-            with zipfile.ZipFile(path) as archive:
+        with ExitStack() as stack:
+            if packing == ".gz":
+                stream: Any = stack.enter_context(gzip.open(path))
+            else:
+                archive = stack.enter_context(zipfile.ZipFile(path))
                 largest = max(archive.infolist(), key=lambda member: member.file_size)
-                with archive.open(largest) as stream:
-                    content = stream.read(limit)
+                stream = stack.enter_context(archive.open(largest))
+            content = stream.read(limit)
     except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
         raise _RefusedError(f"not a {packing} file ({error})") from error
     path.write_bytes(content)
@@ -327,14 +294,8 @@ def _bar(name: str, shown: bool) -> Iterator[Any]:
         return
     rich = require("rich.progress")
     console = require("rich.console").Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console) as bars:
+    kinds = (rich.BarColumn, rich.DownloadColumn, rich.TransferSpeedColumn, rich.TimeRemainingColumn)
+    with rich.Progress("{task.description}", *(kind() for kind in kinds), console=console) as bars:
         yield _Bar(bars, bars.add_task(name, total=None))
 
 
@@ -347,7 +308,6 @@ class _Bar:
 
     @property
     def total(self) -> int:
-        """The bytes to come."""
         return int(self._bars.tasks[self._task].total or 0)
 
     @total.setter
@@ -355,11 +315,9 @@ class _Bar:
         self._bars.update(self._task, total=total or None)
 
     def update(self, n_bytes: int) -> None:
-        """Count bytes as they arrive."""
         self._bars.update(self._task, advance=n_bytes)
 
     def reset(self) -> None:
-        """Back to none, before pooch fills the bar."""
         self._bars.reset(self._task)
 
     def close(self) -> None:

@@ -1,19 +1,24 @@
-"""Sets of small images, as tensors."""
+"""Sets of small images, as tensors, and the IDX files of MNIST that hold them, gzipped or not."""
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.data.fetching import find, locate
-from bayesadam.data.idx import read_idx
 from bayesadam.data.registry import data_set
-from bayesadam.errors import DataError, SettingError
+from bayesadam.errors import DataError, FileError, MissingFileError, SettingError
 
 Split = Literal["train", "test"]
 
@@ -24,6 +29,7 @@ _FILES: dict[Split, tuple[str, str]] = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
+_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +49,7 @@ class Images:
 
 
 def load_images(name: str, *, progress: bool = False) -> Images:
-    """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`.
-
-    Args:
-        name: the data set. `"digits"` is embedded in scikit-learn, and needs the extra sklearn.
-        progress: whether to show a bar for each file that must be downloaded.
-    """
+    """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs the extra sklearn alone."""
     train = load_split(name, "train", progress=progress)
     return Images(name, *train, *load_split(name, "test", progress=progress))
 
@@ -84,3 +85,23 @@ def _digits(split: Split) -> tuple[Tensor, Tensor]:
     order = np.random.RandomState(0).permutation(len(x))
     rows = order[:DIGITS_TEST] if split == "test" else order[DIGITS_TEST:]
     return torch.from_numpy(x[rows]).float().div_(16), torch.from_numpy(y[rows]).long()
+
+
+def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
+    """The array in an IDX file: two zero bytes, a type, the number of dimensions, their sizes, then the entries."""
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"no file at {path}")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise FileError(f"{path} is damaged: {error}") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
+        raise FileError(f"{path} is not an IDX file: it starts with {raw[:4]!r}")
+    dims = raw[3]
+    body = 4 + 4 * dims
+    shape = struct.unpack(f">{dims}I", raw[4:body]) if len(raw) >= body else ()
+    dtype = np.dtype(_TYPES[raw[2]])
+    if len(shape) != dims or len(raw) - body != math.prod(shape) * dtype.itemsize:
+        raise FileError(f"{path} is truncated: {len(raw)} bytes do not hold an array of shape {shape}")
+    return np.frombuffer(raw, dtype, offset=body).reshape(shape)

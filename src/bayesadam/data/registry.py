@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bayesadam.errors import SettingError
@@ -19,13 +18,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that a loader reads.
+    """A file that a loader reads: as its public source has it, and compressed, where such a copy is known.
 
-    Attributes:
-        published: the file as its public source has it.
-        packed: the same content, compressed, where such a copy is known.
-        urls: public sources of `published`, the first choice first. One that ends in .gz or .zip, where the file's own
-            name does not, delivers it packed. None at all where none is known.
+    `urls` are the public sources of `published`, the first choice first. One that ends in .gz or .zip, where the file's
+    own name does not, delivers it packed.
     """
 
     published: Copy
@@ -45,14 +41,9 @@ class DataFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set.
+    """A data set: its folder below that of all data sets, and the files that a loader reads; an embedded set has none.
 
-    Attributes:
-        name: what users call it.
-        title: what it is.
-        folder: where its files lie below the folder of all data sets.
-        files: what a loader reads; an embedded set has none.
-        instead: the embedded set nearest to it, to be named where this one is absent.
+    `instead` is the embedded set nearest to it, to be named where this one is absent.
     """
 
     name: str
@@ -108,87 +99,62 @@ _KNOWN = {
 }
 
 
-def _images(name: str, title: str, *mirrors: str) -> DataSet:
-    copies = [copy for path, copy in _KNOWN.items() if path.startswith(f"{name}/")]
-    files = tuple(DataFile(copy, urls=tuple(f"{mirror}/{copy.name}" for mirror in mirrors)) for copy in copies)
-    return DataSet(name, title, name, files, instead="digits")
-
-
-def _table(name: str, title: str, urls: Mapping[str, tuple[str, ...]]) -> DataSet:
-    """A table of some files, by published name, with the sources of each."""
-    folder = f"bandits/{name}"
+def _record(name: str, title: str, *sources: str) -> DataSet:
+    """A set by the name of its folder; a source that ends in "/" has every file under its published name."""
     files = []
-    for file, sources in urls.items():
-        published = _KNOWN[f"{folder}/{file}"]
-        packed = next((c for p, c in _KNOWN.items() if p in (f"{folder}/{file}.gz", f"{folder}/{file}.xz")), None)
-        files.append(DataFile(published, packed, sources))
-    return DataSet(name, title, folder, tuple(files), instead="wheel")
+    for path, copy in _KNOWN.items():
+        if path.split("/")[-2] == name and path.rpartition(".")[0] not in _KNOWN:
+            packed = _KNOWN.get(f"{path}.gz") or _KNOWN.get(f"{path}.xz")
+            urls = tuple(url + copy.name if url.endswith("/") else url for url in sources)
+            files.append(DataFile(copy, packed, urls))
+    is_table = f"bandits/{name}/{files[0].name}" in _KNOWN
+    folder, instead = (f"bandits/{name}", "wheel") if is_table else (name, "digits")
+    return DataSet(name, title, folder, tuple(files), instead)
 
 
 _RECORDS = (
-    _images(
+    _record(
         "mnist",
         "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
-        "https://ossci-datasets.s3.amazonaws.com/mnist",
-        "https://storage.googleapis.com/cvdf-datasets/mnist",
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
-    _images(
+    _record(
         "fashion-mnist",
         "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
-        f"{_GITHUB}/zalandoresearch/fashion-mnist/master/data/fashion",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        f"{_GITHUB}/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
-    _table(
-        "mushroom",
-        "UCI Mushroom: 8,124 mushrooms, edible or not",
-        {"agaricus-lepiota.data": (f"{_UCI}/mushroom/agaricus-lepiota.data", f"{_SHOWDOWN}/mushroom.data")},
+    _record(
+        "mushroom", "UCI Mushroom: 8,124 mushrooms, edible or not", f"{_UCI}/mushroom/", f"{_SHOWDOWN}/mushroom.data"
     ),
-    _table(
+    _record(
         "financial",
         "The Showdown's stocks: 3,713 days of price changes of 21 stocks",
-        {
-            "raw_stock_contexts": (
-                f"{_SHOWDOWN}/raw_stock_contexts",
-                f"{_GITHUB}/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7"
-                "/bandits/data/selected_datasets/raw_stock_contexts",
-            )
-        },
+        f"{_SHOWDOWN}/",
+        f"{_GITHUB}/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7"
+        "/bandits/data/selected_datasets/",
     ),
-    _table(
+    _record(
         "jester",
         "Jester: ratings of 40 jokes by the 19,181 users who rated them all",
         # The authors' own site has a spreadsheet, which is not this file.
-        {
-            "jester-data-1.csv": (
-                f"{_GITHUB}/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip",
-            )
-        },
+        f"{_GITHUB}/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip",
     ),
-    _table(
-        "statlog",
-        "UCI Statlog (Shuttle): 43,500 states of a shuttle's radiators in 7 classes",
-        # UCI has it as .Z, which Python cannot unpack.
-        {"shuttle.trn": (f"{_SHOWDOWN}/shuttle.trn",)},
-    ),
-    _table(
-        "adult",
-        "UCI Adult: 45,222 complete rows of a census, 14 occupations",
-        {name: (f"{_UCI}/adult/{name}",) for name in ("adult.data", "adult.test")},
-    ),
-    _table(
+    # UCI has it as .Z, which Python cannot unpack.
+    _record("statlog", "UCI Statlog (Shuttle): 43,500 states of a shuttle's radiators in 7 classes", f"{_SHOWDOWN}/"),
+    _record("adult", "UCI Adult: 45,222 complete rows of a census, 14 occupations", f"{_UCI}/adult/"),
+    _record(
         "covertype",
         "UCI Covertype: 581,012 patches of forest in 7 classes",
-        {"covtype.data": (f"{_UCI}/covtype/covtype.data.gz", f"{_SHOWDOWN}/covtype.data")},
+        f"{_UCI}/covtype/covtype.data.gz",
+        f"{_SHOWDOWN}/",
     ),
-    _table(
+    _record(
         "census",
         "UCI US Census 1990: 2,458,285 people, 9 kinds of occupation",
-        {
-            "USCensus1990.data.txt": (
-                f"{_UCI}/census1990-mld/USCensus1990.data.txt",
-                f"{_SHOWDOWN}/USCensus1990.data.txt",
-            )
-        },
+        f"{_UCI}/census1990-mld/",
+        f"{_SHOWDOWN}/",
     ),
     DataSet("digits", "scikit-learn's 1,797 handwritten digits of 8 × 8 pixels"),
     DataSet("wheel", "the wheel bandit, drawn by the simulation"),

@@ -28,17 +28,12 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 Numbers = npt.NDArray[Any]
 Labels = npt.NDArray[np.int64]
 
-MUSHROOM_COLUMNS = 23
-FINANCIAL_COLUMNS = 21
-JESTER_COLUMNS = 101
 JESTER_JOKES = 40
 JESTER_UNRATED = 99.0
-STATLOG_COLUMNS = 10
 ADULT_COLUMNS = 15
 ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)
 ADULT_OCCUPATION = 6
 ADULT_INCOME = 14
-COVERTYPE_COLUMNS = 55
 CENSUS_COLUMNS = 69
 CENSUS_KEY = "caseid"
 CENSUS_LABEL = "dOccup"
@@ -49,11 +44,9 @@ class Table:
     """A table as its file has it, row by row.
 
     Attributes:
-        name: the data set.
         contexts: (rows, features). Of jester, the ratings of 40 jokes in [−10, 10].
-        labels: (rows,), from 0 to n_labels − 1: 1 for an edible mushroom, the occupation, the class. None for financial
-            and jester, which have none.
-        n_labels: how many labels there are, whether or not each occurs; 0 where there are none.
+        labels: (rows,), from 0 to n_labels − 1, whether or not each occurs: 1 for an edible mushroom, the occupation, the
+            class. None, and `n_labels` 0, for financial and jester.
     """
 
     name: str
@@ -65,11 +58,8 @@ class Table:
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool = False) -> Table:
     """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype or census.
 
-    Args:
-        name: the data set.
-        dtype: of the contexts. float32 holds every integer in these files exactly, but a mean over many rows should be
-            taken in float64. With uint8 the one-hot census takes 1 GB and not 4.
-        progress: whether to show a bar for each file that must be downloaded.
+    The `dtype` is that of the contexts. float32 holds every integer in these files exactly, but a mean over many rows
+    should be taken in float64. With uint8 the one-hot census takes 1 GB and not 4.
     """
     data_set(name)
     if name not in _READERS:
@@ -80,7 +70,7 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool =
 def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     path = Path(path)
-    columns = _columns(path, _fields(path, ",", MUSHROOM_COLUMNS))
+    columns = _columns(path, _fields(path, ",", width=23))
     labels = _codes(path, columns[0], ("p", "e"), "class")
     return Table("mushroom", _one_hot(columns[1:], dtype), labels, 2)
 
@@ -88,13 +78,13 @@ def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Tab
 def read_financial(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
     path = Path(path)
-    return Table("financial", _numbers(path, None, FINANCIAL_COLUMNS, np.float64, skip=1).astype(dtype))
+    return Table("financial", _numbers(path, None, width=21, dtype=np.float64, skip=1).astype(dtype))
 
 
 def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """The 40 jokes with the most ratings, in order of joke number, by the users who rated them all, in file order."""
     path = Path(path)
-    ratings = _numbers(path, ",", JESTER_COLUMNS, np.float64)[:, 1:]
+    ratings = _numbers(path, ",", width=101, dtype=np.float64)[:, 1:]
     rated = ratings != JESTER_UNRATED
     most = np.argsort(-rated.sum(axis=0), kind="stable")[:JESTER_JOKES]
     jokes = np.sort(most)
@@ -104,12 +94,12 @@ def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table
 
 def read_statlog(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """9 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("statlog", Path(path), None, STATLOG_COLUMNS, dtype)
+    return _with_class_last("statlog", Path(path), None, width=10, dtype=dtype)
 
 
 def read_covertype(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """54 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("covertype", Path(path), ",", COVERTYPE_COLUMNS, dtype)
+    return _with_class_last("covertype", Path(path), ",", width=55, dtype=dtype)
 
 
 def _with_class_last(name: str, path: Path, separator: str | None, width: int, dtype: npt.DTypeLike) -> Table:
@@ -142,10 +132,9 @@ def read_census(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table
     """67 categorical columns one-hot. The label is dOccup, 0 to 8; caseid is left out."""
     path = Path(path)
     header = next(_fields(path, ",", CENSUS_COLUMNS), ())
-    if CENSUS_KEY not in header or CENSUS_LABEL not in header:
-        raise DataError(
-            f"{path}, line 1: expected the names of the columns, {CENSUS_KEY} and {CENSUS_LABEL} among them"
-        )
+    if not {CENSUS_KEY, CENSUS_LABEL} <= {*header}:
+        wanted = f"{CENSUS_KEY} and {CENSUS_LABEL} among them"
+        raise DataError(f"{path}, line 1: expected the names of the columns, {wanted}")
     rows = _numbers(path, ",", CENSUS_COLUMNS, np.int32, skip=1)
     features = [column for name, column in zip(header, rows.T, strict=True) if name not in (CENSUS_KEY, CENSUS_LABEL)]
     labels = _classes(path, rows[:, header.index(CENSUS_LABEL)], 9, first_line=2)
@@ -161,9 +150,6 @@ _READERS: dict[str, Callable[..., Table]] = {
     "covertype": read_covertype,
     "census": read_census,
 }
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
 
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -186,16 +172,7 @@ def _open(path: Path) -> Iterator[TextIO]:
 def _fields(
     path: Path, separator: str | None, width: int, *, skip: int = 0, comment: str = "", numbers: Sequence[int] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Every line below the first `skip` that is neither empty nor a comment, as `width` fields.
-
-    Args:
-        path: the file.
-        separator: what lies between two fields; None for white space.
-        width: how many fields a line has.
-        skip: how many lines to leave out.
-        comment: what a line to leave out begins with.
-        numbers: the places of the fields that must be numbers.
-    """
+    """Every line below the first `skip` that is neither empty nor a comment, as `width` fields, `numbers` of them numbers."""
     with _open(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number <= skip or not line.strip() or (comment and line.startswith(comment)):
@@ -248,9 +225,8 @@ def _codes(path: Path, column: npt.NDArray[np.str_], values: Sequence[str], what
     """The place of each entry in `values`."""
     wrong = np.flatnonzero(~np.isin(column, values))
     if len(wrong):
-        raise DataError(
-            f"{path}, line {wrong[0] + 1}: {what} {str(column[wrong[0]])!r}, expected one of {tuple(values)}"
-        )
+        entry = str(column[wrong[0]])
+        raise DataError(f"{path}, line {wrong[0] + 1}: {what} {entry!r}, expected one of {tuple(values)}")
     return np.array([values.index(entry) for entry in column.tolist()], dtype=np.int64)
 
 

@@ -57,15 +57,9 @@ def toy_points(
     intervals: Sequence[Interval] = (TRAIN_INTERVAL,),
     noise_std: float = NOISE_STD,
 ) -> ToyData:
-    """Noisy points with x uniform over a union of disjoint intervals and ε ~ N(0, noise_std²).
+    """Noisy points with x uniform over a union of disjoint intervals (low, high) and ε ~ N(0, noise_std²).
 
     Two intervals leave a gap between them, in which a posterior should be unsure.
-
-    Args:
-        n: how many.
-        generator: the only source of randomness.
-        intervals: (low, high) pairs; each is hit in proportion to its length.
-        noise_std: the standard deviation of ε.
     """
     if n < 1:
         raise SettingError(f"n must be a positive number of points, got {n}")

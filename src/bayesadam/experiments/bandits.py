@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.table import Table
 
 from bayesadam._extras import require
@@ -16,22 +16,18 @@ from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, age
 from bayesadam.bandits.simulation import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, new_table, require_known, text
 from bayesadam.experiments.work import resumed, run_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {
-    "badam": "Badam",
+    **plots.METHOD_TITLES,
     "badam-map": "Badam, map form",
-    "mc-dropout": "MC dropout",
-    "bbb": "Bayes by Backprop",
-    "vadam": "Vadam",
     "greedy": "Greedy",
     "uniform": "Uniform",
     "epsilon-greedy": "ε-greedy",
-    "ivon": "IVON",
     "neural-linear": "Neural-linear",
     "linear": "Linear, full posterior",
     "bootstrap": "Bootstrap ensemble",
@@ -39,23 +35,15 @@ TITLES = {
 # Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
 _COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
 PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    agent: dict(zip(_COLUMNS, cells, strict=True))
-    for agent, cells in {
-        "badam": ((0.74, 0.09), (0.74, 0.03), (0.48, 0.01), (0.97, 0.02), (0.13, 0.01), (0.58, 0.01), (0.36, 0.06)),
-        "mc-dropout": (
-            (0.68, 0.11),
-            (0.68, 0.02),
-            (0.48, 0.01),
-            (0.96, 0.02),
-            (0.13, 0.01),
-            (0.57, 0.01),
-            (0.44, 0.03),
-        ),
-        "bbb": ((0.60, 0.15), (0.21, 0.13), (0.46, 0.02), (0.71, 0.17), (0.10, 0.04), (0.39, 0.06), (0.38, 0.02)),
-        "vadam": ((0.76, 0.03), (0.81, 0.00), (0.48, 0.01), (0.99, 0.00), (0.26, 0.02), (0.74, 0.01), (0.65, 0.00)),
-        "greedy": ((0.64, 0.18), (0.86, 0.03), (0.50, 0.01), (0.97, 0.03), (0.16, 0.01), (0.62, 0.03), (0.44, 0.02)),
-        "uniform": ((-0.93, 0.09), (-0.01, 0.01), (0.34, 0.00), (0.14, 0.00), (0.07, 0.00), (0.14, 0.00), (0.11, 0.00)),
-    }.items()
+    agent: dict(zip(_COLUMNS, zip(means, deviations, strict=True), strict=True))
+    for agent, means, deviations in (
+        ("badam", (0.74, 0.74, 0.48, 0.97, 0.13, 0.58, 0.36), (0.09, 0.03, 0.01, 0.02, 0.01, 0.01, 0.06)),
+        ("mc-dropout", (0.68, 0.68, 0.48, 0.96, 0.13, 0.57, 0.44), (0.11, 0.02, 0.01, 0.02, 0.01, 0.01, 0.03)),
+        ("bbb", (0.60, 0.21, 0.46, 0.71, 0.10, 0.39, 0.38), (0.15, 0.13, 0.02, 0.17, 0.04, 0.06, 0.02)),
+        ("vadam", (0.76, 0.81, 0.48, 0.99, 0.26, 0.74, 0.65), (0.03, 0.00, 0.01, 0.00, 0.02, 0.01, 0.00)),
+        ("greedy", (0.64, 0.86, 0.50, 0.97, 0.16, 0.62, 0.44), (0.18, 0.03, 0.01, 0.03, 0.01, 0.03, 0.02)),
+        ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
+    )
 }
 ENGINES = ("local", "ray")
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
@@ -64,15 +52,10 @@ _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on besides the seed.
+    """What the table depends on besides the seed: its columns, its rows, and the runs of each cell.
 
-    Attributes:
-        problems: its columns.
-        agents: its rows.
-        runs: of each cell.
-        rounds: of each run; None for as many as the problem says.
-        settings: `"tuned"` or `"paper"`.
-        changes: to single ones of them, by name, for every agent that has them.
+    With `rounds=None` a run has as many as its problem says. The settings are `"tuned"` or `"paper"`, with changes to
+    single ones of them, by name, for every agent that has them.
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]
@@ -83,18 +66,13 @@ class BanditSettings:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.problems if name.partition(":")[0] not in PROBLEMS]
-        if unknown or not self.problems:
-            raise SettingError(f"problems must be among {', '.join(PROBLEMS)}; got {', '.join(unknown) or 'none'}")
-        unknown = [name for name in self.agents if name not in AGENTS]
-        if unknown or not self.agents:
-            raise SettingError(f"agents must be among {', '.join(AGENTS)}; got {', '.join(unknown) or 'none'}")
+        require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
+        require_known("agents", self.agents, AGENTS)
         known = {name for agent in self.agents for name in agent_settings(agent, self.settings).names()}
         unknown = sorted(set(self.changes) - known)
         if unknown:
-            raise SettingError(
-                f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(sorted(known))}"
-            )
+            choices = ", ".join(sorted(known))
+            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {choices}")
         for agent in self.agents:
             self.of(agent)
 
@@ -107,11 +85,6 @@ class BanditSettings:
         """`problem/agent`, column by column."""
         return [f"{problem}/{agent}" for problem in self.problems for agent in self.agents]
 
-    def described(self) -> str:
-        """The settings' name, and what was changed in them."""
-        changed = ", ".join(f"{name}={value}" for name, value in self.changes.items())
-        return f"`{self.settings}`" + (f" with {changed}" if changed else "")
-
 
 Cell = dict[str, Any]
 
@@ -120,16 +93,8 @@ def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder
     """One cell under way; with a folder, its state goes there so that a killed one resumes."""
     problem, _, agent = name.partition("/")
     checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
-    return Playing(
-        problem,
-        agent,
-        runs=settings.runs,
-        rounds=settings.rounds,
-        seed=seed,
-        device=device,
-        settings=settings.of(agent),
-        checkpoint=checkpoint,
-    )
+    asked: Any = {"runs": settings.runs, "rounds": settings.rounds, "settings": settings.of(agent)}
+    return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
 
 
 def plain(found: Simulation) -> Cell:
@@ -184,13 +149,7 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return mean, math.sqrt(variance)
-
-
-def _short(mean: float, sd: float) -> str:
-    return f"{mean:.3f}±{sd:.3f}".replace("0.", ".")
+    return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))
 
 
 def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
@@ -200,55 +159,31 @@ def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
     ours = {p: {a: _moments(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
     best = {p: max(value[0] for value in agents.values()) for p, agents in ours.items()}
     published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
-    lines = []
+
+    def line(title: str, cells: Mapping[str, str]) -> str:
+        return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
+
+    def shown(rewards: Mapping[str, tuple[float, float]], best: Mapping[str, float]) -> dict[str, str]:
+        mark = {p: "**" if moments[0] == best.get(p) else "" for p, moments in rewards.items()}
+        return {p: mark[p] + f"{mean:.3f}±{sd:.3f}".replace("0.", ".") + mark[p] for p, (mean, sd) in rewards.items()}
+
+    lines, regret = [], []
     for agent in settings.agents:
-        row = [
-            _bold(_short(*ours[p][agent]), ours[p][agent][0] == best[p]) if agent in ours.get(p, {}) else ""
-            for p in settings.problems
-        ]
-        lines.append(f"| {TITLES.get(agent, agent)} | " + " | ".join(row) + " |")
+        title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
+        lines.append(line(title, shown({p: ours[p][agent] for p in own}, best)))
         if agent in PAPER:
-            theirs = [
-                _bold(_short(*PAPER[agent][p]), PAPER[agent][p][0] == published[p]) if p in _COLUMNS else ""
-                for p in settings.problems
-            ]
-            lines.append("| *in the paper* | " + " | ".join(theirs) + " |")
-    regret = []
-    for agent in settings.agents:
-        shares = [
-            _moments(found[p][agent]["regret_ratio"]) if agent in found.get(p, {}) else None for p in settings.problems
-        ]
-        regret.append(
-            f"| {TITLES.get(agent, agent)} | "
-            + " | ".join("" if s is None else f"{100 * s[0]:.2f}±{100 * s[1]:.2f}" for s in shares)
-            + " |"
-        )
-    return "\n".join(
-        [
-            f"Total reward over the optimum's, mean ± standard deviation of {settings.runs} runs, settings {settings.described()}.",
-            "",
-            *head,
-            *lines,
-            "",
-            "Regret in % of Uniform's expected regret.",
-            "",
-            *head,
-            *regret,
-            "",
-        ]
-    )
-
-
-def _bold(text: str, bold: bool) -> str:
-    return f"**{text}**" if bold else text
+            lines.append(line("*in the paper*", shown(PAPER[agent], published)))
+        shares = {p: _moments([100 * share for share in cell["regret_ratio"]]) for p, cell in own.items()}
+        regret.append(line(title, {p: f"{mean:.2f}±{sd:.2f}" for p, (mean, sd) in shares.items()}))
+    changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
+    played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
+    first = [f"Total reward over the optimum's, mean ± standard deviation of {played}.", "", *head, *lines, ""]
+    return "\n".join([*first, "Regret in % of Uniform's expected regret.", "", *head, *regret, ""])
 
 
 def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
     """Mean reward over the optimum's, with the paper's in brackets."""
-    view = Table(title="Total reward over the optimum's (the paper's in brackets)", title_justify="left")
-    view.add_column("agent")
-    for problem in settings.problems:
-        view.add_column(problem, justify="right")
+    view = new_table("Total reward over the optimum's (the paper's in brackets)", ("agent", *settings.problems))
     found = by_problem(cells)
     for agent in settings.agents:
         row = []
@@ -265,25 +200,20 @@ def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
     found = by_problem(cells)
     columns = min(3, len(settings.problems))
     rows = -(-len(settings.problems) // columns)
+    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
     with plots.house_style():
-        figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4)
+        figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4, title)
         panels = figure.subplots(rows, columns, squeeze=False)
         for axes, problem in zip(panels.flat, settings.problems, strict=False):
             for agent in settings.agents:
-                cell = found[problem][agent]
-                pairs = list(zip(cell["regret_mean"], cell["regret_sd"], strict=True))
-                shade = plots.colour(agent)
-                axes.plot(
-                    cell["points"], cell["regret_mean"], color=shade, linewidth=1.4, label=TITLES.get(agent, agent)
-                )
-                low, high = [m - s for m, s in pairs], [m + s for m, s in pairs]
-                axes.fill_between(cell["points"], low, high, color=shade, alpha=0.15, linewidth=0)
+                cell, shade, label = found[problem][agent], plots.colour(agent), TITLES.get(agent, agent)
+                mean, sd = np.array(cell["regret_mean"]), np.array(cell["regret_sd"])
+                axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=label)
+                axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
             axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
         for axes in panels.flat[len(settings.problems) :]:
             axes.set_axis_off()
         panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        title = f"Regret, mean and one standard deviation of {settings.runs} runs"
-        figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     return figure
 
 
@@ -298,27 +228,18 @@ def run_bandits(
     run, ledger = resumed(run, "problems", "agents")
     names = settings.cells()
     unfinished = out / "unfinished"
-    begin = partial(
-        start, seed=seed, settings=settings, device=device, folder=unfinished.resolve() if engine == "local" else None
-    )
+    begin = partial(start, seed=seed, settings=settings, device=device)
     if engine == "local":
         unfinished.mkdir(exist_ok=True)
-        work = partial(_locally, begin=begin, at_once=_AT_ONCE[device])
+        work = partial(_locally, begin=partial(begin, folder=unfinished.resolve()), at_once=_AT_ONCE[device])
     else:
-        work = partial(_on_ray, begin=begin, device=device)
-    done = run_parts(
-        run, ledger, names, work, groups=lambda left: [left], on_part=lambda done: run.so_far(by_problem(done))
-    )
+        work = partial(_on_ray, begin=partial(begin, folder=None), device=device)
+    together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
+    done = run_parts(run, ledger, names, work, **together)
     ordered = {name: done[name] for name in names}
     run.show(table(ordered, settings))
-    text = markdown(ordered, settings)
-    paths = run.finish(
-        {
-            "table1.md": lambda path: path.write_text(text, encoding="utf-8"),
-            "regret.png": plots.png(picture(ordered, settings)),
-        },
-        by_problem(ordered),
-    )
+    files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
+    paths = run.finish(files, by_problem(ordered))
     ledger.close()
     for state in unfinished.glob("*.safetensors"):
         state.unlink()

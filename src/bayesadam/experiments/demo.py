@@ -17,7 +17,7 @@ from bayesadam import Diagnosis, Posterior, calibrate, curvature, doctor, prunin
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run, Track, generator, silent
+from bayesadam.experiments.run import Run, Track, generator, new_table, silent
 from bayesadam.predict import RegressionPredictive
 from bayesadam.pruning import Ranking
 
@@ -36,12 +36,8 @@ class DemoSettings:
         n_points: toy points, for training and held out together.
         n_held_out: how many of them calibrate the posterior and are not trained on.
         n_test: fresh points in the range of the data, for the scores.
-        width: units in each of the two hidden layers.
-        steps: mini-batches.
-        batch_size: points in each, drawn with replacement.
         lr: the learning rate at the start; it falls to 0 along a cosine.
         weight_decay: AdamW's λ; N λ is the prior precision.
-        draws: functions drawn from the posterior.
     """
 
     n_points: int = N_TRAIN
@@ -81,14 +77,8 @@ class Demo:
     """What the demo found: all that its picture, its table and its metrics show.
 
     Attributes:
-        train: the points trained on.
-        grid: the test grid, y the function without noise.
-        predictive: of the linearised network on the grid.
+        predictive: of the linearised network on the grid, whose y has no noise.
         draws: functions drawn from it, (draws, grid points).
-        posterior: the calibrated posterior.
-        second_moment: v̂ by parameter name.
-        diagnosis: the doctor's.
-        summaries: one per parameter.
         scores: in-range RMSE, NLL and coverage on the test points.
         pruning: test RMSE at each of the fractions, by ranking.
     """
@@ -105,22 +95,13 @@ class Demo:
     pruning: Mapping[str, tuple[float, ...]]
 
 
-# --- the work -------------------------------------------------------------------------------------------------------
-
-
 def make_network(width: int, seed: int) -> nn.Sequential:
     """1-width-width-1 with ReLU; torch's global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            OrderedDict(
-                hidden1=nn.Linear(1, width),
-                relu1=nn.ReLU(),
-                hidden2=nn.Linear(width, width),
-                relu2=nn.ReLU(),
-                output=nn.Linear(width, 1),
-            )
-        )
+        first, second = nn.Linear(1, width), nn.Linear(width, width)
+        layers = {"hidden1": first, "relu1": nn.ReLU(), "hidden2": second, "relu2": nn.ReLU()}
+        return nn.Sequential(OrderedDict(layers, output=nn.Linear(width, 1)))
 
 
 def train_network(
@@ -171,12 +152,13 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     optimizer = train_network(model, train, settings, generator(seed, "batches"), track)
     posterior = Posterior.from_optimizer(model, optimizer, n_data=len(train))
     posterior = calibrate(posterior, (held_out.x, held_out.y), likelihood="regression")
-    drawn = posterior.predict(
-        grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=generator(seed, "draws")
-    )
+    source = generator(seed, "draws")
+    drawn = posterior.predict(grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=source)
     assert drawn.draws is not None  # by predictive=
     tested = posterior.predict(test.x)
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
+    rmse, nll, coverage = scores.rmse(tested.mean, test.y), scores.nll(tested, test.y), scores.coverage(tested, test.y)
+    function_std = float(tested.variance.sqrt().mean())
     return Demo(
         train=train,
         grid=grid,
@@ -186,17 +168,9 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
         summaries=summarise(posterior, second_moment),
-        scores={
-            "rmse": scores.rmse(tested.mean, test.y),
-            "nll": scores.nll(tested, test.y),
-            "coverage95": scores.coverage(tested, test.y),
-            "function_std": float(tested.variance.sqrt().mean()),
-        },
+        scores={"rmse": rmse, "nll": nll, "coverage95": coverage, "function_std": function_std},
         pruning={ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")},
     )
-
-
-# --- what is shown of it --------------------------------------------------------------------------------------------
 
 
 def results(demo: Demo) -> dict[str, Any]:
@@ -220,10 +194,8 @@ def noise_std(demo: Demo) -> float:
 
 def table(demo: Demo) -> Table:
     """One row per parameter."""
-    view = Table(title="Signal-to-noise ratio |μ|/σ of the weights", title_justify="left")
-    view.add_column("parameter")
-    for heading in ("shape", "weights", "median", "5 %", "95 %", "v = 0"):
-        view.add_column(heading, justify="right")
+    headings = ("parameter", "shape", "weights", "median", "5 %", "95 %", "v = 0")
+    view = new_table("Signal-to-noise ratio |μ|/σ of the weights", headings)
     for row in demo.summaries:
         shape = " × ".join(map(str, row.shape))
         numbers = (f"{value:.3g}" for value in (row.snr_median, row.snr_q05, row.snr_q95))
@@ -243,59 +215,36 @@ def score_line(demo: Demo) -> str:
 
 def picture(demo: Demo) -> Figure:
     """Predictions, signal-to-noise ratios and pruning, in three panels."""
+    title = f"A posterior over {demo.posterior.n_weights:,} weights, read off the state of AdamW"
+    dead = {name: v == 0 for name, v in demo.second_moment.items()}
     with plots.house_style():
-        figure = plots.new_figure(12, 6.4)
+        figure = plots.new_figure(12, 6.4, title, 13)
         panels = figure.subplot_mosaic([["functions", "snr"], ["functions", "pruning"]], width_ratios=[1.4, 1])
-        figure.suptitle(
-            f"A posterior over {demo.posterior.n_weights:,} weights, read off the state of AdamW",
-            fontsize=13,
-            fontweight="bold",
-            x=0.01,
-            ha="left",
-        )
         _draw_functions(panels["functions"], demo)
-        _draw_snr(panels["snr"], demo)
-        _draw_pruning(panels["pruning"], demo)
+        axes = panels["snr"]
+        plots.strip_panel(axes, demo.posterior.snr(), marked=dead, labels=("a weight", "v = 0: the prior alone"))
+        axes.set(title="(b) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
+        axes = panels["pruning"]
+        for ranking, label in (("snr", "signal-to-noise ratio"), ("magnitude", "magnitude")):
+            style: Any = {"color": plots.colour(ranking), "markersize": 3, "linewidth": 1.5, "label": label}
+            axes.plot([100 * fraction for fraction in _FRACTIONS], demo.pruning[ranking], "o-", **style)
+        axes.set(title="(c) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
+        axes.legend(loc="upper left", title="lowest first by", alignment="left")
     return figure
 
 
 def _draw_functions(axes: Axes, demo: Demo) -> None:
-    low, high = TRAIN_INTERVAL
-    axes.axvspan(low, high, color=plots.FAINT, alpha=0.35, linewidth=0)
-    plots.predictive_panel(
-        axes,
-        demo.grid.x.squeeze(1),
-        demo.predictive.mean.squeeze(1),
-        demo.predictive.stddev.squeeze(1),
-        draws=list(demo.draws),
-        truth=demo.grid.y.squeeze(1),
-        points=(demo.train.x.squeeze(1), demo.train.y.squeeze(1)),
-    )
+    axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
+    curves = (part.squeeze(1) for part in (demo.grid.x, demo.predictive.mean, demo.predictive.stddev))
+    points = (demo.train.x.squeeze(1), demo.train.y.squeeze(1))
+    plots.predictive_panel(axes, *curves, draws=list(demo.draws), truth=demo.grid.y.squeeze(1), points=points)
     axes.set(title="(a) Functions drawn from the posterior", xlabel="x", ylabel="y", xlim=TEST_INTERVAL)
     axes.legend(loc="upper left")
-    axes.text(
-        0.985,
-        0.02,
-        "Grey: where the data are. Beyond them a diagonal\nposterior widens too little, and the truth leaves its band.",
-        transform=axes.transAxes,
-        ha="right",
-        va="bottom",
-        color=plots.MUTED,
-        fontsize=8,
+    note = (
+        "Grey: where the data are. Beyond them a diagonal\nposterior widens too little, and the truth leaves its band."
     )
-
-
-def _draw_snr(axes: Axes, demo: Demo) -> None:
-    dead = {name: v == 0 for name, v in demo.second_moment.items()}
-    plots.strip_panel(axes, demo.posterior.snr(), marked=dead, labels=("a weight", "v = 0: the prior alone"))
-    axes.set(title="(b) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
-
-
-def _draw_pruning(axes: Axes, demo: Demo) -> None:
-    labels = {"snr": "signal-to-noise ratio", "magnitude": "magnitude"}
-    plots.pruning_panel(axes, _FRACTIONS, demo.pruning, labels)
-    axes.set(title="(c) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
-    axes.legend(loc="upper left", title="lowest first by", alignment="left")
+    place: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
+    axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **place)
 
 
 def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None = None) -> tuple[Path, ...]:

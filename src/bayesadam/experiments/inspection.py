@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
@@ -47,27 +47,16 @@ def table(inspection: Inspection) -> Table:
 
 def picture(inspection: Inspection) -> Figure:
     """A histogram of log₁₀ |μ|/σ for each parameter, and how many weights it has, the dead ones marked."""
-    shown = _largest(inspection.parameters)
+    largest = {row.name for row in sorted(inspection.parameters, key=lambda row: -row.weights)[:_ROWS]}
+    shown = [row for row in inspection.parameters if row.name in largest]
+    few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
+    title = f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}"
     with plots.house_style():
-        figure = plots.new_figure(11, 1.6 + 0.34 * max(len(shown), 3))
+        figure = plots.new_figure(11, 1.6 + 0.34 * max(len(shown), 3), title)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
-        few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
-        figure.suptitle(
-            f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}",
-            fontsize=12,
-            fontweight="bold",
-            x=0.01,
-            ha="left",
-        )
         _draw_histograms(left, shown, inspection)
         _draw_weights(right, shown)
     return figure
-
-
-def _largest(parameters: Sequence[ParameterReport]) -> list[ParameterReport]:
-    """The largest parameters, in the order they came in."""
-    names = {row.name for row in sorted(parameters, key=lambda row: -row.weights)[:_ROWS]}
-    return [row for row in parameters if row.name in names]
 
 
 def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: Inspection) -> None:
@@ -79,14 +68,8 @@ def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: I
     for number, (row, heights) in enumerate(zip(shown, histograms, strict=True)):
         if heights.any():
             # Upwards is towards smaller numbers: the first parameter is on top.
-            axes.stairs(
-                number + 0.4 - 0.8 * heights,
-                edges,
-                baseline=number + 0.4,
-                fill=True,
-                color=plots.colour("snr"),
-                alpha=0.75,
-            )
+            base, shade = number + 0.4, plots.colour("snr")
+            axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
             axes.plot([row.snr_q50] * 2, [number - 0.4, number + 0.4], color=plots.INK, linewidth=1.4)
     axes.plot([], [], color=plots.INK, linewidth=1.4, label="median")
     if inspection.threshold:
@@ -124,14 +107,8 @@ def run_inspect(*, seed: int, out: Path, quiet: bool, settings: InspectSettings)
     run = Run("inspect", seed, out, flat(settings), quiet=quiet)
     run.prepare()
     with run.progress() as track:
-        inspection = inspect_checkpoint(
-            settings.path,
-            n_data=settings.n_data,
-            snr=settings.snr,
-            seed=seed,
-            track=track,
-            **vars(settings.options),
-        )
+        given: Any = {"n_data": settings.n_data, "snr": settings.snr, "seed": seed, **vars(settings.options)}
+        inspection = inspect_checkpoint(settings.path, track=track, **given)
         figure = picture(inspection)
     run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)
     return run.finish({"inspect.png": plots.png(figure)}, inspection.to_dict())

@@ -16,24 +16,24 @@ from numpy.typing import ArrayLike
 
 # Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {
-    "badam": "#0072B2",
-    "badam-map": "#0072B2",
-    "gp": "#009E73",
-    "greedy": "#009E73",
-    "epsilon-greedy": "#009E73",
+    **dict.fromkeys(("badam", "badam-map", "snr"), "#0072B2"),
+    **dict.fromkeys(("gp", "greedy", "epsilon-greedy"), "#009E73"),
     "mc-dropout": "#E69F00",
-    "bbb": "#D55E00",
+    **dict.fromkeys(("bbb", "magnitude"), "#D55E00"),
     "vadam": "#CC79A7",
-    "laplace-full": "#56B4E9",
-    "laplace-diagonal": "#56B4E9",
-    "linear": "#56B4E9",
-    "ensemble": "#9A7D0A",
-    "bootstrap": "#9A7D0A",
+    **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
+    **dict.fromkeys(("ensemble", "bootstrap"), "#9A7D0A"),
     "ivon": "#8C564B",
-    "swag": "#6A5ACD",
-    "neural-linear": "#6A5ACD",
-    "magnitude": "#D55E00",
-    "snr": "#0072B2",
+    **dict.fromkeys(("swag", "neural-linear"), "#6A5ACD"),
+}
+METHOD_TITLES = {
+    "badam": "Badam",
+    "mc-dropout": "MC dropout",
+    "bbb": "Bayes by Backprop",
+    "vadam": "Vadam",
+    "swag": "SWAG",
+    "ivon": "IVON",
+    "laplace-diagonal": "Laplace, diagonal GGN",
 }
 INK = "#222222"
 MUTED = "#767676"
@@ -44,22 +44,15 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 8,
     "axes.labelsize": 9,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
     "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "legend.fontsize": 8,
     "lines.solid_capstyle": "round",
 }
@@ -83,10 +76,11 @@ def house_style(changes: Mapping[Any, Any] = {}) -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, title: str, size: int = 12) -> Figure:
     """A figure in inches that lays itself out and draws to memory: no window, no pyplot, no backend chosen."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=size, fontweight="bold", x=0.01, ha="left")
     return figure
 
 
@@ -128,34 +122,22 @@ def predictive_panel(
 
 
 def strip_panel(
-    axes: Axes,
-    groups: Mapping[str, ArrayLike],
-    *,
-    marked: Mapping[str, ArrayLike],
-    labels: tuple[str, str],
-    seed: int = 0,
+    axes: Axes, groups: Mapping[str, ArrayLike], *, marked: Mapping[str, ArrayLike], labels: tuple[str, str]
 ) -> None:
     """Two strips of dots per group on a logarithmic axis, unmarked above marked, and the group's median as a bar.
 
-    Args:
-        axes: where to draw.
-        groups: positive numbers by group; what is not positive is not drawn.
-        marked: for each group, which of its numbers are marked.
-        labels: what an unmarked and a marked dot stand for.
-        seed: of the vertical jitter, which means nothing.
+    Numbers that are not positive are not drawn; `labels` are those of an unmarked and a marked dot.
     """
-    jitter = np.random.default_rng(seed)
+    jitter = np.random.default_rng(0)
     axes.set_xscale("log")
     for row, (name, values) in enumerate(groups.items()):
         numbers, mark = np.asarray(values).ravel(), np.asarray(marked[name]).ravel()
         if numbers.size > 1:
             axes.plot([np.median(numbers)] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=4)
         alpha = 0.8 if numbers.size <= 100 else 0.35
+        style: Any = {"alpha": alpha, "markersize": 2.2, "markeredgewidth": 0, "zorder": 3}
         for which, shade, side in ((~mark, colour("badam"), -1), (mark, MUTED, 1)):
-            height = row + side * jitter.uniform(0.04, 0.34, which.sum())
-            axes.plot(
-                numbers[which], height, "o", color=shade, alpha=alpha, markersize=2.2, markeredgewidth=0, zorder=3
-            )
+            axes.plot(numbers[which], row + side * jitter.uniform(0.04, 0.34, which.sum()), "o", color=shade, **style)
     axes.set_yticks(range(len(groups)), list(groups))
     # The empty row below the last is the legend's.
     axes.set_ylim(len(groups) + 0.3, -0.5)
@@ -165,17 +147,3 @@ def strip_panel(
         axes.plot([], [], "o", color=shade, markersize=4, markeredgewidth=0, label=label)
     axes.plot([], [], color=INK, linewidth=1.6, label="median of all")
     axes.legend(loc="lower left", ncols=3, columnspacing=1.2, handletextpad=0.4)
-
-
-def pruning_panel(axes: Axes, fractions: ArrayLike, curves: Mapping[str, ArrayLike], labels: Mapping[str, str]) -> None:
-    """What is left of a network's quality against the fraction of weights removed, one curve a ranking."""
-    for name, values in curves.items():
-        axes.plot(
-            np.asarray(fractions) * 100,
-            values,
-            "o-",
-            color=colour(name),
-            markersize=3,
-            linewidth=1.5,
-            label=labels[name],
-        )

@@ -17,7 +17,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, new_table, require_known, seeds_of
 from bayesadam.experiments.work import resumed, run_parts
 from bayesadam.methods import Data, Network, Problem, Training
 from bayesadam.methods.base import posteriors, trained
@@ -35,16 +35,9 @@ FRACTIONS = (
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 PAPER = ("badam", "mc-dropout", "bbb", "vadam")
 BEYOND = ("swag", "ivon", "laplace-diagonal")
-TITLES = {
-    "badam": "Badam",
-    "mc-dropout": "MC dropout",
-    "bbb": "Bayes by Backprop",
-    "vadam": "Vadam",
-    "swag": "SWAG",
-    "ivon": "IVON",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-}
+TITLES = plots.METHOD_TITLES
 _STYLES = {"snr": "-", "magnitude": "--", "path-snr": (0, (1, 1))}
+_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6A5ACD", "#8C564B")
 # Below the square root of the smallest float32, so that a weight the data say nothing of ranks last.
 _LEAST_CURVATURE = 1e-30
 
@@ -54,15 +47,8 @@ class PruningSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
-        data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
-        methods: which methods.
-        n_seeds: networks for each.
-        epochs: passes over the training images.
-        hidden: widths of the hidden layers.
-        activation: `"relu"` or `"sigmoid"`.
+        n_seeds: networks for each method.
         dropout: while Badam's and MC dropout's networks train.
-        batch_size: examples per step.
-        lr: the learning rate.
         beta2: Badam's β₂; the other methods have Adam's usual .999.
     """
 
@@ -78,9 +64,7 @@ class PruningSettings:
     beta2: float = 0.99999
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.methods if name not in TITLES]
-        if unknown or not self.methods:
-            raise SettingError(f"methods must be among {', '.join(TITLES)}; got {', '.join(self.methods) or 'none'}")
+        require_known("methods", self.methods, TITLES)
         if self.n_seeds < 1:
             raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
 
@@ -89,13 +73,7 @@ class PruningSettings:
 class SparseSettings:
     """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing.
 
-    Attributes:
-        data: `"mnist"`, `"fashion-mnist"` or `"digits"`.
-        n_seeds: networks for each recipe.
-        epochs: passes over the training images, for recipes of the usual length.
-        batch_size: examples per step.
-        lr: the learning rate at the start.
-        beta2: Adam's β₂.
+    There are `n_seeds` networks for each recipe; `epochs` are those of a recipe of the usual length.
     """
 
     data: str = "mnist"
@@ -108,24 +86,19 @@ class SparseSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way of training to be pruned: widths, λ of the penalty λ|θ|₁, dropout, and how many times the usual epochs."""
+    """One way of training to be pruned: widths, λ of the penalty λ|θ|₁, and how many times the usual epochs."""
 
     hidden: tuple[int, ...]
     sparsity: float
-    dropout: float = 0.2
     input_dropout: float = 0.0
     longer: int = 1
 
     @property
     def name(self) -> str:
         """Such as `2×400, λ = 3e-05`."""
-        usual = Recipe(self.hidden, self.sparsity)
-        extra = [
-            f"dropout {self.dropout:g}" if self.dropout != usual.dropout else "",
-            f"input dropout {self.input_dropout:g}" if self.input_dropout else "",
-            f"{self.longer} × epochs" if self.longer != 1 else "",
-        ]
-        return ", ".join([f"{len(self.hidden)}×{self.hidden[0]}", f"λ = {self.sparsity:g}", *filter(None, extra)])
+        dropout = f", input dropout {self.input_dropout:g}" if self.input_dropout else ""
+        longer = f", {self.longer} × epochs" if self.longer != 1 else ""
+        return f"{len(self.hidden)}×{self.hidden[0]}, λ = {self.sparsity:g}{dropout}{longer}"
 
 
 RECIPES = (
@@ -154,45 +127,27 @@ class Curve:
         return self.mean()[FRACTIONS.index(fraction)]
 
 
-# --- the work ---------------------------------------------------------------------------------------------------------
-
-
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
     """All seeds on the same images, which lie on the device once; nothing is held out."""
-    x, y = images.train_x.to(device), images.train_y.to(device)
-    x_test, y_test = images.test_x.to(device), images.test_y.to(device)
-    stack = len(seeds)
-    data = Data(
-        x.expand(stack, -1, -1),
-        y.expand(stack, -1),
-        x_test.expand(stack, -1, -1),
-        y_test.expand(stack, -1),
-        "classification",
-    )
-    return Problem(data, network, training, seeds)
+    parts = (part.to(device) for part in (images.train_x, images.train_y, images.test_x, images.test_y))
+    x, y, x_test, y_test = (part.expand(len(seeds), *part.shape) for part in parts)
+    return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
 
 
 def curves_of(method: str, problem: Problem) -> list[Curve]:
     """Train one method on every seed at once, and prune by each ranking that it has."""
-    found = _TRAINERS[method](problem)
-    if method == "mc-dropout":
-        # It has no posterior over weights.
-        return _curves(method, problem, found, ("magnitude",))
-    rankings = ("snr", "magnitude", "path-snr") if method == "badam" else ("snr", "magnitude")
-    return _curves(method, problem, found, rankings)
+    # MC dropout has no posterior over weights.
+    rankings = {"badam": ("snr", "magnitude", "path-snr"), "mc-dropout": ("magnitude",)}
+    return _curves(method, problem, _TRAINERS[method](problem), rankings.get(method, ("snr", "magnitude")))
 
 
 def _from_adam(problem: Problem) -> list[Posterior]:
     """Read off Adam's state, as the paper has it: no prior."""
-    return [
-        Posterior.from_state_dict(
-            problem.network.build(member(problem.optimum.params, index)),
-            problem.optimum.state_dict(index),
-            len(problem.data),
-            prior_precision=0.0,
-        )
-        for index in range(len(problem.seeds))
-    ]
+    found, optimum = [], problem.optimum
+    for index in range(len(problem.seeds)):
+        model, state = problem.network.build(member(optimum.params, index)), optimum.state_dict(index)
+        found.append(Posterior.from_state_dict(model, state, len(problem.data), prior_precision=0.0))
+    return found
 
 
 def _usual(problem: Problem) -> Problem:
@@ -256,48 +211,28 @@ def pruned_accuracy(
     flat = torch.cat([scores[name].to(device).flatten(1) for name in weights], dim=1)
     places = flat.argsort(dim=1, stable=True).argsort(dim=1)
     sizes = [t[0].numel() for t in weights.values()]
-    place = {
-        name: part.view_as(weights[name]) for name, part in zip(weights, torch.split(places, sizes, dim=1), strict=True)
-    }
+    split = zip(weights, torch.split(places, sizes, dim=1), strict=True)
+    place = {name: part.view_as(weights[name]) for name, part in split}
     x, y = problem.data.x_held_out[0], problem.data.y_held_out[0]
     found = []
     for fraction in FRACTIONS:
         removed = round(fraction * flat.shape[1])
-        kept = {name: t * (place[name] >= removed) for name, t in weights.items()}
-        right = forward(problem.network, kept, x).argmax(dim=-1) == y
+        pruned = {name: t * (place[name] >= removed) for name, t in weights.items()}
+        right = forward(problem.network, pruned, x).argmax(dim=-1) == y
         found.append(right.double().mean(dim=1))
     return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
 
 
-# --- as plain data ----------------------------------------------------------------------------------------------------
-
-
-Rows = dict[str, list[list[float]]]
-
-
-def _plain(curves: Sequence[Curve]) -> Rows:
-    return {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves}
-
-
-def _read(method: str, rows: Rows) -> list[Curve]:
-    return [Curve(method, ranking, tuple(map(tuple, accuracy))) for ranking, accuracy in rows.items()]
-
-
-def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Rows]]:
+def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Any]]:
+    """The curves of each name as plain data, by ranking."""
     for name in names:
-        yield name, _plain(curves(name))
-
-
-# --- what is shown ----------------------------------------------------------------------------------------------------
+        yield name, {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves(name)}
 
 
 def table(curves: Sequence[Curve], titles: Mapping[str, str]) -> Table:
     """Mean accuracy in percent at some of the fractions."""
-    view = Table(title="Test accuracy in % after pruning this fraction, mean over the seeds", title_justify="left")
-    view.add_column("method")
-    view.add_column("ranking")
-    for fraction in SHOWN:
-        view.add_column(f"{fraction:g}", justify="right")
+    title, fractions = "Test accuracy in % after pruning this fraction, mean over the seeds", (f"{f:g}" for f in SHOWN)
+    view = new_table(title, ("method", "ranking", *fractions), n_left=2)
     for curve in curves:
         name = titles.get(curve.method, curve.method)
         view.add_row(name, curve.ranking, *(f"{100 * curve.at(f):.2f}" for f in SHOWN))
@@ -308,7 +243,7 @@ def picture(curves: Sequence[Curve], titles: Mapping[str, str], title: str, *, s
     """Accuracy against the fraction pruned, from `since` on, and the error, on a log scale, against what is left."""
     palette = dict(zip(titles, _SHADES, strict=False))
     with plots.house_style():
-        figure = plots.new_figure(11.5, 4.6)
+        figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
         for curve in curves:
             shade = plots.COLOURS.get(curve.method, palette.get(curve.method, plots.MUTED))
@@ -323,21 +258,7 @@ def picture(curves: Sequence[Curve], titles: Mapping[str, str], title: str, *, s
         for axes in (left, right):
             axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
         right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     return figure
-
-
-_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6A5ACD", "#8C564B")
-
-
-def _results(curves: Sequence[Curve]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for curve in curves:
-        found.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
-    return found
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def method_curves(name: str, *, seed: int, settings: PruningSettings, device: str) -> list[Curve]:
@@ -345,35 +266,20 @@ def method_curves(name: str, *, seed: int, settings: PruningSettings, device: st
     images = load_images(settings.data)
     network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, settings.activation, settings.dropout)
     training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-    return curves_of(name, problem_of(images, network, training, _seeds(seed, settings.n_seeds), device))
+    return curves_of(name, problem_of(images, network, training, seeds_of(seed, settings.n_seeds), device))
 
 
 def recipe_curves(name: str, *, seed: int, settings: SparseSettings, device: str) -> list[Curve]:
     """One recipe of the second figure."""
     images = load_images(settings.data)
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-    network = Network(
-        images.train_x.shape[1],
-        recipe.hidden,
-        images.n_classes,
-        dropout=recipe.dropout,
-        input_dropout=recipe.input_dropout,
-    )
-    training = Training(
-        settings.epochs * recipe.longer,
-        settings.batch_size,
-        settings.lr,
-        0.0,
-        (0.9, settings.beta2),
-        sparsity=recipe.sparsity,
-        schedule="cosine",
-    )
-    problem = problem_of(images, network, training, _seeds(seed, settings.n_seeds), device)
+    dropout: Any = {"dropout": 0.2, "input_dropout": recipe.input_dropout}
+    network = Network(images.train_x.shape[1], recipe.hidden, images.n_classes, **dropout)
+    epochs, betas = settings.epochs * recipe.longer, (0.9, settings.beta2)
+    sparse: Any = {"sparsity": recipe.sparsity, "schedule": "cosine"}
+    training = Training(epochs, settings.batch_size, settings.lr, 0.0, betas, **sparse)
+    problem = problem_of(images, network, training, seeds_of(seed, settings.n_seeds), device)
     return _curves(name, problem, _from_adam(problem), ("snr", "magnitude", "path-snr"))
-
-
-def _seeds(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(1000 * seed + number for number in range(count))
 
 
 def run_pruning(
@@ -381,19 +287,11 @@ def run_pruning(
 ) -> tuple[Path, ...]:
     """The `pruning` command."""
     run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
-    run.prepare()
-    # Here, so that missing data are reported, or fetched, before anything is trained.
-    load_images(settings.data, progress=not quiet)
-    work = partial(_rows, curves=partial(method_curves, seed=seed, settings=settings, device=device))
-    run, ledger = resumed(run, "methods")
-    found = run_parts(run, ledger, settings.methods, work, jobs=jobs)
-    curves = [curve for name in settings.methods for curve in _read(name, found[name])]
-    run.show(table(curves, TITLES))
     units = f"{settings.activation} units, {settings.epochs} epochs"
     title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
-    paths = run.finish({"figure2.png": plots.png(picture(curves, TITLES, title))}, _results(curves))
-    ledger.close()
-    return paths
+    curves = partial(method_curves, seed=seed, settings=settings, device=device)
+    titles = {name: TITLES[name] for name in settings.methods}
+    return _run(run, titles, curves, jobs, "figure2.png", partial(picture, titles=TITLES, title=title))
 
 
 def run_sparse(
@@ -401,16 +299,33 @@ def run_sparse(
 ) -> tuple[Path, ...]:
     """The `pruning --sparse` command."""
     run = Run("pruning", seed, out, {**asdict(settings), "sparse": True}, device=device, quiet=quiet)
-    run.prepare()
-    load_images(settings.data, progress=not quiet)
-    names = [recipe.name for recipe in RECIPES]
-    work = partial(_rows, curves=partial(recipe_curves, seed=seed, settings=settings, device=device))
-    run, ledger = resumed(run, "methods")
-    found = run_parts(run, ledger, names, work, jobs=jobs)
-    curves = [curve for name in names for curve in _read(name, found[name])]
-    titles = {name: name for name in names}
-    run.show(table(curves, titles))
     title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-    paths = run.finish({"figure2-sparse.png": plots.png(picture(curves, titles, title, since=0.8))}, _results(curves))
+    curves = partial(recipe_curves, seed=seed, settings=settings, device=device)
+    titles = {recipe.name: recipe.name for recipe in RECIPES}
+    return _run(
+        run, titles, curves, jobs, "figure2-sparse.png", partial(picture, titles=titles, title=title, since=0.8)
+    )
+
+
+def _run(
+    run: Run,
+    titles: Mapping[str, str],
+    curves: Callable[[str], list[Curve]],
+    jobs: int,
+    file: str,
+    draw: Callable[[Sequence[Curve]], Figure],
+) -> tuple[Path, ...]:
+    """Train and prune every part of `titles`, show the table, write the figure."""
+    run.prepare()
+    # Here, so that missing data are reported, or fetched, before anything is trained.
+    load_images(run.settings["data"], progress=not run.quiet)
+    run, ledger = resumed(run, "methods")
+    rows = run_parts(run, ledger, list(titles), partial(_rows, curves=curves), jobs=jobs)
+    found = [Curve(name, ranking, tuple(map(tuple, r))) for name in titles for ranking, r in rows[name].items()]
+    run.show(table(found, titles))
+    results: dict[str, dict[str, Any]] = {}
+    for curve in found:
+        results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
+    paths = run.finish({file: plots.png(draw(found))}, results)
     ledger.close()
     return paths

@@ -18,7 +18,7 @@ from bayesadam import scores
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run, generator
+from bayesadam.experiments.run import Run, generator, new_table, require_known, seeds_of, text
 from bayesadam.experiments.work import Failure, resumed, run_parts
 from bayesadam.methods import METHODS, Data, Fitted, Network, Problem, Training
 
@@ -27,19 +27,9 @@ if TYPE_CHECKING:
 
 # As in the paper's figure, then the others.
 PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
-TITLES = {
-    "gp": "GP",
-    "badam": "Badam",
-    "mc-dropout": "MC dropout",
-    "bbb": "Bayes by Backprop",
-    "vadam": "Vadam",
-    "map": "MAP",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-    "laplace-full": "Laplace, full GGN",
-    "swag": "SWAG",
-    "ivon": "IVON",
-    "ensemble": "Ensemble of 5",
-}
+_OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
+_BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
+TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
 SHOWN = ("mean", "function_std", "total_std")
 METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
 # Methods that start from the same trained networks are fitted together, so that these are trained once.
@@ -60,12 +50,7 @@ class RegressionSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
     Attributes:
-        methods: which methods.
-        n_seeds: data sets and networks for each.
-        epochs: passes over the data.
-        batch_size: examples per step.
-        lr: the learning rate.
-        weight_decay: λ of the L2 penalty.
+        n_seeds: data sets and networks for each method.
         n_held_out: points outside the training set that calibrate.
         n_test: points that score, in range and outside.
         gap: train with a hole in the middle of the range.
@@ -82,19 +67,13 @@ class RegressionSettings:
     gap: bool = False
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.methods if name not in METHODS]
-        if unknown or not self.methods:
-            raise SettingError(f"methods must be among {', '.join(TITLES)}; got {', '.join(self.methods) or 'none'}")
+        require_known("methods", self.methods, TITLES)
         if self.n_seeds < 1:
             raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
 
     def quick(self) -> RegressionSettings:
         """Two seeds and few epochs: the same command in under a minute."""
         return replace(self, n_seeds=2, epochs=500)
-
-    def intervals(self) -> tuple[tuple[float, float], ...]:
-        """Where the training data lie."""
-        return training_intervals(gap=self.gap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,23 +87,15 @@ class Curves:
     total_std: Tensor
 
 
-def seeds_of(seed: int, settings: RegressionSettings) -> tuple[int, ...]:
-    """The seeds of the run's data sets and networks."""
-    return tuple(1000 * seed + number for number in range(settings.n_seeds))
-
-
 def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
     source = generator(seed, "toy")
     low, high = TRAIN_INTERVAL
+    counts = (N_TRAIN, settings.n_held_out, settings.n_test)
+    inside = training_intervals(gap=settings.gap)
+    train, held_out, near = (toy_points(n, generator=source, intervals=inside) for n in counts)
     outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
-    inside = settings.intervals()
-    return (
-        toy_points(N_TRAIN, generator=source, intervals=inside),
-        toy_points(settings.n_held_out, generator=source, intervals=inside),
-        toy_points(settings.n_test, generator=source, intervals=inside),
-        toy_points(settings.n_test, generator=source, intervals=outside),
-    )
+    return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
 Row = dict[str, Any]
@@ -135,7 +106,7 @@ def fit_group(
 ) -> Iterator[tuple[str, Row | Failure]]:
     """Fit some methods on every seed at once, on one core, and score them; each method's curves as plain data."""
     torch.set_num_threads(1)
-    seeds = seeds_of(seed, settings)
+    seeds = seeds_of(seed, settings.n_seeds)
     sets = [drawn(s, settings) for s in seeds]
     x, y, x_held_out, y_held_out = (
         torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
@@ -162,18 +133,15 @@ def _read(method: str, row: Row) -> Curves:
 
 def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
     grid = toy_grid()
-    rows: dict[str, list[float]] = {name: [] for name in METRICS}
+    rows = []
     for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
         near, far = predictor(inside.x), predictor(outside.x)
-        rows["nll_in"].append(scores.nll(near, inside.y))
-        rows["nll_out"].append(scores.nll(far, outside.y))
-        rows["std_in"].append(float(near.variance.sqrt().mean()))
-        rows["std_out"].append(float(far.variance.sqrt().mean()))
-        rows["coverage95_in"].append(scores.coverage(near, inside.y))
-        rows["rmse_in"].append(scores.rmse(near.mean, inside.y))
+        nlls = scores.nll(near, inside.y), scores.nll(far, outside.y)
+        deviations = (float(found.variance.sqrt().mean()) for found in (near, far))
+        rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
     shown: Any = fitted.predictors[0](grid.x)
     curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
-    return Curves(fitted.method, {name: tuple(values) for name, values in rows.items()}, *curves)
+    return Curves(fitted.method, dict(zip(METRICS, zip(*rows, strict=True), strict=True)), *curves)
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
@@ -186,63 +154,43 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
 
 def table(curves: Sequence[Curves]) -> Table:
     """Means over the seeds."""
-    view = Table(title="Means over the seeds; std is that of the function, without noise", title_justify="left")
-    view.add_column("method")
-    for heading in ("NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in"):
-        view.add_column(heading, justify="right")
+    headings = ("method", "NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in")
+    view = new_table("Means over the seeds; std is that of the function, without noise", headings)
     for row in curves:
         mean = {name: sum(values) / len(values) for name, values in row.scores.items()}
         ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
-        view.add_row(
-            TITLES[row.method],
-            *(f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out")),
-            f"{ratio:.2f}",
-            f"{mean['coverage95_in']:.3f}",
-            f"{mean['rmse_in']:.4f}",
-        )
+        scored = (f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out"))
+        others = f"{ratio:.2f}", f"{mean['coverage95_in']:.3f}", f"{mean['rmse_in']:.4f}"
+        view.add_row(TITLES[row.method], *scored, *others)
     return view
 
 
 def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> Figure:
     """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
-    train, *_ = drawn(seeds_of(seed, settings)[0], settings)
+    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
     columns = min(5, len(curves))
     rows = -(-len(curves) // columns)
+    title = "Toy regression: mean, one and two standard deviations (noise included)"
+    shared: Any = {"truth": grid.y.squeeze(1), "points": (train.x.squeeze(1), train.y.squeeze(1)), "bands": (1, 2)}
     with plots.house_style():
-        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5)
+        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes, row in zip(panels.flat, curves, strict=False):
-            for interval in settings.intervals():
+            for interval in training_intervals(gap=settings.gap):
                 axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-            plots.predictive_panel(
-                axes,
-                grid.x.squeeze(1),
-                row.mean,
-                row.total_std,
-                truth=grid.y.squeeze(1),
-                points=(train.x.squeeze(1), train.y.squeeze(1)),
-                method=row.method,
-                bands=(1, 2),
-            )
+            plots.predictive_panel(axes, grid.x.squeeze(1), row.mean, row.total_std, method=row.method, **shared)
             axes.set(title=TITLES[row.method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
         for axes in panels.flat[len(curves) - columns : len(curves)]:
             axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(curves) :]:
             axes.set_axis_off()
-        figure.suptitle(
-            "Toy regression: mean, one and two standard deviations (noise included)",
-            fontsize=12,
-            fontweight="bold",
-            x=0.01,
-            ha="left",
-        )
     return figure
 
 
 def saved_curves(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
-    train, *_ = drawn(seeds_of(seed, settings)[0], settings)
+    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
     def plain(values: Tensor) -> list[float | None]:
@@ -270,13 +218,8 @@ def run_regression(
         raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     ordered = [_read(name, found[name]) for name in TITLES if name in found and name not in failed]
     run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-    text = json.dumps(saved_curves(ordered, seed, settings), allow_nan=False)
-    paths = run.finish(
-        {
-            "figure1.png": plots.png(picture(ordered, seed, settings)),
-            "curves.json": lambda path: path.write_text(text, encoding="utf-8"),
-        },
-        {row.method: dict(row.scores) for row in ordered},
-    )
+    saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
+    files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
+    paths = run.finish(files, {row.method: dict(row.scores) for row in ordered})
     ledger.close()
     return paths

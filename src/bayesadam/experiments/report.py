@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from bayesadam._files import replacing
 from bayesadam.data import data_set, find, locate
@@ -18,7 +19,7 @@ from bayesadam.experiments.pruning import PruningSettings, run_pruning
 from bayesadam.experiments.regression import RegressionSettings, run_regression
 from bayesadam.experiments.reporting.page import Report, page
 from bayesadam.experiments.reporting.runs import EXPERIMENTS, Finished, others, read
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, require_known, text
 
 # The quick version's own folder, so that it never stands where the whole experiment would.
 QUICK = "quick"
@@ -31,12 +32,10 @@ _ONLY_WHERE_PRESENT = ("census",)
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What to run where it is missing.
+    """What to run where it is missing; finished experiments are shown in any case.
 
-    Attributes:
-        only: the experiments to run; finished ones are shown in any case.
-        quick: the smaller version: few epochs, seeds and rounds, embedded data and what lies on this machine.
-        settings: the bandits' settings, `"tuned"` or `"paper"`; None for tuned, or for those of a run that is there.
+    The quick version has few epochs, seeds and rounds, on embedded data and what lies on this machine. The bandits'
+    settings are `"tuned"` or `"paper"`; None for tuned, or for those of a run that is there.
     """
 
     only: tuple[str, ...] = EXPERIMENTS
@@ -44,9 +43,7 @@ class ReportSettings:
     settings: str | None = None
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.only if name not in EXPERIMENTS]
-        if unknown or not self.only:
-            raise SettingError(f"--only must be among {', '.join(EXPERIMENTS)}; got {', '.join(unknown) or 'none'}")
+        require_known("--only", self.only, EXPERIMENTS)
         if self.settings is not None:
             replace(QUICK_BANDITS, settings=self.settings)
 
@@ -81,32 +78,24 @@ def run_report(
     missing: dict[str, str] = {}
     report = Report(runs, missing, settings.quick, f"{date.today().day} {date.today():%B %Y}")
     for experiment in EXPERIMENTS:
-        if _whole(runs[experiment], experiment):
+        if any(found.name in (experiment, f"{QUICK}/{experiment}") for found in runs[experiment]):
             continue
         if experiment not in settings.only:
             missing[experiment] = f"Not run: the report was asked for {', '.join(settings.only)} alone."
             continue
         try:
-            missing[experiment] = _MISSING[experiment](work)
+            reason = _MISSING[experiment](work)
         except BayesAdamError as error:
-            missing[experiment] = f"Could not be run: {error}"
-        if not missing[experiment]:
-            del missing[experiment]
-        else:
-            print("bayesadam:", f"{experiment}:", *missing[experiment].split(), file=sys.stderr)
+            reason = f"Could not be run: {error}"
+        if reason:
+            missing[experiment] = reason
+            print("bayesadam:", f"{experiment}:", *reason.split(), file=sys.stderr)
         runs[experiment] = _present(work, experiment)
         with replacing(out / "report.html") as temporary:
-            temporary.write_text(page(report), encoding="utf-8")
+            text(page(report))(temporary)
     if not report.every_run:
         raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
-    text = page(report)
-    return run.finish(
-        {"report.html": lambda path: path.write_text(text, encoding="utf-8")}, report.plain(), name="report.json"
-    )
-
-
-def _whole(runs: Sequence[Finished], experiment: str) -> bool:
-    return any(run.name in (experiment, f"{QUICK}/{experiment}") for run in runs)
+    return run.finish({"report.html": text(page(report))}, report.plain(), name="report.json")
 
 
 def _present(work: _Work, experiment: str) -> list[Finished]:
@@ -129,30 +118,16 @@ def _require_settings(work: _Work, run: Finished) -> None:
         )
 
 
-# --- what is missing --------------------------------------------------------------------------------------------------
-
-
 def _regression(work: _Work) -> str:
-    settings = RegressionSettings()
-    run_regression(
-        seed=work.seed,
-        out=work.root / work.folder("regression"),
-        quiet=work.quiet,
-        settings=settings.quick() if work.asked.quick else settings,
-        jobs=work.jobs,
-    )
+    settings = RegressionSettings().quick() if work.asked.quick else RegressionSettings()
+    out = work.root / work.folder("regression")
+    run_regression(seed=work.seed, out=out, quiet=work.quiet, settings=settings, jobs=work.jobs)
     return ""
 
 
 def _prune(work: _Work, settings: PruningSettings, folder: str) -> None:
-    run_pruning(
-        seed=work.seed,
-        out=work.root / folder,
-        quiet=work.quiet,
-        settings=settings,
-        device=work.device,
-        jobs=work.jobs if work.device == "cpu" else 1,
-    )
+    shared: Any = {"seed": work.seed, "out": work.root / folder, "quiet": work.quiet, "device": work.device}
+    run_pruning(settings=settings, jobs=work.jobs if work.device == "cpu" else 1, **shared)
 
 
 def _pruning(work: _Work) -> str:
@@ -175,35 +150,24 @@ def _bandits(work: _Work) -> str:
     if begun is not None:
         # Killed before its last cell: it resumes with the settings it had.
         _require_settings(work, begun)
-        _play(work, _settings_of(begun), folder, seed=begun.metrics.get("seed", work.seed))
+        asked: Any = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in begun.settings.items()
+        }
+        _play(replace(work, seed=begun.metrics.get("seed", work.seed)), BanditSettings(**asked), folder)
         return ""
     settings = QUICK_BANDITS if work.asked.quick else BanditSettings()
     settings = replace(settings, settings=work.asked.settings or settings.settings)
     wanted = QUICK_PROBLEMS if work.asked.quick else tuple(PAPERS_TABLE["badam"])
     reasons = {name: _lacking(name, work) for name in wanted}
     there = tuple(name for name in wanted if not reasons[name])
-    if there:
-        _play(work, replace(settings, problems=there), folder)
-    else:
-        _play(work, replace(settings, problems=("wheel",)), "bandits-wheel")
-    absent = {name: reason for name, reason in reasons.items() if reason}
+    _play(work, replace(settings, problems=there or ("wheel",)), folder if there else "bandits-wheel")
     lead = "" if there else "No column of the table could be had; the embedded wheel stands below under its own name. "
-    return lead + " ".join(f"Not played: {name}. {reason}" for name, reason in absent.items())
+    return lead + " ".join(f"Not played: {name}. {reason}" for name, reason in reasons.items() if reason)
 
 
-def _settings_of(run: Finished) -> BanditSettings:
-    asked = {**run.settings, "problems": tuple(run.settings["problems"]), "agents": tuple(run.settings["agents"])}
-    return BanditSettings(**asked)
-
-
-def _play(work: _Work, settings: BanditSettings, folder: str, *, seed: int | None = None) -> None:
-    run_bandits(
-        seed=work.seed if seed is None else seed,
-        out=work.root / folder,
-        quiet=work.quiet,
-        settings=settings,
-        device=work.device,
-    )
+def _play(work: _Work, settings: BanditSettings, folder: str) -> None:
+    out = work.root / folder
+    run_bandits(seed=work.seed, out=out, quiet=work.quiet, settings=settings, device=work.device)
 
 
 def _lacking(name: str, work: _Work) -> str:

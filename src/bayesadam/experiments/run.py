@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from bayesadam._files import replacing
 from bayesadam._version import __version__
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, SettingError
 from bayesadam.structures.noise import stream_seed
 
 T = TypeVar("T")
@@ -37,6 +38,31 @@ def silent(items: Sequence[T], description: str, /) -> Iterable[T]:
     return items
 
 
+def require_known(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names that are not known, and none at all."""
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise SettingError(f"{option} must be among {', '.join(known)}; got {', '.join(unknown) or 'none'}")
+
+
+def text(content: str) -> Writer:
+    """What writes the content to a path."""
+    return lambda path: path.write_text(content, encoding="utf-8")
+
+
+def new_table(title: str, headings: Sequence[str], *, n_left: int = 1) -> Table:
+    """An empty table whose first `n_left` columns hold text, and the others numbers, aligned to the right."""
+    view = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        view.add_column(heading, justify="left" if number < n_left else "right")
+    return view
+
+
+def seeds_of(seed: int, n_seeds: int) -> tuple[int, ...]:
+    """The seeds of a run's data sets and networks."""
+    return tuple(1000 * seed + number for number in range(n_seeds))
+
+
 def generator(seed: int, purpose: str) -> torch.Generator:
     """A generator of its own for each purpose, so that more draws for one do not change another."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose))
@@ -47,16 +73,8 @@ class Run:
     """One run of a command: what it was asked, when it began, where it writes.
 
     Reports and paths go to standard output, progress to standard error. With `quiet` only the paths are printed.
-
-    Attributes:
-        command: the command's name.
-        seed: the seed.
-        out: the folder to write to.
-        settings: everything else that determines the results, as plain data.
-        device: where the work is done, such as `"cpu"`.
-        quiet: whether to print the paths alone.
-        started: the clock at the start, in seconds.
-        before: the seconds that earlier sessions of the same run took, where it was stopped and resumed.
+    `settings` is all but the seed that determines the results, as plain data; `before` the seconds that earlier sessions
+    of the same run took, where it was stopped and resumed.
     """
 
     command: str
@@ -85,14 +103,8 @@ class Run:
     @contextmanager
     def progress(self) -> Iterator[Track]:
         """Bars with the time taken and the time left, one for each sequence tracked."""
-        columns = (
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        taken = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (*taken, TextColumn("left"), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), disable=self.quiet) as bars:
 
             def track(items: Sequence[T], description: str, /) -> Iterable[T]:
@@ -107,9 +119,9 @@ class Run:
             for report in reports:
                 console.print(report, end="\n\n")
 
-    def metrics(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """What `metrics.json` holds; `seconds` are those of all sessions, so far as `before` is known."""
-        return {
+    def _metrics_writer(self, results: Mapping[str, Any]) -> Writer:
+        """What writes `metrics.json`; `seconds` are those of all sessions, so far as `before` is known."""
+        found = {
             "command": self.command,
             "version": __version__,
             "seed": self.seed,
@@ -118,15 +130,12 @@ class Run:
             "settings": dict(self.settings),
             "results": dict(results),
         }
+        return text(json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def so_far(self, results: Mapping[str, Any]) -> None:
         """Write `metrics.json` alone, while there is more to come."""
         with replacing(self.out / "metrics.json") as temporary:
             self._metrics_writer(results)(temporary)
-
-    def _metrics_writer(self, results: Mapping[str, Any]) -> Writer:
-        text = json.dumps(_plain(self.metrics(results)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        return lambda path: path.write_text(text, encoding="utf-8")
 
     def finish(
         self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"

@@ -50,15 +50,8 @@ def run_prune(*, seed: int, out: Path, quiet: bool, settings: PruneSettings) -> 
     scopes: dict[str, Scope] = {"global": "global", "layer": "layer"}
     if settings.scope not in scopes:
         raise SettingError(f"--scope must be one of {', '.join(scopes)}, got {settings.scope!r}")
-    report = prune_checkpoint(
-        settings.checkpoint,
-        out,
-        settings.fraction,
-        ranking=settings.ranking,
-        scope=scopes[settings.scope],
-        exclude=settings.exclude,
-        **vars(settings.options),
-    )
+    given: Any = {"ranking": settings.ranking, "exclude": settings.exclude, **vars(settings.options)}
+    report = prune_checkpoint(settings.checkpoint, out, settings.fraction, scope=scopes[settings.scope], **given)
     run.show(str(report))
     return _finished(run, out, report.to_dict())
 
@@ -66,14 +59,8 @@ def run_prune(*, seed: int, out: Path, quiet: bool, settings: PruneSettings) -> 
 def run_sample(*, seed: int, out: Path, quiet: bool, settings: SampleSettings) -> tuple[Path, ...]:
     """The `sample` command: the file with the draw, and a record next to it."""
     run = _prepared("sample", seed, out, quiet, settings)
-    sample_checkpoint(
-        settings.checkpoint,
-        out,
-        settings.n_data,
-        seed=seed,
-        prior_precision=settings.prior_precision,
-        **vars(settings.options),
-    )
+    given: Any = {"prior_precision": settings.prior_precision, **vars(settings.options)}
+    sample_checkpoint(settings.checkpoint, out, settings.n_data, seed=seed, **given)
     return _finished(run, out, {})
 
 

@@ -83,18 +83,11 @@ class Ledger:
 def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
     """The run with the seconds that earlier sessions spent on it, and its ledger.
 
-    Args:
-        run: the run.
-        choices: the settings that select parts, such as `"methods"`: the ledger does not depend on them.
+    The ledger does not depend on the `choices`, settings that select parts, such as `"methods"`.
     """
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
     spent = ledger.read().get(_SECONDS)
     return replace(run, before=float(spent) if isinstance(spent, int | float) else 0.0), ledger
-
-
-def separately(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every part a group of its own."""
-    return [(name,) for name in names]
 
 
 def run_parts(
@@ -103,21 +96,18 @@ def run_parts(
     names: Sequence[str],
     work: Work,
     *,
-    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = separately,
+    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda left: list(zip(left, strict=True)),
     jobs: int = 1,
     on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
 ) -> dict[str, Any]:
     """Each name's result, from the ledger or by work; failures are not written to the ledger.
 
     The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command; a session that was killed
-    counts up to its last finished part.
+    counts up to its last finished part. The caller closes the ledger, once the results are written.
 
     Args:
-        run: the run; see `resumed`.
-        ledger: closed by the caller, once the results are written.
-        names: of all parts.
-        work: does one group.
-        groups: the unfinished names as groups, each done by one process.
+        run: see `resumed`.
+        groups: the unfinished names as groups, each done by one process; by default each is a group of its own.
         jobs: the number of processes, each on one core; with 1 the work is done in this one.
         on_part: called with all finished parts after each.
     """
@@ -216,8 +206,6 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
         pool.shutdown(cancel_futures=True)
         receiver.close()
 
-
-# --- in a worker ------------------------------------------------------------------------------------------------------
 
 _channel: tuple[Connection[Any, Any], Lock]
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import SubsetRandomSampler
 
+from bayesadam._shards import whole
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
-from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName
+from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
-from bayesadam.predict.call import Forward
+from bayesadam.predict.call import Forward, to_device
+from bayesadam.scores import coverage, ece, nll, rmse
 from bayesadam.structures.settings import Settings
-from bayesadam.trainers.summary import held_out_numbers, snr_numbers
 
 FILE_NAME = "posterior.safetensors"
 T = TypeVar("T")
@@ -120,14 +124,7 @@ class PosteriorKeeper:
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
-        """Read, calibrate, log and save; a failure is a warning, and raised when the posterior is asked for.
-
-        Args:
-            read: reads the posterior.
-            validation: the trainer's validation data.
-            path: where the posterior is saved; None saves none.
-            log: passes numbers to the trainer's logger.
-        """
+        """Read, calibrate, log and save, unless `path` is None; a failure is a warning, raised when the posterior is asked for."""
         saved = ""
         numbers: dict[str, float] = {}
         try:
@@ -146,10 +143,8 @@ class PosteriorKeeper:
         # Hours of training must not be lost to whatever the user's loader or model raises here.
         except Exception as error:
             self._posterior = error
-            warn(
-                f"training is over, but there is no posterior: {type(error).__name__}: {error}{saved}",
-                NoPosteriorWarning,
-            )
+            said = f"training is over, but there is no posterior: {type(error).__name__}: {error}{saved}"
+            warn(said, NoPosteriorWarning)
 
     def _calibration(self, posterior: Posterior, batches: list[Batch]) -> tuple[dict[str, Any], dict[str, float]]:
         """The settings that calibration found, and numbers for the logger."""
@@ -157,14 +152,11 @@ class PosteriorKeeper:
         data = list(aligned(posterior, batches, likelihood=self.likelihood, forward=self.forward))
         tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
-        changes = {
-            "scale": tuned.settings.scale,
-            "prior_precision": tuned.prior_precision,
-            "noise_variance": tuned.noise_variance,
-        }
+        scale, precision = tuned.settings.scale, tuned.prior_precision
+        changes = {"scale": scale, "prior_precision": precision, "noise_variance": tuned.noise_variance}
         # One number for all parameters, by either method of calibration.
-        delta = next(iter(tuned.prior_precision.values()))
-        return changes, {**numbers, "scale": tuned.settings.scale, "prior_precision": float(delta)}
+        delta = next(iter(precision.values()))
+        return changes, {**numbers, "scale": scale, "prior_precision": float(delta)}
 
 
 def count_examples(loaders: Any) -> int | None:
@@ -212,3 +204,51 @@ def _save(posterior: Posterior, path: Path | None) -> None:
     if path is not None and (posterior.is_sharded or is_first_rank()):
         path.parent.mkdir(parents=True, exist_ok=True)
         posterior.save(path)
+
+
+def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
+    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, of each parameter too with `per_parameter`."""
+    snr = {name: whole(values).flatten() for name, values in posterior.snr().items()}
+    parts = {"": torch.cat([values.to(next(iter(snr.values()))) for values in snr.values()])}
+    if per_parameter:
+        parts |= {f"/{name}": values for name, values in snr.items() if values.numel()}
+    numbers: dict[str, float] = {}
+    for suffix, values in parts.items():
+        numbers[f"snr_median{suffix}"] = float(values.median())
+        numbers[f"snr_below_1{suffix}"] = float((values < 1).double().mean())
+    return numbers
+
+
+def held_out_numbers(
+    posterior: Posterior,
+    batches: Sequence[tuple[Any, Tensor]],
+    *,
+    likelihood: LikelihoodName,
+    forward: Forward | None = None,
+) -> dict[str, float]:
+    """Scores of the linearised predictive on held-out data, and of the network without a posterior as `network_…`.
+
+    Classification has NLL and ECE of both, over the targets that are not −100. Regression has the predictive's NLL and
+    coverage of 95 % intervals, and the RMSE, which both share.
+    """
+    record = LIKELIHOODS[likelihood]
+    means, variances, targets = [], [], []
+    device = next(iter(posterior.parameters().values())).device
+    for inputs, given in batches:
+        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
+        y = record.matched(given.to(found.mean.device), found.mean)
+        keep = record.counted(found.mean, y)
+        means.append(found.mean[keep])
+        variances.append(found.variance[keep])
+        targets.append(y[keep])
+    joined = replace(found, mean=torch.cat(means), variance=torch.cat(variances))
+    y = torch.cat(targets)
+    if isinstance(joined, NumericPredictive):
+        return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.predicted_mean, y)}
+    assert isinstance(joined, LogitPredictive)
+    numbers = {}
+    network = replace(joined, variance=torch.zeros_like(joined.variance))
+    for prefix, predictive in {"": joined, "network_": network}.items():
+        numbers[f"{prefix}nll"] = nll(predictive, y)
+        numbers[f"{prefix}ece"] = ece(predictive.class_probs.flatten(0, -2), y.flatten().long())
+    return numbers

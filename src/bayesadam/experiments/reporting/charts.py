@@ -46,18 +46,12 @@ def colour_class(method: str) -> str:
 
 @dataclass
 class Chart:
-    """An SVG with its stops.
+    """An SVG with its stops; sizes are in pixels, the box is the plot's left, top, right and bottom.
 
     Attributes:
         scope: of the ids inside, which no other chart of a page has.
-        title: its caption.
         label: for those who do not see it.
-        width: in pixels.
-        height: in pixels.
-        box: the plot's left, top, right and bottom.
-        along: the axis of the stops, `"x"` or `"y"`.
-        body: the elements of the SVG.
-        stops: where the pointer can stop: the place, a heading, and rows of (colour class, name, value).
+        stops: where the pointer can stop along one axis: the place, a heading, and rows of (colour class, name, value).
     """
 
     scope: str
@@ -150,7 +144,9 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
+def _name_axis(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=11, fontweight="normal", color=plots.MUTED)
+    axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
 
 
 def predictive(run: Finished, method: str) -> Chart:
@@ -182,18 +178,15 @@ def predictive(run: Finished, method: str) -> Chart:
 def predictive_keys(run: Finished) -> Keys:
     """What a panel of Figure 1 holds."""
     thick: Any = {"color": plots.colour("badam"), "alpha": 0.2, "solid_capstyle": "butt"}
-    return _keys(
-        run.name,
-        {
-            "mean": [(_ENDS, _line("badam"))],
-            "one and two standard deviations, noise included": [
-                (_ENDS, {**thick, "linewidth": width}) for width in (11, 5.5)
-            ],
-            "truth, without noise": [(_ENDS, {"color": plots.INK, "linewidth": 1, "linestyle": (0, (4, 3))})],
-            "training data": [((0.1, 0.5, 0.9), {"color": plots.INK, "marker": ".", "linestyle": "", "alpha": 0.55})],
-            "training range": [(_ENDS, {"color": plots.FAINT, "linewidth": 11, "solid_capstyle": "butt"})],
-        },
-    )
+    bands = [(_ENDS, {**thick, "linewidth": width}) for width in (11, 5.5)]
+    entries: Any = {
+        "mean": [(_ENDS, _line("badam"))],
+        "one and two standard deviations, noise included": bands,
+        "truth, without noise": [(_ENDS, {"color": plots.INK, "linewidth": 1, "linestyle": (0, (4, 3))})],
+        "training data": [((0.1, 0.5, 0.9), {"color": plots.INK, "marker": ".", "linestyle": "", "alpha": 0.55})],
+        "training range": [(_ENDS, {"color": plots.FAINT, "linewidth": 11, "solid_capstyle": "butt"})],
+    }
+    return _keys(run.name, entries)
 
 
 def deviations(run: Finished) -> Chart:
@@ -224,8 +217,6 @@ def deviation_keys(run: Finished) -> Keys:
     return _keys(run.name, {name: [(_MIDDLE, _dot("other", hollow=hollow))] for name, hollow in names.items()})
 
 
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
-
 _LEAST_LEFT = 1e-3
 _PRUNED_TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999)
 
@@ -253,8 +244,7 @@ def pruned(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Char
     with chart.drawing() as axes:
         axes.set_xticks([_log_left(f) for f in _PRUNED_TICKS], [f"{100 * f:g}" for f in _PRUNED_TICKS])
         axes.set(xlim=(0, 3), ylim=(0, 100), xlabel="weights pruned, % (log in what is left)")
-        axes.set_title("test accuracy, %", fontsize=11, fontweight="normal", color=plots.MUTED)
-        axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
+        _name_axis(axes, "test accuracy, %")
         for number, curve in enumerate(curves):
             points = [(_log_left(f), 100 * samples[curve, f].mean) for f in fractions if samples[curve, f].values]
             # Badam lies above what it is compared with.
@@ -270,18 +260,12 @@ def pruned(run: Finished, title: str, curves: Sequence[tuple[str, str]]) -> Char
 def pruned_groups(run: Finished) -> list[tuple[str, list[tuple[str, str]]]]:
     """Which curves share a chart: the paper's methods, then the others together with Badam."""
     measured = {(method, ranking) for method, rankings in run.results.items() for ranking in rankings}
-    paper = [
-        *(("badam", ranking) for ranking in ("snr", "path-snr", "magnitude")),
-        ("mc-dropout", "magnitude"),
-        *((method, "snr") for method in ("bbb", "vadam")),
-    ]
+    paper = [*(("badam", ranking) for ranking in ("snr", "path-snr", "magnitude")), ("mc-dropout", "magnitude")]
+    paper += [(method, "snr") for method in ("bbb", "vadam")]
     others = [(m, "snr") for m in run.results if m not in pruning.PAPER and (m, "snr") in measured]
     groups = {"The paper's methods": paper, "Beyond the paper": [*paper[:1], *others] if others else []}
     found = [(title, [curve for curve in curves if curve in measured]) for title, curves in groups.items()]
     return [(title, curves) for title, curves in found if curves]
-
-
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
 
 
 def rewards(run: Finished, problem: str) -> Chart:
@@ -296,9 +280,8 @@ def rewards(run: Finished, problem: str) -> Chart:
     low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
     room = max(high - low, 0.02) * 0.08
     bottom = 8 + 24 * len(agents)
-    chart = Chart(
-        run.name, problem, f"{problem}: reward over the optimum's", 320, bottom + 26, (124, 8, 312, bottom), "y"
-    )
+    label = f"{problem}: reward over the optimum's"
+    chart = Chart(run.name, problem, label, 320, bottom + 26, (124, 8, 312, bottom), "y")
     titles = [bandits.TITLES.get(agent, agent) for agent in agents]
     with chart.drawing() as axes:
         _name_rows(axes, titles)
@@ -347,22 +330,17 @@ def regret(run: Finished, problem: str) -> Chart:
             axes.plot(x[thin], y[thin], **styles[agent], **order)
         axes.set(xlim=(0, None), xlabel="rounds")
         axes.set_ylim(min(0.0, axes.get_ylim()[0]) if np.isfinite(axes.dataLim.y0) and axes.dataLim.y0 < 0 else 0.0)
-        axes.set_title("cumulative regret", fontsize=11, fontweight="normal", color=plots.MUTED)
-        axes.grid(axis="y", color=plots.FAINT, linewidth=0.8)
+        _name_axis(axes, "cumulative regret")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}")
             axis.set_major_locator(MaxNLocator(4))
         points: Sequence[int] = next((cell["points"] for cell in cells.values()), ())
         for place in range(0, len(points), max(1, len(points) // 50)):
-            rows = [
-                (
-                    agent,
-                    bandits.TITLES.get(agent, agent),
-                    " ± ".join(significant(cell[name][place]) for name in ("regret_mean", "regret_sd")),
-                )
-                for agent, cell in cells.items()
-                if place < len(cell["points"])
+            there = {agent: cell for agent, cell in cells.items() if place < len(cell["points"])}
+            values = [
+                [significant(cell[name][place]) for name in ("regret_mean", "regret_sd")] for cell in there.values()
             ]
+            rows = [(a, bandits.TITLES.get(a, a), " ± ".join(pair)) for a, pair in zip(there, values, strict=True)]
             chart.stop(axes, points[place], f"round {points[place]:,}", rows)
     return chart
 

@@ -1,6 +1,5 @@
 """What the paper claims of its figures and its table, and what a run says to each claim.
 
-A claim is a record: its words, where the paper makes it, how it is judged here, and a pure function from a run to checks.
 All checks passed: it held. None: it did not. Some: in part. Where a check is a difference between two methods, it must
 exceed two standard errors, and a smaller one leaves the check open.
 """
@@ -8,7 +7,7 @@ exceed two standard errors, and a smaller one leaves the check open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -50,23 +49,21 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, in our words.
+    """A claim of the paper, in our words, its place in the paper, and the criterion by which it is judged.
 
-    Attributes:
-        key: its name in `report.json`.
-        experiment: which run answers it.
-        words: what is claimed.
-        place: where in the paper.
-        criterion: how it is judged; for a claim that these runs do not touch, why not.
-        judge: from a run to checks; None where these runs do not touch it.
+    Where these runs do not touch it, `judge` is None and the criterion says why.
     """
 
     key: str
-    experiment: str
     words: str
-    place: str
     criterion: str
     judge: Callable[[Finished], Sequence[Check]] | None = None
+    place: str = "section 4"
+
+    @property
+    def experiment(self) -> str:
+        """Which run answers it."""
+        return {"figure1": "regression", "figure2": "pruning"}.get(self.key.partition("-")[0], "bandits")
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,9 @@ def verdict_of(checks: Sequence[Check]) -> Verdict:
     >>> [verdict_of(c).value for c in ([yes, yes], [yes, no], [no, open_], [open_], [])]
     ['held', 'held in part', 'did not hold', 'too close to tell', 'not measured']
     """
-    if not checks:
-        return Verdict.UNMEASURED
-    outcomes = {check.passed for check in checks}
-    if outcomes == {True}:
-        return Verdict.HELD
-    if outcomes == {None}:
-        return Verdict.OPEN
-    return Verdict.PARTLY if True in outcomes else Verdict.FAILED
+    outcomes = frozenset(check.passed for check in checks)
+    simple = {frozenset(): Verdict.UNMEASURED, frozenset({True}): Verdict.HELD, frozenset({None}): Verdict.OPEN}
+    return simple.get(outcomes, Verdict.PARTLY if True in outcomes else Verdict.FAILED)
 
 
 def judged(claim: Claim, run: Finished | None) -> Judged:
@@ -149,13 +141,6 @@ def _compared(
 
 def _below(ours: Sample, theirs: Sample) -> bool | None:
     return above(theirs, ours)
-
-
-def _not_below(ours: Sample, theirs: Sample) -> bool:
-    return above(ours, theirs) is not False
-
-
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
 
 
 def _growth(run: Finished, method: str) -> Sample:
@@ -204,9 +189,6 @@ def _narrow_outside(run: Finished) -> list[Check]:
     return found
 
 
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
-
-
 def _beats_magnitude(run: Finished) -> list[Check]:
     found = []
     for fraction in FRACTIONS:
@@ -245,8 +227,6 @@ def _accurate(run: Finished) -> list[Check]:
     return _compared(what, (run.accuracy("badam", "snr", 0.0), others[best]), close, percent, "{} and {} %")
 
 
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
-
 _PAPERS_PROBLEMS = tuple(PAPER["badam"])
 
 
@@ -273,15 +253,9 @@ def _vadam_leads(run: Finished) -> list[Check]:
     if not problems:
         return []
     led = [p for p in problems if max(rewards, key=lambda agent: rewards[agent][p].mean) == "vadam"]
-    return [
-        Check(
-            "Vadam has the highest mean in most columns",
-            len(led) > len(problems) / 2,
-            f"in {len(led)} of {len(problems)}" + (f" ({', '.join(led)})" if led else ""),
-            (float(len(led)), float(len(problems))),
-            tuple(run.at(problem) for problem in problems),
-        )
-    ]
+    what, n_led, n = "Vadam has the highest mean in most columns", len(led), len(problems)
+    numbers = f"in {n_led} of {n}" + (f" ({', '.join(led)})" if led else "")
+    return [Check(what, n_led > n / 2, numbers, (float(n_led), float(n)), tuple(map(run.at, problems)))]
 
 
 def _reaches_the_paper(run: Finished) -> list[Check]:
@@ -298,127 +272,100 @@ def _reaches_the_paper(run: Finished) -> list[Check]:
 CLAIMS = (
     Claim(
         "figure1-widens",
-        "regression",
         "Badam is sure where there are data, and its uncertainty widens gradually away from them.",
-        "section 4 and caption of Figure 1",
         "The function's standard deviation outside the training range is above that inside.",
         _widens,
+        place="section 4 and caption of Figure 1",
     ),
     Claim(
         "figure1-mass-near-data",
-        "regression",
         "Badam has more probability mass close to the observations than the other methods.",
-        "section 4",
         "Its standard deviation in range is below each of the three others'.",
         _tighter,
     ),
     Claim(
         "figure1-like-laplace",
-        "regression",
         "Badam's predictive distribution is similar to a standard Laplace approximation's.",
-        "section 4",
         "Its deviation grows outside by the same factor, within two, as Laplace's with the GGN.",
         _like_laplace,
     ),
     Claim(
         "figure1-variational-narrow",
-        "regression",
         "Bayes by Backprop and Vadam, at convergence, are not very uncertain far from the observations.",
-        "section 4",
         "Their deviation outside is less than half the Gaussian process's.",
         _narrow_outside,
     ),
     Claim(
         "figure1-vadam-sensitive",
-        "regression",
         "Bayes by Backprop and Vadam are expensive to run, and Vadam is sensitive to its initial precision.",
-        "section 4",
         "These runs neither time single methods nor vary the precision.",
     ),
     Claim(
         "figure2-beats-magnitude",
-        "pruning",
         "Pruning by Badam's signal-to-noise ratio is more robust than pruning by magnitude, the baseline with Σ\u00a0=\u00a01.",
-        "section 4 and Figure 2",
         "Accuracy of the same networks is higher at 75, 90 and 95 % pruned.",
         _beats_magnitude,
+        place="section 4 and Figure 2",
     ),
     Claim(
         "figure2-most-robust",
-        "pruning",
         "Badam's accuracy drops less under pruning than that of all other methods.",
-        "section 4 and Figure 2",
         "The accuracy it has lost at 75, 90 and 95 % pruned is below each other method's.",
         _loses_least,
+        place="section 4 and Figure 2",
     ),
     Claim(
         "figure2-accurate",
-        "pruning",
         "Badam has high accuracy before any pruning.",
-        "section 4 and caption of Figure 2",
         "It lies within half a point of the best other method, or above.",
         _accurate,
+        place="section 4 and caption of Figure 2",
     ),
     Claim(
         "figure2-settings",
-        "pruning",
         "No L2 penalty and a β₂ as large as .99999 give the best uncertainties.",
-        "appendix on weight pruning",
         "These runs use those settings, and do not vary them.",
+        place="appendix on weight pruning",
     ),
     Claim(
         "table1-reaches",
-        "bandits",
         "Badam earns the rewards of its row in the table.",
-        "Table 1",
         "Ours are not below the paper's, column by column, beyond two standard errors.",
         _reaches_the_paper,
+        place="Table 1",
     ),
     Claim(
         "table1-mc-dropout",
-        "bandits",
         "Badam's rewards are comparable to MC dropout's.",
-        "section 4",
         "They are not below, column by column, beyond two standard errors.",
-        _column_by_column("mc-dropout", _not_below),
+        _column_by_column("mc-dropout", lambda ours, theirs: above(ours, theirs) is not False),
     ),
     Claim(
         "table1-bbb",
-        "bandits",
         "Badam outperforms Bayes by Backprop.",
-        "section 4",
         "Its reward is above, column by column.",
         _column_by_column("bbb", above),
     ),
     Claim(
         "table1-vadam",
-        "bandits",
         "Vadam performs best on most data sets.",
-        "section 4 and caption of Table 1",
         "It has the highest mean of all agents in more than half of the columns.",
         _vadam_leads,
+        place="section 4 and caption of Table 1",
     ),
     Claim(
         "table1-greedy",
-        "bandits",
         "Greedy does well, but is below Badam on mushroom.",
-        "section 4",
         "Badam's reward on mushroom is above Greedy's.",
         _column_by_column("greedy", above, ("mushroom",)),
     ),
     Claim(
         "cheap",
-        "bandits",
         "Badam is computationally efficient, like MC dropout, and needs no covariance computed afterwards.",
-        "conclusion",
         "These runs do not time training steps; `make bench` does.",
+        place="conclusion",
     ),
 )
-
-
-def judged_by(runs: Mapping[str, Finished]) -> tuple[Judged, ...]:
-    """Every claim, by its experiment's run."""
-    return tuple(judged(claim, runs.get(claim.experiment)) for claim in CLAIMS)
 
 
 def judge_run(run: Finished) -> list[Judged]:

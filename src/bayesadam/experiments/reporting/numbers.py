@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 # A difference counts where it exceeds this many of its standard errors.
 STANDARD_ERRORS = 2.0
@@ -26,15 +27,12 @@ class Sample:
     @property
     def mean(self) -> float:
         """Over the values; NaN where there is none."""
-        return sum(self.values) / len(self.values) if self.values else math.nan
+        return fmean(self.values) if self.values else math.nan
 
     @property
     def sd(self) -> float:
         """The standard deviation, with n − 1; NaN where there are not two values."""
-        if len(self.values) < 2:
-            return math.nan
-        mean = self.mean
-        return math.sqrt(sum((value - mean) ** 2 for value in self.values) / (len(self.values) - 1))
+        return stdev(self.values) if len(self.values) > 1 else math.nan
 
     @property
     def standard_error(self) -> float:
@@ -98,10 +96,11 @@ def significant(value: float | None, digits: int = 3) -> str:
     """
     if value is None or not math.isfinite(value):
         return MISSING
+    sign = "−" if value < 0 else ""
     if value and not 1e-4 <= abs(value) < 1e6:
-        return f"{value:.{digits - 1}e}".replace("-", "−", 1) if value < 0 else f"{value:.{digits - 1}e}"
+        return f"{sign}{abs(value):.{digits - 1}e}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:.{places}f}".replace("-", "−")
+    return f"{sign}{abs(value):.{places}f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -113,8 +112,6 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return MISSING
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
+        return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -15,7 +15,7 @@ from bayesadam._version import __version__
 from bayesadam.data.registry import DATA_SETS
 from bayesadam.experiments.bandits import PAPER as PAPERS_TABLE
 from bayesadam.experiments.reporting import charts, tables
-from bayesadam.experiments.reporting.claims import Judged, Verdict, departures, judge_run, judged_by
+from bayesadam.experiments.reporting.claims import CLAIMS, Judged, Verdict, departures, judge_run, judged
 from bayesadam.experiments.reporting.numbers import duration
 from bayesadam.experiments.reporting.runs import EXPERIMENTS, Finished
 
@@ -42,14 +42,7 @@ _UNITS = {"relu": "ReLU", "sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Report:
-    """What the page is made of.
-
-    Attributes:
-        runs: by experiment, its main run first, then others.
-        missing: by experiment, why there is no run, or what it lacks.
-        quick: whether the smaller version was asked for.
-        written: the day, in words.
-    """
+    """What the page is made of: runs by experiment, the main one first, and what is missing by experiment, with the reason."""
 
     runs: Mapping[str, Sequence[Finished]]
     missing: Mapping[str, str]
@@ -59,7 +52,7 @@ class Report:
     @property
     def claims(self) -> tuple[Judged, ...]:
         """Every claim, by the main run of its experiment."""
-        return judged_by({name: runs[0] for name, runs in self.runs.items() if runs})
+        return tuple(judged(claim, next(iter(self.runs.get(claim.experiment, ())), None)) for claim in CLAIMS)
 
     @property
     def every_run(self) -> list[Finished]:
@@ -150,13 +143,13 @@ def _described(run: Finished) -> str:
 
 def command_of(run: Finished) -> str:
     """The command that does this run again."""
-    asked, options = run.settings, dict[str, Any]()
+    asked = run.settings
     if run.experiment == "bandits":
-        options |= {name: ",".join(asked[name]) for name in ("problems", "agents")}
-        options |= {name: asked[name] for name in ("runs", "rounds", "settings")}
+        lists = {name: ",".join(asked[name]) for name in ("problems", "agents")}
+        options = {**lists, **{name: asked[name] for name in ("runs", "rounds", "settings")}}
     else:
-        options |= {"data": asked.get("data"), "methods": ",".join(map(str, asked.get("methods", ()))) or None}
-        options |= {"epochs": asked["epochs"], "seeds": asked["n_seeds"]}
+        methods = ",".join(map(str, asked.get("methods", ()))) or None
+        options = {"data": asked.get("data"), "methods": methods, "epochs": asked["epochs"], "seeds": asked["n_seeds"]}
     words = [f"--{name} {value}" for name, value in options.items() if value is not None]
     words += [f"--{name}" for name in ("gap", "sparse") if asked.get(name)]
     return " ".join([f"bayesadam {run.experiment}", *words, f"--seed {run.metrics.get('seed', 0)}"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bayesadam.errors import FileError
 from bayesadam.experiments.bandits import BanditSettings
 from bayesadam.experiments.pruning import PruningSettings
-from bayesadam.experiments.regression import METRICS, RegressionSettings
+from bayesadam.experiments.regression import METRICS, SHOWN, RegressionSettings
 from bayesadam.experiments.reporting.numbers import Sample
 
 EXPERIMENTS = ("regression", "pruning", "bandits")
@@ -20,15 +20,9 @@ EXPERIMENTS = ("regression", "pruning", "bandits")
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """One run's `metrics.json`.
+    """One run's `metrics.json`, with Figure 1's curves and its picture as PNG where the run saved them.
 
-    Attributes:
-        experiment: `"regression"`, `"pruning"` or `"bandits"`.
-        name: the run's folder below the report's, such as `"bandits-paper"`.
-        metrics: what the file holds.
-        sha256: of the file.
-        curves: Figure 1's curves, where the run saved them.
-        picture: the run's own figure as PNG, where it has one.
+    `name` is the run's folder below the report's, such as `"bandits-paper"`; `sha256` is that of the file.
     """
 
     experiment: str
@@ -41,14 +35,12 @@ class Finished:
     @property
     def settings(self) -> Mapping[str, Any]:
         """What it was asked."""
-        settings: Mapping[str, Any] = self.metrics["settings"]
-        return settings
+        return dict(self.metrics["settings"])
 
     @property
     def results(self) -> Mapping[str, Any]:
         """What it found."""
-        results: Mapping[str, Any] = self.metrics["results"]
-        return results
+        return dict(self.metrics["results"])
 
     @property
     def file(self) -> str:
@@ -81,8 +73,6 @@ class Finished:
             return True
         asked = [(p, a) for p in self.settings["problems"] for a in self.settings["agents"]]
         return all(agent in self.results.get(problem, {}) for problem, agent in asked)
-
-    # --- compared with the paper's ------------------------------------------------------------------------------------
 
     @property
     def too_short(self) -> bool:
@@ -117,11 +107,9 @@ class Finished:
         return ", ".join(filter(None, (self.other_data, self.shortfall)))
 
 
-_PAPER: Mapping[str, Any] = {
-    "regression": RegressionSettings(),
-    "pruning": PruningSettings(),
-    "bandits": BanditSettings(),
-}
+_PAPER: Mapping[str, Any] = dict(
+    zip(EXPERIMENTS, (RegressionSettings(), PruningSettings(), BanditSettings()), strict=True)
+)
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:
@@ -148,15 +136,11 @@ def read(root: Path, name: str, experiment: str) -> Finished | None:
         _CHECKS[experiment](metrics["settings"], metrics["results"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run again") from None
-    picture = root / name / "figure1.png"
-    return Finished(
-        experiment,
-        name,
-        metrics,
-        hashlib.sha256(raw).hexdigest(),
-        _curves(root / name / "curves.json", metrics["results"]) if experiment == "regression" else None,
-        picture.read_bytes() if experiment == "regression" and picture.is_file() else None,
-    )
+    found = Finished(experiment, name, metrics, hashlib.sha256(raw).hexdigest())
+    if experiment != "regression":
+        return found
+    curves, picture = _curves(root / name / "curves.json", metrics["results"]), root / name / "figure1.png"
+    return replace(found, curves=curves, picture=picture.read_bytes() if picture.is_file() else None)
 
 
 def others(root: Path, experiment: str) -> list[Finished]:
@@ -166,13 +150,8 @@ def others(root: Path, experiment: str) -> list[Finished]:
     return [run for run in found if run is not None and run.complete]
 
 
-# --- what a file must hold --------------------------------------------------------------------------------------------
-
-
 def _numbers(values: Any) -> None:
-    if not isinstance(values, list) or not all(
-        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
-    ):
+    if not isinstance(values, list) or not {type(value) for value in values} <= {int, float, type(None)}:
         raise ValueError(f"not a list of numbers: {str(values)[:60]}")
 
 
@@ -211,7 +190,7 @@ def _check_bandits(settings: Mapping[str, Any], results: Mapping[str, Any]) -> N
 
 def _counts(holder: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        if not isinstance(holder[name], int) or isinstance(holder[name], bool):
+        if type(holder[name]) is not int:
             raise ValueError(f"{name} is not a whole number")
 
 
@@ -226,15 +205,10 @@ _CHECKS = {"regression": _check_regression, "pruning": _check_pruning, "bandits"
 def _curves(path: Path, results: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Figure 1's curves; None where there are none, or they are not of these results."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for values in (found["x"], found["truth"], *found["train"].values()):
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        curves = [found["methods"][method][name] for method in results for name in SHOWN]
+        for values in (found["x"], found["truth"], *found["train"].values(), *curves):
             _numbers(values)
-        for method in results:
-            for name in ("mean", "function_std", "total_std"):
-                _numbers(found["methods"][method][name])
-                if len(found["methods"][method][name]) != len(found["x"]):
-                    return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    curves: Mapping[str, Any] = found
-    return curves
+    return found if all(len(curve) == len(found["x"]) for curve in curves) else None

@@ -19,15 +19,9 @@ _REGRET_ROWS = 10
 
 @dataclass(frozen=True)
 class Cell:
-    """One number: as shown, as it is, and where it came from.
+    """One number: as shown, as it is, and the file and JSON pointer it came from.
 
-    Attributes:
-        text: as shown.
-        value: as it is; None where there is none.
-        source: file and JSON pointer.
-        sd: over seeds or runs, where there are several.
-        beneath: what is shown under it in small type, such as the paper's number.
-        best: whether it is the best of its column.
+    `beneath` is shown under it in small type, such as the paper's number; `best` marks the best of its column.
     """
 
     text: str
@@ -84,36 +78,31 @@ def of_run(run: Finished) -> list[Table]:
     return [rewards(run), regrets(run), *(regret_curve(run, problem) for problem in problems_of(run))]
 
 
-# --- Figure 1 ---------------------------------------------------------------------------------------------------------
-
-_SCORES = (
-    ("nll_in", "NLL in"),
-    ("nll_out", "NLL out"),
-    ("coverage95_in", "95 % coverage"),
-    ("rmse_in", "RMSE in"),
-    ("std_in", "std in"),
-    ("std_out", "std out"),
-)
+_SCORES = {
+    "nll_in": ("NLL in", significant),
+    "nll_out": ("NLL out", significant),
+    "coverage95_in": ("95 % coverage", fixed),
+    "rmse_in": ("RMSE in", significant),
+    "std_in": ("std in", fixed),
+    "std_out": ("std out", fixed),
+}
 
 
 def regression_scores(run: Finished) -> Table:
     """Means over the seeds, and by how much the deviation grows outside."""
     rows = []
     for method in run.results:
-        cells = []
-        for name, _ in _SCORES:
-            sample = run.sample(method, name)
-            text = fixed(sample.mean) if name in ("coverage95_in", "std_in", "std_out") else significant(sample.mean)
-            cells.append(_cell(sample, text))
-        near, far = (run.sample(method, name).mean for name in ("std_in", "std_out"))
+        samples = {name: run.sample(method, name) for name in _SCORES}
+        near, far = samples["std_in"].mean, samples["std_out"].mean
         ratio = far / near if near > 0 else math.nan
-        cells.append(Cell(significant(ratio), _finite(ratio), run.at(method)))
-        rows.append((regression.TITLES.get(method, method), tuple(cells)))
+        last = Cell(significant(ratio), _finite(ratio), run.at(method))
+        cells = (_cell(sample, _SCORES[name][1](sample.mean)) for name, sample in samples.items())
+        rows.append((regression.TITLES.get(method, method), (*cells, last)))
     return Table(
         f"{run.name}/scores",
         f"Scores, mean of {run.settings['n_seeds']} seeds",
         "method",
-        (*(heading for _, heading in _SCORES), "out / in"),
+        (*(heading for heading, _ in _SCORES.values()), "out / in"),
         tuple(rows),
         "NLL is the mean negative log-likelihood of new points, lower is better. “std” is the function's standard deviation, "
         "without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no method has seen data.",
@@ -125,24 +114,19 @@ def regression_curves(run: Finished) -> Table:
     curves: Any = run.curves
     file = f"{run.name}/curves.json"
     methods = list(run.results)
-    rows = []
-    for place in range(0, len(curves["x"]), _GRID_STEP):
-        cells = []
-        for method in methods:
-            mean, sd = (curves["methods"][method][name][place] for name in ("mean", "total_std"))
-            text = f"{fixed(mean, 2)} ± {fixed(sd, 2)}"
-            cells.append(Cell(text, mean, f"{file}#/methods/{method}/mean/{place}", sd))
-        rows.append((fixed(curves["x"][place], 2), tuple(cells)))
-    return Table(
-        f"{run.name}/curves",
+
+    def cell(method: str, place: int) -> Cell:
+        mean, sd = (curves["methods"][method][name][place] for name in ("mean", "total_std"))
+        return Cell(f"{fixed(mean, 2)} ± {fixed(sd, 2)}", mean, f"{file}#/methods/{method}/mean/{place}", sd)
+
+    places = range(0, len(curves["x"]), _GRID_STEP)
+    rows = tuple((fixed(curves["x"][place], 2), tuple(cell(m, place) for m in methods)) for place in places)
+    title, columns = (
         "Mean ± standard deviation, noise included, first seed",
-        "x",
-        tuple(regression.TITLES.get(method, method) for method in methods),
-        tuple(rows),
+        (regression.TITLES.get(m, m) for m in methods),
     )
+    return Table(f"{run.name}/curves", title, "x", tuple(columns), rows)
 
-
-# --- Figure 2 ---------------------------------------------------------------------------------------------------------
 
 RANKINGS = {"snr": "signal-to-noise ratio", "magnitude": "magnitude", "path-snr": "path scores"}
 
@@ -158,10 +142,9 @@ def _measured(run: Finished) -> list[float]:
 
 def _accuracies(run: Finished, fractions: Sequence[float], key: str, title: str, note: str = "") -> Table:
     rows = []
-    for method, rankings in run.results.items():
-        for ranking in rankings:
-            samples = [run.accuracy(method, ranking, fraction) for fraction in fractions]
-            rows.append((pruned_name(method, ranking), [_cell(sample, percent(sample.mean)) for sample in samples]))
+    for curve in ((method, ranking) for method, rankings in run.results.items() for ranking in rankings):
+        samples = [run.accuracy(*curve, fraction) for fraction in fractions]
+        rows.append((pruned_name(*curve), [_cell(sample, percent(sample.mean)) for sample in samples]))
     columns = zip(*(cells for _, cells in rows), strict=True)
     best = [max((cell.value for cell in column if cell.value is not None), default=None) for column in columns]
     marked = tuple(
@@ -184,9 +167,6 @@ def pruning_all(run: Finished) -> Table:
     return _accuracies(run, _measured(run), f"{run.name}/accuracy-all", "Test accuracy in %, every fraction")
 
 
-# --- Table 1 ----------------------------------------------------------------------------------------------------------
-
-
 def agents_of(run: Finished) -> list[str]:
     """In the order they were asked for."""
     return [agent for agent in run.settings["agents"] if any(agent in cells for cells in run.results.values())]
@@ -206,25 +186,14 @@ def rewards(run: Finished) -> Table:
         cells = []
         for problem in problems:
             sample = run.sample(problem, agent, "reward_ratio")
-            paper = PAPER.get(agent, {}).get(problem)
-            cells.append(
-                _cell(
-                    sample,
-                    mean_sd(sample),
-                    beneath="" if paper is None else f"{fixed(paper[0], 2)} ± {fixed(paper[1], 2)}",
-                    best=agent in means[problem] and means[problem][agent] == max(means[problem].values()),
-                )
-            )
+            beneath = " ± ".join(fixed(value, 2) for value in PAPER.get(agent, {}).get(problem, ()))
+            best = agent in means[problem] and means[problem][agent] == max(means[problem].values())
+            cells.append(_cell(sample, mean_sd(sample), beneath=beneath, best=best))
         rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
-    runs = run.settings["runs"]
-    return Table(
-        f"{run.name}/rewards",
-        f"Total reward over the optimum's, mean ± standard deviation of {runs} run{'s' * (runs > 1)}; beneath, the paper's",
-        "agent",
-        tuple(problems),
-        tuple(rows),
-        "The best of ours in each column in bold.",
-    )
+    runs = f"{run.settings['runs']} run{'s' * (run.settings['runs'] > 1)}"
+    title = f"Total reward over the optimum's, mean ± standard deviation of {runs}; beneath, the paper's"
+    note = "The best of ours in each column in bold."
+    return Table(f"{run.name}/rewards", title, "agent", tuple(problems), tuple(rows), note)
 
 
 def regrets(run: Finished) -> Table:
@@ -235,13 +204,8 @@ def regrets(run: Finished) -> Table:
         samples = [run.sample(problem, agent, "regret_ratio") for problem in problems]
         cells = tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.sd)}") for s in samples)
         rows.append((bandits.TITLES.get(agent, agent), cells))
-    return Table(
-        f"{run.name}/regrets",
-        "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better",
-        "agent",
-        tuple(problems),
-        tuple(rows),
-    )
+    title = "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better"
+    return Table(f"{run.name}/regrets", title, "agent", tuple(problems), tuple(rows))
 
 
 def regret_curve(run: Finished, problem: str) -> Table:
@@ -250,22 +214,18 @@ def regret_curve(run: Finished, problem: str) -> Table:
     points = run.results[problem][agents[0]]["points"] if agents else []
     step = max(1, len(points) // _REGRET_ROWS)
     places = sorted({*range(step - 1, len(points), step), len(points) - 1}) if points else []
-    rows = []
-    for place in places:
-        cells = []
-        for agent in agents:
-            cell = run.results[problem][agent]
-            if place >= len(cell["points"]):
-                cells.append(Cell(MISSING))
-                continue
-            mean, sd = cell["regret_mean"][place], cell["regret_sd"][place]
-            source = f"{run.at(problem, agent, 'regret_mean')}/{place}"
-            cells.append(Cell(f"{significant(mean)} ± {significant(sd)}", mean, source, sd))
-        rows.append((f"{points[place]:,}", tuple(cells)))
-    return Table(
-        f"{run.name}/regret/{problem}",
+
+    def cell(agent: str, place: int) -> Cell:
+        found = run.results[problem][agent]
+        if place >= len(found["points"]):
+            return Cell(MISSING)
+        mean, sd = found["regret_mean"][place], found["regret_sd"][place]
+        source = f"{run.at(problem, agent, 'regret_mean')}/{place}"
+        return Cell(f"{significant(mean)} ± {significant(sd)}", mean, source, sd)
+
+    rows = tuple((f"{points[place]:,}", tuple(cell(agent, place) for agent in agents)) for place in places)
+    title, columns = (
         f"{problem}: cumulative regret, mean ± standard deviation",
-        "round",
-        tuple(bandits.TITLES.get(agent, agent) for agent in agents),
-        tuple(rows),
+        (bandits.TITLES.get(a, a) for a in agents),
     )
+    return Table(f"{run.name}/regret/{problem}", title, "round", tuple(columns), rows)
