@@ -8,13 +8,7 @@ from bayesadam.likelihoods.binary import Binary, BinaryMixture, BinaryPredictive
 from bayesadam.likelihoods.classification import Classification, ClassificationMixture, ClassificationPredictive
 from bayesadam.likelihoods.heteroscedastic import Heteroscedastic, HeteroscedasticMixture, HeteroscedasticPredictive
 from bayesadam.likelihoods.poisson import Poisson, PoissonMixture, PoissonPredictive
-from bayesadam.likelihoods.predictive import (
-    Link,
-    LogitPredictive,
-    NumericPredictive,
-    Predictive,
-    PredictiveMixture,
-)
+from bayesadam.likelihoods.predictive import Link, LogitPredictive, NumericPredictive, Predictive, PredictiveMixture
 from bayesadam.likelihoods.record import Likelihood
 from bayesadam.likelihoods.regression import Regression, RegressionMixture, RegressionPredictive
 

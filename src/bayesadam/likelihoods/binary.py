@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import (
-    LogitMixture,
-    LogitPredictive,
-    Predictive,
-    PredictiveMixture,
-    like,
-    rows,
-)
+from bayesadam.likelihoods.predictive import LogitMixture, LogitPredictive, Predictive, PredictiveMixture, like, rows
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 

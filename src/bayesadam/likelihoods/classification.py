@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import (
-    LogitMixture,
-    LogitPredictive,
-    Predictive,
-    PredictiveMixture,
-)
+from bayesadam.likelihoods.predictive import LogitMixture, LogitPredictive, Predictive, PredictiveMixture
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 # What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.

@@ -393,7 +393,7 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
                 f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
-                "are right for one network alone: give each member a model of its own",
+                "are right for one network alone: give each member a model of its own"
             )
             return
 

@@ -148,12 +148,7 @@ def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> 
 
 
 def draws_by_module(
-    gaussian: Gaussian,
-    call: Call,
-    inputs: Any,
-    predictive: str,
-    n: int,
-    generator: torch.Generator | None,
+    gaussian: Gaussian, call: Call, inputs: Any, predictive: str, n: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
 
