@@ -27,7 +27,6 @@ def structure_named(name: str, *, recorded: bool) -> StructureSpec:
 def load_structure(name: str, stored: Stored) -> Structure:
     """The structure in a file; a KeyError is a tensor that is missing."""
     if name not in STRUCTURES:
-        raise FileError(
-            f"{stored.path} holds a {name!r} posterior, which this version does not know: upgrade bayesadam"
-        )
+        unknown = f"a {name!r} posterior, which this version does not know: upgrade bayesadam"
+        raise FileError(f"{stored.path} holds {unknown}")
     return STRUCTURES[name].load(stored)

@@ -17,14 +17,7 @@ from bayesadam.errors import FileError
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A saved posterior's tensors, `role.parameter` each, and the model they are for.
-
-    Attributes:
-        path: the file, for messages.
-        tensors: by role and parameter.
-        names: the posterior's parameters.
-        parameters: the model's.
-    """
+    """A saved posterior's tensors, `role.parameter` each, the names of its parameters, and those of the model."""
 
     path: str | os.PathLike[str]
     tensors: Mapping[str, Tensor]
