@@ -68,7 +68,7 @@ def calibrate(
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
-        MatchError: it cannot be told which output a label belongs to: pass `forward`, and targets to match its outputs.
+        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
@@ -101,10 +101,10 @@ def log_marginal_likelihood(
     if options.record.noise and posterior.noise_variance is None:
         raise SettingError("the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)")
     call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
+    device = next(iter(params.values())).device
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
         for inputs, y in data:
-            device = next(iter(params.values())).device
             mean = call(params, to_device(inputs, device))
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
             found = _predictive(options, posterior, mean, torch.zeros_like(mean))
@@ -217,7 +217,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
         residual = (y - mean).square().mean(dim=0) if data.options.record.noise else None
         noises = [None] if residual is None else [share * residual for share in _NOISE_SHARES]
-        # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
+        # At weight w the variances are table/w: from swamping the outputs to vanishing.
         scale = float(mean.var()) if mean.numel() > 1 else 1.0
         middle = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
         if not (math.isfinite(middle) and middle > 0):
@@ -281,7 +281,7 @@ def _output_curvature(record: Likelihood, mean: Tensor, variance: Tensor, covari
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
-    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point."""
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|²."""
     total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(posterior.settings.power))
     weight = posterior.n_data * curvature / total if total else math.nan
     if not (math.isfinite(weight) and weight > 0):
@@ -290,11 +290,7 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
             "outputs contain NaN, or do they not depend on the weights?"
         )
     unit = posterior.settings.weight / posterior.settings.scale
-    return _at_fixed_point(posterior.replace(scale=weight / unit, prior_precision=1.0))
-
-
-def _at_fixed_point(posterior: Posterior) -> Posterior:
-    """MacKay: δ = γ/|θ|², γ the number of directions that the data determine."""
+    posterior = posterior.replace(scale=weight / unit, prior_precision=1.0)
     square = max(sum(float(theta.square().sum(dtype=torch.float64)) for theta in posterior.mode.values()), 1e-30)
     delta = 1.0
     for _ in range(200):

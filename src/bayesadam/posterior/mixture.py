@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -316,16 +316,12 @@ def _different(members: tuple[Posterior, ...]) -> list[dict[str, Tensor]]:
     """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
     found = [_besides(member.model, member.mode) for member in members]
     names = dict.fromkeys(name for besides in found for name in besides)
-    odd = [name for name in names if not _all_equal([besides.get(name) for besides in found])]
+    odd = [name for name in names if not all(_same(found[0].get(name), besides.get(name)) for besides in found[1:])]
     return [{name: besides[name] for name in odd if name in besides} for besides in found]
 
 
-def _all_equal(tensors: Sequence[Tensor | None]) -> bool:
-    first = tensors[0]
-    return first is not None and all(
-        tensor is not None and tensor.dtype == first.dtype and torch.equal(tensor.to(first.device), first)
-        for tensor in tensors[1:]
-    )
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
 
 
 def _besides(model: nn.Module, mode: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -37,8 +37,7 @@ from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.registry import load_structure, structure_named
 from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name, prior_or_decay
-from bayesadam.structures.stored import Stored
-from bayesadam.structures.structure import Directions, Reading, Structure, StructureSpec
+from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
 
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
 

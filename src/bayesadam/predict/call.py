@@ -161,7 +161,7 @@ def batch_size(inputs: Any) -> int:
 
 
 def is_batched(leaf: Any, size: int) -> bool:
-    """Whether a leaf of the inputs has one entry an example."""
+    """Whether a leaf of the inputs has one entry per example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 

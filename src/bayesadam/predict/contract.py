@@ -69,7 +69,7 @@ def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size:
 
 
 def one_position(use: Use, layout: Layout, size: int) -> bool:
-    """Whether a weight matrix is used at one place an example, so that its bias can be contracted along with it."""
+    """Whether a weight matrix is used at one place per example, so that its bias can be contracted along with it."""
     return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
 
 

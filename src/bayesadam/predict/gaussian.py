@@ -45,7 +45,7 @@ class Gaussian(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over processes."""
+        """Whether the weights are sharded over processes."""
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The model's parameters, checked against the weights."""

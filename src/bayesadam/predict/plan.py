@@ -31,7 +31,7 @@ class Plan:
         layouts: for every use, how the examples lie in its tensors; None leaves the use out.
         generic: parameters whose gradients go through autograd, example by example.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
-        activations: entries of activations an example.
+        activations: entries of activations per example.
         outputs: C, the outputs of the network.
         shape: the shape of one example's output.
     """
@@ -78,7 +78,7 @@ def _weakly(forward: Forward | None) -> Any:
     try:
         return WeakMethod(forward) if isinstance(forward, MethodType) else ref(forward)
     except TypeError:
-        # It cannot be told from others without being kept: it is equal to none, itself included.
+        # It cannot be distinguished from others without a reference: it is equal to none, itself included.
         return object()
 
 
@@ -177,10 +177,10 @@ def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
 def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
     """An example must give the same alone as among others: work is cut along the batch."""
     size = len(output)
-    told = (
+    wrong = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
         "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row an example? Pass that one through forward=lambda model, batch: ..."
+        "without being one row per example? Pass that one through forward=lambda model, batch: ..."
     )
     try:
         with torch.no_grad():
@@ -188,9 +188,9 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     except BayesAdamError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
-        raise BayesAdamError(f"{told} ({error})") from error
+        raise BayesAdamError(f"{wrong} ({error})") from error
     among = output[-1:].detach()
-    # Outputs that are not finite are told of elsewhere.
+    # Outputs that are not finite are reported elsewhere.
     finite = torch.isfinite(among)
     if alone.shape != among.shape or not agree(alone[finite], among[finite]):
         with torch.no_grad():
@@ -200,7 +200,7 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
                 "the model gives something else each time it is run on the same example, in evaluation mode: something in "
                 "it is random, such as functional.dropout without training=self.training. Use nn.Dropout, or pass that"
             )
-        raise BayesAdamError(told)
+        raise BayesAdamError(wrong)
 
 
 def agree(ours: Tensor, truth: Tensor) -> bool:

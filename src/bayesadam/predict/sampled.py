@@ -158,7 +158,7 @@ def _over_draws(
 
 
 def draws_activations(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
-    """Whether every weight sits in an `nn.Linear` that is used once, on one row an example."""
+    """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
     owned = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in call.model.named_modules()

@@ -114,20 +114,20 @@ def _check_fsdp(model: nn.Module) -> None:
 def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> Iterator[None]:
     """The module with gathered tensors for its sharded parameters, those in `named`, by the names there."""
     names = {id(parameter): name for name, parameter in named.items()}
-    kept = [
+    held = [
         (owner, key, parameter)
         for owner in module.modules()
         for key, parameter in owner._parameters.items()
         if parameter is not None and id(parameter) in names
     ]
-    tensors = {name: gather(name) for name in dict.fromkeys(names[id(parameter)] for _, _, parameter in kept)}
+    tensors = {name: gather(name) for name in dict.fromkeys(names[id(parameter)] for _, _, parameter in held)}
     try:
-        for owner, key, parameter in kept:
+        for owner, key, parameter in held:
             # As torch.func.functional_call does: a tensor, which may carry a tangent, in a parameter's place.
             owner._parameters[key] = tensors[names[id(parameter)]]  # type: ignore[assignment]
         yield
     finally:
-        for owner, key, parameter in kept:
+        for owner, key, parameter in held:
             owner._parameters[key] = parameter
 
 

@@ -16,8 +16,7 @@ from bayesadam.errors import SettingError
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.settings import Settings
-from bayesadam.structures.stored import Stored, is_orthonormal
-from bayesadam.structures.structure import Named, Reading, StructureSpec
+from bayesadam.structures.structure import Named, Reading, Stored, StructureSpec, is_orthonormal
 
 
 @dataclass(frozen=True, eq=False)

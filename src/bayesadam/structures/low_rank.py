@@ -18,8 +18,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import ImproperError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.stored import Stored, is_orthonormal
-from bayesadam.structures.structure import Directions, Named, Plain, Reading, StructureSpec
+from bayesadam.structures.structure import Directions, Named, Plain, Reading, Stored, StructureSpec, is_orthonormal
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5

@@ -6,8 +6,7 @@ from bayesadam.errors import FileError, SettingError
 from bayesadam.structures.diagonal import DIAGONAL
 from bayesadam.structures.kronecker import KRONECKER
 from bayesadam.structures.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
-from bayesadam.structures.stored import Stored
-from bayesadam.structures.structure import Structure, StructureSpec
+from bayesadam.structures.structure import Stored, Structure, StructureSpec
 
 STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 
