@@ -63,18 +63,12 @@ def calibrate(
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
             belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
             which for a causal language model is one place further on. Classes of −100 are left out.
-        likelihood: as in `predict`.
         method: `"validation"` or `"evidence"`; None takes the default above.
-        predictive: what `predict` will be called with.
-        n_samples: its draws, where it samples.
-        link: its link.
-        forward: as in `predict`.
-        generator: makes sampling predictives reproducible.
-        memory_budget: as in `predict`.
+        predictive: what `predict` will be called with; so are the rest.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
-        MatchError: it cannot be told which output a label belongs to: pass `forward`, and targets to match its outputs.
+        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
@@ -87,20 +81,14 @@ def calibrate(
         generator=generator,
         memory_budget=memory_budget,
     )
-    if isinstance(posterior, Mixture):
-        held_out = list(aligned(posterior.members[0], batches, likelihood=likelihood, forward=forward))
-        members = [_calibrated(_Data(member, held_out, options), method) for member in posterior]
-        return Mixture(members, posterior.weights)
-    held_out = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
-    return _calibrated(_Data(posterior, held_out, options), method)
+    members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
+    held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
+    found = [_calibrated(_Data(member, held_out, options), method) for member in members]
+    return Mixture(found, posterior.weights) if isinstance(posterior, Mixture) else found[0]
 
 
 def log_marginal_likelihood(
-    posterior: Posterior,
-    batches: Any,
-    *,
-    likelihood: LikelihoodName,
-    forward: Forward | None = None,
+    posterior: Posterior, batches: Any, *, likelihood: LikelihoodName, forward: Forward | None = None
 ) -> Tensor:
     """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
 
@@ -113,10 +101,10 @@ def log_marginal_likelihood(
     if options.record.noise and posterior.noise_variance is None:
         raise SettingError("the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)")
     call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
+    device = next(iter(params.values())).device
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
         for inputs, y in data:
-            device = next(iter(params.values())).device
             mean = call(params, to_device(inputs, device))
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
             found = _predictive(options, posterior, mean, torch.zeros_like(mean))
@@ -143,10 +131,6 @@ class _Data:
     batches: Sequence[tuple[Any, Tensor]]
     options: Options
 
-    def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
-        return self.moments(posterior, [posterior.coordinate_variance.__getitem__], directions=[posterior.directions])
-
     def moments(
         self,
         posterior: Posterior,
@@ -159,21 +143,14 @@ class _Data:
 
         Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,).
         """
-        record = self.options.record
+        record, budget, bases = self.options.record, self.options.memory_budget, posterior.structure.bases
         call = Call(self.posterior.model, self.options.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
         with evaluating(self.posterior.model):
             for inputs, y in self.batches:
                 found = moments(
-                    call,
-                    params,
-                    variances,
-                    to_device(inputs, device),
-                    covariance=covariance,
-                    budget=self.options.memory_budget,
-                    bases=posterior.structure.bases,
-                    directions=directions,
+                    call, params, variances, to_device(inputs, device), covariance, budget, bases, directions
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
@@ -212,6 +189,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     """
     settings, structure = posterior.settings, posterior.structure
     curvatures = structure.curvatures(settings.power)
+    variances: list[VarianceOf]
     positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures])
     if not len(positive):
         raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
@@ -219,12 +197,16 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
     if settings.form == "map" and not structure.has_directions:
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
-        variances: list[VarianceOf] = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
+        variances = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
         parts = list(data.moments(posterior, variances))
         mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
         means = mean.expand(len(ratios), *mean.shape)
     else:
-        passes = [list(data.own_moments(posterior.replace(prior_precision=r * settings.weight))) for r in ratios]
+        passes = []
+        for r in ratios:
+            at = posterior.replace(prior_precision=r * settings.weight)
+            variances = [at.coordinate_variance.__getitem__]
+            passes.append(list(data.moments(at, variances, directions=[at.directions])))
         parts = passes[0]
         means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
         tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
@@ -233,11 +215,11 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
     largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
-        noises: list[Tensor | None] = [None]
-        if data.options.record.noise:
-            noises = list(_noise_candidates(mean, y))
-        # At weight w the variances are table/w: from swamping the outputs to vanishing next to them.
-        middle = float(table.mean()) / _output_scale(mean)
+        residual = (y - mean).square().mean(dim=0) if data.options.record.noise else None
+        noises = [None] if residual is None else [share * residual for share in _NOISE_SHARES]
+        # At weight w the variances are table/w: from swamping the outputs to vanishing.
+        scale = float(mean.var()) if mean.numel() > 1 else 1.0
+        middle = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
         if not (math.isfinite(middle) and middle > 0):
             continue
         for noise in noises:
@@ -279,9 +261,8 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
     for _ in range(_NOISE_ROUNDS):
         found = _at_evidence(posterior, float((reach.mean(dim=0) / noise).sum())).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        square, (reach, uncertain) = residuals(
-            found, [ones, found.coordinate_variance.__getitem__], [None, found.directions]
-        )
+        variances = [ones, found.coordinate_variance.__getitem__]
+        square, (reach, uncertain) = residuals(found, variances, [None, found.directions])
         # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
         # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
         fresh = (square / (1 + uncertain / noise)).mean(dim=0)
@@ -300,7 +281,7 @@ def _output_curvature(record: Likelihood, mean: Tensor, variance: Tensor, covari
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
-    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point."""
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|²."""
     total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(posterior.settings.power))
     weight = posterior.n_data * curvature / total if total else math.nan
     if not (math.isfinite(weight) and weight > 0):
@@ -309,11 +290,7 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
             "outputs contain NaN, or do they not depend on the weights?"
         )
     unit = posterior.settings.weight / posterior.settings.scale
-    return _at_fixed_point(posterior.replace(scale=weight / unit, prior_precision=1.0))
-
-
-def _at_fixed_point(posterior: Posterior) -> Posterior:
-    """MacKay: δ = γ/|θ|², γ the number of directions that the data determine."""
+    posterior = posterior.replace(scale=weight / unit, prior_precision=1.0)
     square = max(sum(float(theta.square().sum(dtype=torch.float64)) for theta in posterior.mode.values()), 1e-30)
     delta = 1.0
     for _ in range(200):
@@ -365,16 +342,6 @@ def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
             "unchanged. Use predictive='linearised'"
         )
     return best
-
-
-def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:
-    residual = (y - mean).square().mean(dim=0)
-    return [share * residual for share in _NOISE_SHARES]
-
-
-def _output_scale(mean: Tensor) -> float:
-    scale = float(mean.var()) if mean.numel() > 1 else 1.0
-    return scale if math.isfinite(scale) and scale > 0 else 1.0
 
 
 def _refined(score: Callable[[float], float], weight: float) -> float:

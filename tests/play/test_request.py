@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bayesadam.play.request import MOST_POINTS, SLIDERS, UNITS, RequestError, describe, examples, parse
+from bayesadam.play.examples import examples
+from bayesadam.play.request import MOST_POINTS, SLIDERS, UNITS, RequestError, describe, parse
 
 
 def body(**changes):

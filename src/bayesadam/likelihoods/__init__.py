@@ -4,19 +4,25 @@ from collections.abc import Mapping
 from typing import Literal
 
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods.binary import Binary, BinaryMixture, BinaryPredictive
-from bayesadam.likelihoods.classification import Classification, ClassificationMixture, ClassificationPredictive
-from bayesadam.likelihoods.heteroscedastic import Heteroscedastic, HeteroscedasticMixture, HeteroscedasticPredictive
-from bayesadam.likelihoods.poisson import Poisson, PoissonMixture, PoissonPredictive
-from bayesadam.likelihoods.predictive import (
-    Link,
-    LogitPredictive,
-    NumericPredictive,
-    Predictive,
-    PredictiveMixture,
+from bayesadam.likelihoods.classification import (
+    Binary,
+    BinaryMixture,
+    BinaryPredictive,
+    Classification,
+    ClassificationMixture,
+    ClassificationPredictive,
 )
+from bayesadam.likelihoods.poisson import Poisson, PoissonMixture, PoissonPredictive
+from bayesadam.likelihoods.predictive import Link, LogitPredictive, NumericPredictive, Predictive, PredictiveMixture
 from bayesadam.likelihoods.record import Likelihood
-from bayesadam.likelihoods.regression import Regression, RegressionMixture, RegressionPredictive
+from bayesadam.likelihoods.regression import (
+    Heteroscedastic,
+    HeteroscedasticMixture,
+    HeteroscedasticPredictive,
+    Regression,
+    RegressionMixture,
+    RegressionPredictive,
+)
 
 LikelihoodName = Literal["regression", "classification", "binary", "heteroscedastic", "poisson"]
 LIKELIHOODS: Mapping[str, Likelihood] = {

@@ -77,9 +77,7 @@ class PoissonPredictive(NumericPredictive):
         """
         mean, root = self.mean, self.variance.sqrt()
         start = torch.maximum(mean, y.clamp(min=torch.finfo(y.dtype).tiny).log())
-        u = torch.where(
-            root > 0, (start - mean) / root.clamp(min=torch.finfo(root.dtype).tiny), torch.zeros_like(start)
-        )
+        u = torch.where(root > 0, (start - mean) / root.clamp(min=torch.finfo(root.dtype).tiny), 0.0)
         for _ in range(_NEWTON_STEPS):
             rate = (mean + root * u).exp()
             step = (root * (y - rate) - u) / (1 + self.variance * rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -64,9 +64,6 @@ class Predictive:
         root = torch.linalg.cholesky(self.covariance + 10 * torch.finfo(scale.dtype).eps * scale.clamp(min=1e-30) * eye)
         flat = torch.einsum("bcd,nbd->nbc", root, noise.reshape(n, len(self.mean), -1))
         return self.mean + flat.view_as(noise)
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +131,6 @@ class NumericPredictive(Predictive):
         raise NotImplementedError
 
 
-# --- logits ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class LogitPredictive(Predictive):
     """Targets that are classes: they have probabilities.
@@ -195,9 +189,6 @@ def _entropy(probs: Tensor) -> Tensor:
     return entropy
 
 
-# --- mixtures -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class PredictiveMixture(Predictive):
     """p(y) = Σ π_m p_m(y), the predictives of several networks; one network speaks for all outputs of an example.
@@ -221,11 +212,8 @@ class PredictiveMixture(Predictive):
         shares = torch.tensor(self.weights, dtype=torch.float64, device=self.mean.device)
         picks = torch.multinomial(shares, n, replacement=True, generator=generator)
         places = [(picks == number).nonzero().flatten() for number in range(len(self.members))]
-        drawn = [
-            member.sample(len(where), generator=generator)
-            for member, where in zip(self.members, places, strict=True)
-            if len(where)
-        ]
+        counts = zip(self.members, map(len, places), strict=True)
+        drawn = [member.sample(count, generator=generator) for member, count in counts if count]
         return torch.cat(drawn)[torch.cat(places).argsort()]
 
     def _averaged(self, of: Callable[[Any], Tensor]) -> Tensor:
@@ -307,10 +295,8 @@ def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dic
     ]
     drawn = [member.draws for member in members if member.draws is not None]
     held = {field.name: [getattr(member, field.name) for member in members] for field in fields(members[0])}
-    own = {
-        key: average(weights, v) if isinstance(v[0], Tensor) else v[0] for key, v in held.items() if key not in _COMMON
-    }
-    return own | {
+    own = {key: v for key, v in held.items() if key not in _COMMON}
+    return {key: average(weights, v) if isinstance(v[0], Tensor) else v[0] for key, v in own.items()} | {
         "mean": mean,
         "variance": average(weights, [m.variance + d.square() for m, d in zip(members, away, strict=True)]),
         "covariance": average(weights, blocks) if len(blocks) == len(members) else None,
@@ -320,15 +306,9 @@ def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dic
     }
 
 
-# --- the maths ------------------------------------------------------------------------------------------------------
-
-
 def average(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
     """Σ π_m x_m."""
-    total = weights[0] * values[0]
-    for weight, value in zip(weights[1:], values[1:], strict=True):
-        total = total + weight * value
-    return total
+    return reduce(torch.add, [weight * value for weight, value in zip(weights, values, strict=True)])
 
 
 def pooled(weights: Sequence[float], scores: Tensor) -> Tensor:
@@ -354,20 +334,14 @@ def _fixed_draws(predictive: Predictive, seed: int) -> Tensor:
     return replace(predictive, draws=None).sample(_ENTROPY_DRAWS, generator=generator)
 
 
-@cache
-def normal_nodes(per_unit: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """z and w with Σ w h(z) ≈ E[h(z)], z ~ N(0, 1): the trapezoidal rule on [−8, 8], `per_unit` nodes to the unit.
-
-    For integrands that are smooth on the scale of a step its error falls faster than any power of that step.
-    """
-    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64) / per_unit
-    w = (-0.5 * z.square()).softmax(dim=0)
-    return tuple(z.tolist()), tuple(w.tolist())
-
-
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """`normal_nodes` as tensors that broadcast against `mean` with a leading dimension."""
-    return tuple(mean.new_tensor(part).view(-1, *[1] * mean.dim()) for part in normal_nodes(per_unit))  # type: ignore[return-value]
+    """z and w with Σ w h(z) ≈ E[h(z)], z ~ N(0, 1), that broadcast against `mean` with a leading dimension.
+
+    The trapezoidal rule on [−8, 8], `per_unit` nodes to the unit: for integrands that are smooth on the scale of a step
+    its error falls faster than any power of that step.
+    """
+    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64).div(per_unit).view(-1, *[1] * mean.dim())
+    return z.to(mean), (-0.5 * z.square()).softmax(dim=0).to(mean)
 
 
 def summed(terms: Tensor, dims: int) -> Tensor:
@@ -399,8 +373,7 @@ def like(y: Tensor, mean: Tensor) -> Tensor:
 
 def normal_mass(z: Tensor, upper: bool) -> Tensor:
     """P(N(0, 1) > z) if `upper`, else P(N(0, 1) ≤ z); `torch.special.ndtr` loses the digits of small ones."""
-    mass: Tensor = torch.special.erfc((z if upper else -z) / math.sqrt(2)) / 2
-    return mass
+    return torch.erfc((z if upper else -z) / math.sqrt(2)) / 2
 
 
 def level_quantile(level: float) -> float:

@@ -39,8 +39,6 @@ class Likelihood(ABC):
     coupled: bool = False
     ignored: int | None = None
 
-    # --- training -----------------------------------------------------------------------------------------------
-
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss of every network of a stack, a mean over its batch: (s, b, o), (s, b, ...) → (s,)."""
@@ -53,8 +51,6 @@ class Likelihood(ABC):
         """Targets of a data set, checked, as `loss` takes them: (n, k) numbers in the type and on the device of `like`."""
         return targets.reshape(len(targets), -1).to(like)
 
-    # --- curvature ----------------------------------------------------------------------------------------------
-
     @abstractmethod
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """The diagonal of the Hessian of −log p(y | f) in f, of the outputs' shape; its expectation where y matters."""
@@ -62,8 +58,6 @@ class Likelihood(ABC):
     def hessian_root(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """A, (..., o, k), with A Aᵀ the Hessian of −log p(y | f) in f, or its expectation over y where it depends on y."""
         return torch.diag_embed(self.hessian_diagonal(outputs, noise_variance).sqrt())
-
-    # --- predicting ---------------------------------------------------------------------------------------------
 
     def predictive(
         self,

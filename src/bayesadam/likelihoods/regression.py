@@ -1,27 +1,33 @@
-"""Regression: y = f + N(0, σ²), one noise variance per output."""
+"""Regression: y = f + N(0, σ²), one noise variance per output, or y = m + N(0, exp g) with outputs m, then g."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from bayesadam.errors import SettingError
+from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.predictive import (
     NumericMixture,
     NumericPredictive,
     Predictive,
     PredictiveMixture,
     level_quantile,
+    nodes_like,
     normal_like,
     normal_mass,
+    place_blocks,
     rows,
     summed,
 )
 from bayesadam.likelihoods.record import CalibrationMethod, Likelihood
+
+# Nodes to the unit of the quadrature over log-variances.
+_NODES_PER_UNIT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +55,8 @@ class RegressionPredictive(NumericPredictive):
     def entropy(self) -> Tensor:
         """The differential entropy of y in nats, one number per example; of the joint outputs where the covariance is known."""
         if self.covariance is not None:
-            log_det = torch.linalg.slogdet(self._total_covariance(self.covariance)).logabsdet
-            joint: Tensor = 0.5 * (log_det + self.covariance.shape[-1] * math.log(2 * math.pi * math.e))
-            return joint
+            log_det: Tensor = torch.linalg.slogdet(self._total_covariance(self.covariance)).logabsdet
+            return 0.5 * (log_det + self.covariance.shape[-1] * math.log(2 * math.pi * math.e))
         return (0.5 * (2 * math.pi * math.e * rows(self.total_variance)).log()).sum(dim=1)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -68,14 +73,13 @@ class RegressionPredictive(NumericPredictive):
                 return -0.5 * summed(terms, self.mean.dim())
 
             return density
-        root = torch.linalg.cholesky(self._total_covariance(self.covariance))
+        root: Tensor = torch.linalg.cholesky(self._total_covariance(self.covariance))
         constant = root.diagonal(dim1=1, dim2=2).log().sum(dim=1) + 0.5 * root.shape[-1] * math.log(2 * math.pi)
 
         def joint(y: Tensor) -> Tensor:
             residual = (y - self.mean).reshape(*y.shape[: y.dim() - self.mean.dim() + 1], -1, 1)
-            white = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
-            density: Tensor = -0.5 * white.square().sum(dim=-1) - constant
-            return density
+            white: Tensor = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
+            return -0.5 * white.square().sum(dim=-1) - constant
 
         return joint
 
@@ -117,3 +121,117 @@ class Regression(Likelihood):
         """1/σ², σ² = 1 where it is not given."""
         ones = torch.ones_like(outputs)
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticPredictive(NumericPredictive):
+    """p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian.
+
+    The last dimension of the outputs holds k means m, then k log-variances g; so do `mean`, `variance`, `covariance` and
+    `draws`. m is integrated in closed form, g by quadrature, or over its draws where the prediction sampled. m and g are
+    independent unless the prediction was made with `covariance=True`; the k targets of an example always are, but for
+    `sample`.
+    """
+
+    @property
+    def predicted_mean(self) -> Tensor:
+        """E[y] = E[m], (batch, ..., k)."""
+        return self.mean.chunk(2, dim=-1)[0]
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """E[exp g], the expected observation noise; exp(E[g] + Var[g]/2) where g is Gaussian."""
+        if self.draws is not None:
+            return self.draws.chunk(2, dim=-1)[1].exp().mean(dim=0)
+        return (self.mean + self.variance / 2).chunk(2, dim=-1)[1].exp()
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Var[y] = Var[m] + E[exp g]."""
+        return self.variance.chunk(2, dim=-1)[0] + self.noise_variance
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y, (n, batch, ..., k)."""
+        mean, log_variance = self._function_draws(n, generator).chunk(2, dim=-1)
+        return mean + normal_like(self.predicted_mean, n, generator) * (log_variance / 2).exp()
+
+    @cached_property
+    def _components(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, means and standard deviations of the Gaussians that p(y) is a mixture of, (nodes, batch, ..., k)."""
+        (mean, centre), (variance, width) = self.mean.chunk(2, dim=-1), self.variance.chunk(2, dim=-1)
+        if self.draws is None:
+            z, weights = nodes_like(_NODES_PER_UNIT, centre)
+            away = z * width.sqrt()
+        else:
+            away = self.draws.chunk(2, dim=-1)[1] - centre
+            weights = torch.full_like(away[:, :1], 1 / len(away))
+        if self.covariance is not None:
+            k = mean.shape[-1]
+            cross = place_blocks(self.covariance, self.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
+            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
+        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
+
+    def _log_density(self) -> Callable[[Tensor], Tensor]:
+        weights, means, stddevs = self._components
+        constant = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi)
+
+        def density(y: Tensor) -> Tensor:
+            white = (y.unsqueeze(-means.dim()) - means) / stddevs
+            return summed(torch.logsumexp(constant - 0.5 * white.square(), -means.dim()), self.mean.dim())
+
+        return density
+
+    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
+        weights, means, stddevs = (part.double() for part in self._components)
+        return lambda y: (weights * normal_mass((y - means) / stddevs, upper)).sum(dim=0)
+
+    def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        _, means, stddevs = self._components
+        ends = means + (1 if upper else -1) * level_quantile(1 - 2 * tail) * stddevs
+        return ends.amin(dim=0), ends.amax(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticMixture(NumericMixture, HeteroscedasticPredictive):
+    """p(y) = Σ π_m p_m(y), each member a mixture of Gaussians itself."""
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Σ π_m E_m[exp g]."""
+        return self._averaged(lambda member: member.noise_variance)
+
+
+@dataclass(frozen=True)
+class Heteroscedastic(Likelihood):
+    """Gaussian with a variance of its own for every input; 2 k outputs for k targets, means first.
+
+    The Hessian in (m, g) is taken in expectation over y, diag(exp(−g), ½): at a single y it is not positive.
+    """
+
+    name: str = "heteroscedastic"
+    kind: type[Predictive] = HeteroscedasticPredictive
+    mixture_kind: type[PredictiveMixture] = HeteroscedasticMixture
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance).mean(dim=(1, 2))
+
+    def n_outputs(self, targets: Tensor) -> int:
+        """Two per target."""
+        return 2 * super().n_outputs(targets)
+
+    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """exp(−g) for the means, ½ for the log-variances."""
+        precision = (-outputs.chunk(2, dim=-1)[1]).exp()
+        return torch.cat([precision, torch.full_like(precision, 0.5)], dim=-1)
+
+    def locations(self, outputs: Tensor) -> Tensor:
+        """The means."""
+        if outputs.dim() < 2 or outputs.shape[-1] % 2:
+            raise MatchError(
+                f"heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, but "
+                f"the outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
+            )
+        return outputs.chunk(2, dim=-1)[0]

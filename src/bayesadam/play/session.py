@@ -12,6 +12,7 @@ import torch
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.play import learners
+from bayesadam.play.bands import Bands
 from bayesadam.play.learners import Learner
 from bayesadam.play.request import N_GRID, X_INTERVAL, Request
 
@@ -27,7 +28,8 @@ Message = dict[str, Any]
 class Session:
     """The learners of one page; one request at a time, the newest: it waits until the older has let go.
 
-    All pages take `turns` to train: networks this small gain nothing from training side by side.
+    Args:
+        turns: who trains now, of all pages: networks this small gain nothing from training side by side.
     """
 
     def __init__(self, turns: threading.Lock) -> None:
@@ -38,7 +40,12 @@ class Session:
         self._learners: tuple[Learner, ...] = tuple(panel.learner(panel) for panel in learners.PANELS)
 
     def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
-        """Bands, one message per learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request."""
+        """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
+
+        Args:
+            request: points and sliders.
+            gone: whether the page has hung up; asked between steps.
+        """
         began = time.perf_counter()
         stop = threading.Event()
         with self._newest:
@@ -73,8 +80,9 @@ class Session:
                 if message is None:
                     return
                 if message["type"] == "failed":
-                    new = learner.panel.learner(learner.panel)
-                    self._learners = tuple(new if own is learner else own for own in self._learners)
+                    self._learners = tuple(
+                        own.panel.learner(own.panel) if own is learner else own for own in self._learners
+                    )
                 if not learner.left or message["type"] == "failed":
                     pending.remove(learner)
                 yield message | {"seconds": round(spent[learner.panel.method], 3)}
@@ -122,6 +130,19 @@ def _turn(learner: Learner, request: Request | None, deadline: float, stopped: C
     if not bands.finite:
         said = "its numbers are no longer finite: move the sliders from their ends, or restart the training"
         return {"type": "failed", "method": learner.panel.method, "error": said}
-    mean, std = ([round(value, 4) for value in values.tolist()] for values in (bands.mean, bands.std))
-    message = {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left}
-    return {**message, "mean": mean, "std": std}
+    return _said(learner, bands)
+
+
+def _said(learner: Learner, bands: Bands) -> Message:
+    return {
+        "type": "bands",
+        "method": learner.panel.method,
+        "steps": learner.taken,
+        "left": learner.left,
+        "mean": _rounded(bands.mean),
+        "std": _rounded(bands.std),
+    }
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,12 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods import Predictive
+from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.posterior import Posterior
-from bayesadam.predict.call import Forward
-from bayesadam.predict.linearised import DEFAULT_BUDGET
-from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.noise import fresh_seed, stream_seed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -37,7 +33,15 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture:
+class Mixture(
+    Distribution[
+        likelihoods.RegressionMixture,
+        likelihoods.ClassificationMixture,
+        likelihoods.BinaryMixture,
+        likelihoods.HeteroscedasticMixture,
+        likelihoods.PoissonMixture,
+    ]
+):
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members: changing it returns a new one. Members may have a model each or share one, since each keeps
@@ -71,8 +75,6 @@ class Mixture:
         object.__setattr__(self, "weights", _normalised(weights, len(given)))
         _warn_of_shared_statistics(given)
 
-    # --- what it says -------------------------------------------------------------------------------------------
-
     @property
     def mean(self) -> dict[str, Tensor]:
         """E[θ] = Σ π_m μ_m by parameter name: a moment, and no weights to run a network with.
@@ -86,29 +88,16 @@ class Mixture:
         """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
         means = [member.mean for member in self.members]
         centre = self._averaged(means)
-        return self._averaged(
-            [
-                {name: sigma.add_((mean[name] - centre[name]).square_()) for name, sigma in member.variance.items()}
-                for member, mean in zip(self.members, means, strict=True)
-            ]
-        )
-
-    @property
-    def stddev(self) -> dict[str, Tensor]:
-        """The square root of `variance`."""
-        return {name: variance.sqrt_() for name, variance in self.variance.items()}
-
-    def snr(self) -> dict[str, Tensor]:
-        """Signal-to-noise ratio |E[θ]|/σ of the whole mixture; 0 where the variance is infinite."""
-        stddev = self.stddev
-        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+        found = [member.variance for member in self.members]
+        for variance, mean in zip(found, means, strict=True):
+            for name, mu in mean.items():
+                variance[name].add_((mu - centre[name]).square_())
+        return self._averaged(found)
 
     @property
     def n_weights(self) -> int:
         """The number of weights of one network."""
         return self.members[0].n_weights
-
-    # --- drawing and scoring ------------------------------------------------------------------------------------
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draws from q, each from a member picked with probability π_m, in the types of the models' parameters.
@@ -117,8 +106,7 @@ class Mixture:
             n: the number of draws, a leading dimension; None for one draw without it, the first of any number.
             generator: makes picks and draws reproducible; they depend on it alone.
         """
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+        check_draws(n)
         self.require_proper()
         seed = fresh_seed(generator)
         picks = self._picks(n or 1, seed)
@@ -127,11 +115,9 @@ class Mixture:
         draws: dict[str, Tensor] = {}
         for number in sorted(set(picks)):
             places = [place for place, pick in enumerate(picks) if pick == number]
-            drawn = self.members[number].sample(len(places), generator=_stream(seed, number))
-            for name, values in drawn.items():
-                if name not in draws:
-                    draws[name] = values.new_empty((n, *values.shape[1:]))
-                draws[name][places] = values.to(draws[name])
+            for name, values in self.members[number].sample(len(places), generator=_stream(seed, number)).items():
+                whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
+                whole[places] = values.to(whole)
         return draws
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -158,72 +144,13 @@ class Mixture:
         with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
 
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> likelihoods.RegressionMixture: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.ClassificationMixture: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.BinaryMixture: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.HeteroscedasticMixture: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.PoissonMixture: ...
-
-    @overload
-    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
-
-    def predict(
-        self,
-        inputs: Any,
-        *,
-        likelihood: LikelihoodName = "regression",
-        predictive: PredictiveKind = "linearised",
-        n_samples: int = 30,
-        covariance: bool = False,
-        link: Link = "probit",
-        forward: Forward | None = None,
-        generator: torch.Generator | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        method: PredictiveKind | None = None,
-    ) -> Predictive:
-        """p(y) = Σ π_m p_m(y), the members' predictives of one batch mixed; the options are those of `Posterior.predict`.
-
-        They are the same for every member; `n_samples` are drawn from each, from a stream of its own.
-        """
-        options = Options(
-            likelihood=likelihood,
-            predictive=predictive,
-            n_samples=n_samples,
-            covariance=covariance,
-            link=link,
-            forward=forward,
-            generator=generator,
-            memory_budget=memory_budget,
-            method=method,
-        )
+    def _predict(self, inputs: Any, options: Options) -> Predictive:
+        """p(y) = Σ π_m p_m(y); `n_samples` are drawn from each member, from a stream of its own."""
         self.require_proper()
-        seed = fresh_seed(generator)
-        members = [
-            predictive_of(member, inputs, replace(options, generator=_stream(seed, number)))
-            for number, member in enumerate(self.members)
-        ]
+        seed = fresh_seed(options.generator)
+        streams = [replace(options, generator=_stream(seed, number)) for number in range(len(self))]
+        members = [predictive_of(member, inputs, own) for member, own in zip(self.members, streams, strict=True)]
         return options.record.mixture(members, self.weights)
-
-    # --- changing, moving, saving -------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
@@ -260,12 +187,7 @@ class Mixture:
         kind, weights, headers = (header.get(key) for key in ("structure", "weights", "members"))
         if kind != _KIND:
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
-        if (
-            not isinstance(headers, list)
-            or not isinstance(weights, list)
-            or len(headers) != len(weights)
-            or not headers
-        ):
+        if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
             raise FileError(f"{path} is damaged: its header has not a weight for every member")
         members = []
         for number, own in enumerate(headers):
@@ -282,8 +204,6 @@ class Mixture:
             return cls(members, weights)
         except (MatchError, SettingError) as error:
             raise FileError(f"{path} is damaged: {error}") from error
-
-    # --- inside -------------------------------------------------------------------------------------------------
 
     def require_proper(self) -> None:
         """Raise unless every weight of every member has a finite variance."""
@@ -314,7 +234,7 @@ class Mixture:
         """n members' numbers, drawn with probabilities π from a stream of their own."""
         random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
         places = np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")
-        return [int(place) for place in places]
+        return list(map(int, places))
 
 
 def require_one_network(posterior: object, what: str) -> None:
@@ -336,9 +256,8 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
         raise SettingError("a mixture needs at least one member")
     for number, member in enumerate(members):
         if not isinstance(member, Posterior):
-            raise SettingError(
-                f"the members of a mixture are Posteriors, but member {number} is {type(member).__name__}"
-            )
+            kind = type(member).__name__
+            raise SettingError(f"the members of a mixture are Posteriors, but member {number} is {kind}")
         member.require_whole("a mixture")
     first, *others = members
     for number, member in enumerate(others, start=1):
@@ -350,10 +269,8 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
                         "posteriors over the same parameters"
                     )
             mine, theirs = first.mode[name], member.mode[name]
-            for what, here, there in (
-                ("has shape", tuple(mine.shape), tuple(theirs.shape)),
-                ("is on", str(mine.device), str(theirs.device)),
-            ):
+            shapes, devices = (tuple(mine.shape), tuple(theirs.shape)), (mine.device, theirs.device)
+            for what, (here, there) in (("has shape", shapes), ("is on", devices)):
                 if here != there:
                     raise MatchError(f"{name!r} {what} {here} in member 0 and {there} in member {number}")
 
@@ -385,15 +302,12 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
     owners: dict[int, Posterior] = {}
     for member in members:
         first = owners.setdefault(id(member.model), member)
-        tracked = [
-            name
-            for name, module in member.model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-        ]
+        norms = [pair for pair in member.model.named_modules() if isinstance(pair[1], nn.modules.batchnorm._BatchNorm)]
+        tracked = [name for name, module in norms if module.running_mean is not None]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
                 f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
-                "are right for one network alone: give each member a model of its own",
+                "are right for one network alone: give each member a model of its own"
             )
             return
 
@@ -402,16 +316,12 @@ def _different(members: tuple[Posterior, ...]) -> list[dict[str, Tensor]]:
     """Buffers, and parameters outside the posterior, in which the members' networks differ, member by member."""
     found = [_besides(member.model, member.mode) for member in members]
     names = dict.fromkeys(name for besides in found for name in besides)
-    odd = [name for name in names if not _all_equal([besides.get(name) for besides in found])]
+    odd = [name for name in names if not all(_same(found[0].get(name), besides.get(name)) for besides in found[1:])]
     return [{name: besides[name] for name in odd if name in besides} for besides in found]
 
 
-def _all_equal(tensors: Sequence[Tensor | None]) -> bool:
-    first = tensors[0]
-    return first is not None and all(
-        tensor is not None and tensor.dtype == first.dtype and torch.equal(tensor.to(first.device), first)
-        for tensor in tensors[1:]
-    )
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(other.to(one.device), one)
 
 
 def _besides(model: nn.Module, mode: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +22,36 @@ from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
 from bayesadam.curvature import StateReader
-from bayesadam.curvature.match import (
-    Match,
-    check_parameter,
-    listed_optimizers,
-    match_optimizers,
-    match_state_dict,
-    own_parameters,
-    unwrap,
-)
+from bayesadam.curvature import match as matching
+from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters, unwrap
 from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods import Predictive
 from bayesadam.posterior import folder
-from bayesadam.predict.call import Forward
-from bayesadam.predict.linearised import DEFAULT_BUDGET
-from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+from bayesadam.posterior.distribution import Distribution, check_draws
+from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.registry import load_structure, structure_named
 from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name, prior_or_decay
-from bayesadam.structures.stored import Stored
-from bayesadam.structures.structure import Directions, Reading, Structure, StructureSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
 
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior:
+class Posterior(
+    Distribution[
+        likelihoods.RegressionPredictive,
+        likelihoods.ClassificationPredictive,
+        likelihoods.BinaryPredictive,
+        likelihoods.HeteroscedasticPredictive,
+        likelihoods.PoissonPredictive,
+    ]
+):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     With c = v̂ᵖ the optimiser's curvature, w = s N B^(2p−1) and δ the prior precision (paper, equation 10):
@@ -92,8 +88,6 @@ class Posterior:
     omitted: Mapping[str, str]
     noise_variance: Tensor | None = None
 
-    # --- building -----------------------------------------------------------------------------------------------
-
     @classmethod
     def from_optimizer(
         cls,
@@ -112,7 +106,6 @@ class Posterior:
         """Read the posterior off a live optimiser; no data, no change to either.
 
         Args:
-            model: the trained model.
             optimizer: the optimiser that trained it, or a list of several over one model.
             n_data: N, the number of training examples.
             prior_precision: δ, one number or one per parameter name; None takes N × the weight decay of each
@@ -128,7 +121,8 @@ class Posterior:
         """
         settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=recorder is not None)
-        if recorder is not None and set(map(id, listed_optimizers(optimizer))) != set(map(id, recorder.optimizers)):
+        given = set(map(id, matching.listed_optimizers(optimizer)))
+        if recorder is not None and given != set(map(id, recorder.optimizers)):
             raise MatchError("the recorder is attached to another optimiser than the one given")
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
@@ -150,20 +144,15 @@ class Posterior:
         form: Form = "map",
         structure: str = "diagonal",
     ) -> Posterior:
-        """The same from `optimizer.state_dict()`, with the model's weights as they are now.
+        """The same from `optimizer.state_dict()`, with the model's weights as they are now; the rest as in `from_optimizer`.
 
         Args:
-            model: the model, its trained weights loaded.
-            state_dict: what the optimiser's `state_dict()` returned.
-            n_data: N, the number of training examples.
             optimizer: the name of the optimiser that wrote it, or a reader.
             param_names: the parameter names in the optimiser's order, where the state dict has none of its own.
-
-        The rest is as in `from_optimizer`.
         """
         settings = Settings(n_data, {}, power, batch_size, form)
         spec = structure_named(structure, recorded=False)
-        match = match_state_dict(model, state_dict, optimizer, param_names)
+        match = matching.match_state_dict(model, state_dict, optimizer, param_names)
         return cls._from_match(model, match, spec, settings, prior_precision)
 
     @classmethod
@@ -187,14 +176,13 @@ class Posterior:
     ) -> Posterior:
         """The same from what a trainer saved; the model gets the weights and buffers of the file.
 
+        The rest is as in `from_optimizer`, and as in `CheckpointOptions`.
+
         Args:
             path: the checkpoint; only tensors and plain data are read from it.
             model: the model that was trained, its weights may be any; a part of it will do.
             n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-            optimizer_path: this and the next five are those of `CheckpointOptions`.
             optimizer: the name of the optimiser that wrote the state; None identifies it.
-
-        The rest is as in `from_optimizer`.
         """
         spec = structure_named(structure, recorded=False)
         options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
@@ -228,7 +216,7 @@ class Posterior:
     def _from_match(
         cls,
         model: nn.Module,
-        match: Match,
+        match: matching.Match,
         spec: StructureSpec,
         settings: Settings,
         prior_precision: Precision | Mapping[str, Precision] | None,
@@ -237,8 +225,7 @@ class Posterior:
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
-        read = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
-        curvature, gradients = read
+        curvature, gradients = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
         structure = spec.build(Reading(match, curvature, gradients))
         moments = curvature.second_moment
         shapes = {name: v.shape for name, v in moments.items()}
@@ -249,8 +236,6 @@ class Posterior:
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
         settings = replace(settings, prior_precision=sharded.prior_like(prior, mode))
         return cls(unwrap(model), mode, structure, settings, curvature.omitted)
-
-    # --- what it says -------------------------------------------------------------------------------------------
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -304,16 +289,6 @@ class Posterior:
         return self.structure.effective_dimension(self.settings)
 
     @property
-    def stddev(self) -> dict[str, Tensor]:
-        """The square root of `variance`."""
-        return {name: variance.sqrt_() for name, variance in self.variance.items()}
-
-    def snr(self) -> dict[str, Tensor]:
-        """Signal-to-noise ratio |μ|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
-        stddev = self.stddev
-        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
-
-    @property
     def n_data(self) -> float:
         """N."""
         return self.settings.n_data
@@ -333,8 +308,6 @@ class Posterior:
         """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of everything."""
         return any(is_sharded(theta) for theta in self.mode.values())
 
-    # --- drawing and scoring ------------------------------------------------------------------------------------
-
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draws from q, in the types of the model's parameters; rows that embeddings keep for padding are not drawn.
 
@@ -344,13 +317,12 @@ class Posterior:
                 alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
                 processes share a sharded posterior: there the first process's generator counts.
         """
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+        check_draws(n)
         self.require_proper()
         seed = sharded.common_seed(generator, self.mode)
         with torch.no_grad():
-            drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self._parameter_dtypes())
-            return self._with_padding(drawn)
+            dtypes = {name: parameter.dtype for name, parameter in self.parameters().items()}
+            return self._with_padding(self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=dtypes))
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay.
@@ -366,9 +338,8 @@ class Posterior:
             shape = params[name].shape
             split = len(shape) - theta.dim()
             if split < 0 or shape[split:] != theta.shape:
-                raise MatchError(
-                    f"{name!r} has shape {tuple(shape)}; expected (..., {', '.join(map(str, theta.shape))})"
-                )
+                expected = ", ".join(map(str, theta.shape))
+                raise MatchError(f"{name!r} has shape {tuple(shape)}; expected (..., {expected})")
             batch_shapes.add(shape[:split])
         if len(batch_shapes) > 1:
             raise MatchError(f"the parameters have different leading dimensions: {sorted(map(tuple, batch_shapes))}")
@@ -396,9 +367,8 @@ class Posterior:
     def _holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         parameters = self.parameters()
         originals = {name: parameters[name].data for name in values}
-        holders = [
-            (m, key, b, b.clone()) for m in self.model.modules() for key, b in m._buffers.items() if b is not None
-        ]
+        buffers = [(m, key, b) for m in self.model.modules() for key, b in m._buffers.items() if b is not None]
+        copies = [(buffer, buffer.clone()) for _, _, buffer in buffers]
         try:
             for name, value in values.items():
                 parameters[name].data = value.to(originals[name].device)
@@ -407,9 +377,9 @@ class Posterior:
             for name, data in originals.items():
                 parameters[name].data = data
             with torch.no_grad():
-                for module, key, buffer, _ in holders:
+                for module, key, buffer in buffers:
                     module._buffers[key] = buffer
-                for _, _, buffer, before in holders:
+                for buffer, before in copies:
                     _unexpanded(buffer, buffer).copy_(_unexpanded(before, buffer))
 
     def copy_mean_to_model(self) -> None:
@@ -419,112 +389,19 @@ class Posterior:
             for name, mu in self.mean.items():
                 own_part(parameters[name]).copy_(own_part(mu))
 
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> likelihoods.RegressionPredictive: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.ClassificationPredictive: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.BinaryPredictive: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.HeteroscedasticPredictive: ...
-
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]
-    ) -> likelihoods.PoissonPredictive: ...
-
-    @overload
-    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
-
-    def predict(
-        self,
-        inputs: Any,
-        *,
-        likelihood: LikelihoodName = "regression",
-        predictive: PredictiveKind = "linearised",
-        n_samples: int = 30,
-        covariance: bool = False,
-        link: Link = "probit",
-        forward: Forward | None = None,
-        generator: torch.Generator | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        method: PredictiveKind | None = None,
-    ) -> Predictive:
-        """The predictive distribution of a batch; the model is as before when it returns, or raises.
-
-        Of a model sharded by FSDP2 every process asks, each for its own batch, with equal options and generators. Where the
-        whole posterior fits the memory budget it is gathered for the call, and nothing else is different. Where it does
-        not, the sampling predictives gather one FSDP module at a time, and run each draw on all of the batch. Either way
-        the model runs in the types of its parameters, without FSDP2's mixed precision.
-
-        | predictive             | f                                        | cost                                       |
-        |------------------------|------------------------------------------|--------------------------------------------|
-        | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one per output  |
-        | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product per draw            |
-        | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass per draw                    |
-
-        The draws of `"sampled"` are of each example by itself: a network of linear layers alone, under a diagonal
-        posterior, has its activations drawn, independently from example to example, and not one θ for the batch.
-
-        Other threads that ask for the same model wait for this call to end.
-
-        Args:
-            inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes first.
-            likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
-                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one log-rate
-                per target).
-            predictive: see the table.
-            n_samples: draws of the sampling predictives.
-            covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
-                `mutual_information()` and a heteroscedastic density take outputs as independent of each other.
-            link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
-            forward: `forward(model, inputs)` for models whose call is unusual.
-            generator: makes the draws reproducible.
-            memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
-            method: the old name of `predictive`.
-        """
-        options = Options(
-            likelihood=likelihood,
-            predictive=predictive,
-            n_samples=n_samples,
-            covariance=covariance,
-            link=link,
-            forward=forward,
-            generator=generator,
-            memory_budget=memory_budget,
-            method=method,
-        )
+    def _predict(self, inputs: Any, options: Options) -> Predictive:
         return predictive_of(self, inputs, options)
 
-    # --- changing, moving, saving -------------------------------------------------------------------------------
-
     def replace(self, **changes: Any) -> Posterior:
-        """A new posterior with some settings changed.
-
-        They are n_data, prior_precision, power, batch_size, form, scale and noise_variance.
-        """
-        unknown = sorted(changes.keys() - {*_SETTING_NAMES, "noise_variance"})
-        if unknown:
-            raise SettingError(
-                f"cannot replace {unknown}; the settings are {', '.join(_SETTING_NAMES)}, noise_variance"
-            )
+        """A new one with other n_data, prior_precision, power, batch_size, form, scale or noise_variance."""
+        if unknown := sorted(changes.keys() - {*_SETTING_NAMES, "noise_variance"}):
+            names = ", ".join(_SETTING_NAMES)
+            raise SettingError(f"cannot replace {unknown}; the settings are {names}, noise_variance")
         noise = _noise(changes.pop("noise_variance", self.noise_variance))
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
-            changes["prior_precision"] = sharded.prior_like(
-                prior_by_name(changes["prior_precision"], shapes), self.mode
-            )
+            prior = prior_by_name(changes["prior_precision"], shapes)
+            changes["prior_precision"] = sharded.prior_like(prior, self.mode)
         return replace(self, settings=replace(self.settings, **changes), noise_variance=noise)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
@@ -532,11 +409,7 @@ class Posterior:
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
         mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
-        prior = {
-            name: delta.to(device=device, dtype=dtype) if isinstance(delta, Tensor) else delta
-            for name, delta in self.prior_precision.items()
-        }
-        settings = replace(self.settings, prior_precision=prior)
+        settings = self._settings_with(lambda delta: delta.to(device=device, dtype=dtype))
         noise = None if self.noise_variance is None else self.noise_variance.to(device=device, dtype=dtype)
         structure = self.structure.to(device, dtype)
         return replace(self, mode=mode, structure=structure, settings=settings, noise_variance=noise)
@@ -549,45 +422,38 @@ class Posterior:
         named = own_parameters(model)
         for name, theta in self.mode.items():
             if name not in named or named[name].shape != theta.shape or is_sharded(named[name]):
-                raise MatchError(
-                    f"{type(model).__name__} has no plain parameter {name!r} of shape {tuple(theta.shape)}"
-                )
-        prior = {name: whole(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
-        return replace(
-            self,
-            model=unwrap(model),
-            mode={name: whole(theta) for name, theta in self.mode.items()},
-            structure=self.structure.gathered(),
-            settings=replace(self.settings, prior_precision=prior),
-        )
+                shape = tuple(theta.shape)
+                raise MatchError(f"{type(model).__name__} has no plain parameter {name!r} of shape {shape}")
+        mode = {name: whole(theta) for name, theta in self.mode.items()}
+        structure, settings = self.structure.gathered(), self._settings_with(whole)
+        return replace(self, model=unwrap(model), mode=mode, structure=structure, settings=settings)
+
+    def _settings_with(self, change: Callable[[Tensor], Tensor]) -> Settings:
+        """The settings with every prior precision that is a tensor changed."""
+        prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
+        return replace(self.settings, prior_precision=prior)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior to one safetensors file, in place of an older one only once it is complete.
 
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint.
         """
-        write = folder.write if self.is_sharded else storage.write
-        write(path, *self.packed())
+        (folder.write if self.is_sharded else storage.write)(path, *self.packed())
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
         tensors = {f"mode.{name}": theta for name, theta in self.mode.items()}
         for role, named in self.structure.tensors().items():
             tensors |= {f"{role}.{name}": tensor for name, tensor in named.items()}
-        numbers: dict[str, float] = {}
-        for name, delta in self.prior_precision.items():
-            if isinstance(delta, Tensor):
-                tensors[f"prior_precision.{name}"] = delta
-            else:
-                numbers[name] = delta
+        prior = self.prior_precision
+        tensors |= {f"prior_precision.{name}": delta for name, delta in prior.items() if isinstance(delta, Tensor)}
+        numbers = {name: delta for name, delta in prior.items() if not isinstance(delta, Tensor)}
+        settings = {key: getattr(self.settings, key) for key in _SETTING_NAMES if key != "prior_precision"}
         header = {
             "version": __version__,
             "structure": self.structure.kind,
             "parameters": list(self.mode),
-            "settings": {
-                **{key: getattr(self.settings, key) for key in _SETTING_NAMES if key != "prior_precision"},
-                "prior_precision": numbers,
-            },
+            "settings": {**settings, "prior_precision": numbers},
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
         }
@@ -632,8 +498,6 @@ class Posterior:
         noise = _noise(header.get("noise_variance"))
         return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), noise)
 
-    # --- inside -------------------------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         return (
             f"Posterior({type(self.model).__name__}, {self.structure.kind}, {self.n_weights:,} weights in "
@@ -648,10 +512,6 @@ class Posterior:
                 raise MatchError(f"the model no longer has a parameter {name!r} of shape {tuple(theta.shape)}")
         return parameters
 
-    def _parameter_dtypes(self) -> dict[str, torch.dtype]:
-        parameters = self.parameters()
-        return {name: parameters[name].dtype for name in self.mode}
-
     def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by name, which are written to, with θ in the rows that stand for padding."""
         for name, row in self.padding.items():
@@ -663,8 +523,7 @@ class Posterior:
         self._require_proper(self._filled)
 
     def _require_proper(self, structure: Structure) -> None:
-        flat = structure.flat_weights(self.settings)
-        if flat:
+        if flat := structure.flat_weights(self.settings):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
@@ -674,8 +533,7 @@ class Posterior:
 
     def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings ask of it."""
-        limits = self._filled.limits(self.settings)
-        if limits is not None:
+        if (limits := self._filled.limits(self.settings)) is not None:
             warn(limits, StructureWarning)
 
     def require_whole(self, what: str) -> None:

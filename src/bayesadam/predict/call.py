@@ -40,9 +40,7 @@ class _Caller(nn.Module):
 class Call:
     """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
-    Attributes:
-        model: the model.
-        forward: `forward(model, inputs)` for models whose call is unusual; its first tensor or `.logits` is taken.
+    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken.
     """
 
     model: nn.Module
@@ -142,8 +140,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def plain(inputs: Any) -> Any:
     """Mappings of any kind as dicts, so that batches can be cut and joined; without a graph, and never inference tensors."""
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    return pytree.tree_map(_differentiable, inputs)
+    return pytree.tree_map(_differentiable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def _differentiable(leaf: Any) -> Any:

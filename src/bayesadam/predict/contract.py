@@ -15,6 +15,7 @@ from bayesadam.predict.layers import EmbeddingUse, Layout, MatrixUse, ProductUse
 _PIECE = 1 << 21
 _DEVICE_PIECE = 1 << 27
 _LONG_ROW = 4096
+Layouts = Sequence[Layout]
 
 
 def variances(
@@ -22,18 +23,13 @@ def variances(
 ) -> Tensor:
     """Σ_w J²_bcw S_w for each S of `variance`: (k, b, c).
 
-    Args:
-        uses: every use of one parameter (or of the same rows of it).
-        ds: D at each use, (c, ...).
-        layout: how the examples lie, use by use.
-        size: b.
-        variance: S, tensors of the parameter's shape.
+    `uses` are every use of one parameter, or of the same rows of it, and `ds` is D at each, (c, ...).
     """
     first = uses[0]
     variance = [first.of(s) for s in variance]
-    if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
+    if isinstance(first, ProductUse) and all(type(use) is type(first) for use in uses):
         x, y = _joined_factors(uses, ds, layout, size, variance[0].dtype)
-        return _product_variances(x, y, [_arranged(first, s) for s in variance])
+        return _product_variances(x, y, [first.arranged(s) for s in variance])
     rows = _looked_up(uses, ds, layout, size, variance[0].dtype)
     if rows is not None:
         own, ids, factors = rows
@@ -55,9 +51,9 @@ def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size:
     """Σ_w J_bcw J_bdw S_w: (b, c, d)."""
     first = uses[0]
     variance = first.of(variance)
-    if all(isinstance(use, ProductUse) and type(use) is type(first) for use in uses):
+    if isinstance(first, ProductUse) and all(type(use) is type(first) for use in uses):
         x, y = _joined_factors(uses, ds, layout, size, variance.dtype)
-        return _product_covariance(x, y, _arranged(first, variance))
+        return _product_covariance(x, y, first.arranged(variance))
     rows = _looked_up(uses, ds, layout, size, variance.dtype)
     if rows is not None:
         own, ids, factors = rows
@@ -75,12 +71,6 @@ def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size:
 def one_position(use: Use, layout: Layout, size: int) -> bool:
     """Whether a weight matrix is used at one place per example, so that its bias can be contracted along with it."""
     return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
-
-
-def affine_scale(use: MatrixUse, variance: Tensor, bias_variance: Tensor | None) -> Tensor:
-    """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
-    t = use.input.detach().to(variance.dtype).square() @ variance.mT
-    return t if bias_variance is None else t + bias_variance
 
 
 def total_gradient(
@@ -102,23 +92,12 @@ def total_gradient(
     return total
 
 
-Layouts = Sequence[Layout]
-
-
-def _arranged(use: Use, tensor: Tensor) -> Tensor:
-    assert isinstance(use, ProductUse)
-    return use.arranged(tensor)
-
-
 def _joined_factors(
     uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Several uses of one weight are more positions of it."""
-    pairs = [
-        use.factors(d.to(dtype), lay, size)
-        for use, d, lay in zip(uses, ds, layout, strict=True)
-        if isinstance(use, ProductUse)
-    ]
+    each = zip(uses, ds, layout, strict=True)
+    pairs = [use.factors(d.to(dtype), lay, size) for use, d, lay in each if isinstance(use, ProductUse)]
     if len(pairs) == 1:
         return pairs[0][0], pairs[0][1].to(dtype)
     return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(dtype) for _, y in pairs], dim=2)

@@ -1,8 +1,11 @@
-"""Gradients by autograd, example by example, of parameters that no layer explains; the same numbers, at a higher price."""
+"""Gradients by autograd, example by example, at a higher price: of parameters that no layer explains, and of all of them
+where Σ is narrower along a few directions over all weights together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
+from bayesadam.structures.structure import Directions
 
 VarianceOf = Callable[[str], Tensor]
 
@@ -32,49 +36,79 @@ def generic_moments(
     """The share of parameters that no layer explains: their gradients example by example, a few at a time."""
     if not plan.generic:
         return 0.0, 0.0
-    size = batch_size(inputs)
     mine = {name: leaves[name].detach() for name in plan.generic}
     others = {name: leaf.detach() for name, leaf in leaves.items() if name not in mine}
-    entries = sum(tensor.numel() for tensor in mine.values()) * plan.outputs
-    needed = entries * next(iter(mine.values())).element_size()
-    if needed > budget:
-        raise MemoryBudgetError(
-            f"the gradients of {len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need "
-            f"{needed:,} bytes per example, the memory budget is {budget:,}: raise memory_budget, or use "
-            "predictive='linearised-sampled', which needs less"
-        )
+    why = f"{len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need their gradients"
     variance, blocks = [], []
-    chunk = max(1, budget // (4 * needed))
-    for start in range(0, size, chunk):
-        found = jacobians(call, mine, others, examples(inputs, start, start + chunk))
-        wide = {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
+    for wide in _jacobians_in_chunks(call, mine, others, inputs, plan.outputs, budget, why):
         for name in wide.keys() & bases.keys():
             wide[name] = bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
         rows = {name: j.unsqueeze(-1).flatten(2) for name, j in wide.items()}
-        variance.append(
-            torch.stack(
-                [sum_of([row.square() @ s(name).flatten().to(row) for name, row in rows.items()]) for s in variances]
-            )
-        )
+        each = ([row.square() @ s(name).flatten().to(row) for name, row in rows.items()] for s in variances)
+        variance.append(torch.stack([reduce(torch.add, shares) for shares in each]))
         if covariance:
             scaled = [row * variances[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
-            blocks.append(sum_of([contract.gram(row) for row in scaled]))
+            blocks.append(reduce(torch.add, [contract.gram(row) for row in scaled]))
     joined = torch.cat(variance, dim=1)
     return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]
 
 
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+def projected_moments(
+    call: Call,
+    params: Mapping[str, Tensor],
+    variances: Sequence[VarianceOf],
+    directions: Sequence[Directions | None],
+    inputs: Any,
+    *,
+    outputs: int,
+    covariance: bool,
+    budget: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Variances (k, b, c) for each Σ = S^½ (I − Q diag(1 − κ) Qᵀ) S^½, and for a single one the blocks (b, c, c).
+
+    With H = J S^½ and A = H Q it is  (H − A Qᵀ)(H − A Qᵀ)ᵀ + A diag(κ) Aᵀ,  two squares: where the data have determined
+    nearly all of H the difference of H Hᵀ and A Aᵀ would be lost in rounding.
+    """
+    variance, blocks = [], []
+    why = "a low-rank posterior needs the gradients of every output"
+    for wide in _jacobians_in_chunks(call, dict(params), {}, inputs, outputs, budget, why):
+        parts = [_parts(wide, s, each) for s, each in zip(variances, directions, strict=True)]
+        squares = ([rows.square().sum(dim=-1) for rows in part] for part in parts)
+        variance.append(torch.stack([reduce(torch.add, each) for each in squares]))
+        if covariance:
+            blocks.append(reduce(torch.add, [contract.gram(rows) for rows in parts[0]]))
+    return torch.cat(variance, dim=1), torch.cat(blocks) if covariance else None
+
+
+def _parts(rows: Mapping[str, Tensor], variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
+    """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
+    white = {name: row * variance(name).sqrt().to(row) for name, row in rows.items()}
+    if directions is None:
+        return [row.unsqueeze(-1).flatten(2) for row in white.values()]
+    inside = directions.coordinates(white)
+    outside = directions.scaled(white, torch.zeros_like(directions.variance))
+    return [*(row.unsqueeze(-1).flatten(2) for row in outside.values()), inside * directions.variance.sqrt().to(inside)]
+
+
+def _jacobians_in_chunks(
+    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, outputs: int, budget: int, why: str
+) -> Iterator[dict[str, Tensor]]:
+    """`jacobians` in float32 or wider, of as many examples at a time as the budget holds."""
+    needed = outputs * sum(tensor.numel() * tensor.element_size() for tensor in mine.values())
+    if needed > budget:
+        raise MemoryBudgetError(
+            f"{why}, {needed:,} bytes per example, and the memory budget is {budget:,}: raise memory_budget, or use "
+            "predictive='linearised-sampled', which needs less"
+        )
+    chunk = max(1, budget // (4 * needed))
+    for start in range(0, batch_size(inputs), chunk):
+        found = jacobians(call, mine, others, examples(inputs, start, start + chunk))
+        yield {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
 
 
 def jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any) -> dict[str, Tensor]:
     """∂f/∂w of some parameters, (b, c, *shape): vectorised where the model allows it, else example by example."""
     size = batch_size(inputs)
-
     leaves, spec = pytree.tree_flatten(inputs)
     batched = [is_batched(leaf, size) for leaf in leaves]
 
@@ -105,11 +139,10 @@ def _confirmed(
             return not any(bool(jacobian.any()) for jacobian in found.values())
         r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)).to(flat)
         truths = torch.autograd.grad((r * flat).sum(), list(leaves.values()), allow_unused=True)
-    for (name, jacobian), truth in zip(((n, found[n]) for n in mine), truths, strict=True):
-        ours = torch.tensordot(r, jacobian, dims=2)
-        if not agree(ours, torch.zeros_like(leaves[name]) if truth is None else dense(truth)):
-            return False
-    return True
+    return all(
+        agree(torch.tensordot(r, found[name], dims=2), torch.zeros_like(leaf) if truth is None else dense(truth))
+        for (name, leaf), truth in zip(leaves.items(), truths, strict=True)
+    )
 
 
 def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], example: Any) -> dict[str, Tensor]:

@@ -110,10 +110,8 @@ class ConvolutionUse(ProductUse):
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X = D and Y the patches of a."""
         module = self.module
-        a = patches(
-            padded(self.input.detach(), module), module.kernel_size, module.stride, module.dilation, d.shape[3:]
-        )
-        groups = module.groups
+        image, groups = padded(self.input.detach(), module), module.groups
+        a = patches(image, module.kernel_size, module.stride, module.dilation, d.shape[3:])
         a = a.reshape(a.shape[0], groups, -1, a.shape[-1]).transpose(2, 3)
         x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
         return _folded(x, a, layout, size)
@@ -135,11 +133,6 @@ class RotatedUse(ProductUse):
 
     inner: ProductUse = None  # type: ignore[assignment]
     rotation: Rotation = None  # type: ignore[assignment]
-
-    @classmethod
-    def of_use(cls, inner: ProductUse, rotation: Rotation) -> RotatedUse:
-        """The use in coordinates."""
-        return cls(inner.name, inner.output, inner.layouts, None, inner.input, inner, rotation)
 
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X Q_L and Y Q_R."""
@@ -173,11 +166,8 @@ class TransposedConvolutionUse(ProductUse):
             for n, s, dil, k in zip(spatial, module.stride, module.dilation, module.kernel_size, strict=True)
         ]
         cut = [int(pad) for pad in module.padding]
-        padding = [
-            side
-            for full, pad, kept in reversed(list(zip(needed, cut, d.shape[3:], strict=True)))
-            for side in (pad, full - pad - kept)
-        ]
+        sizes = list(zip(needed, cut, d.shape[3:], strict=True))
+        padding = [side for full, pad, seen in reversed(sizes) for side in (pad, full - pad - seen)]
         flat = F.pad(d.flatten(0, 1), padding)
         u = patches(flat, module.kernel_size, module.stride, module.dilation, spatial)
         u = u.reshape(*d.shape[:2], groups, -1, u.shape[-1]).transpose(3, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,15 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
-from bayesadam.predict.generic import VarianceOf, batched_grad, generic_moments
+from bayesadam.predict.generic import VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
-from bayesadam.predict.projected import projected_moments
 from bayesadam.structures.structure import Directions
 
 DEFAULT_BUDGET = 1 << 30
 Cotangents = Callable[[int, int], Tensor]
+# What some uses of layers contribute: their numbers, and a function of D at each of them.
+_Share = tuple[Sequence[int], Callable[[Mapping[int, Tensor]], Tensor]]
 _OUTPUTS_AT_ONCE = 64
 
 
@@ -39,7 +40,6 @@ def moments(
     params: Mapping[str, Tensor],
     variances: Sequence[VarianceOf],
     inputs: Any,
-    *,
     covariance: bool = False,
     budget: int = DEFAULT_BUDGET,
     bases: Mapping[str, Rotation] | None = None,
@@ -52,10 +52,8 @@ def moments(
     the first examples; its parameters take the generic path, with the same numbers.
 
     Args:
-        call: the model.
         params: μ, in the types of the model's parameters.
         variances: functions from a parameter's name to its variances S.
-        inputs: the batch.
         covariance: the whole (c, c) blocks, for a single variance.
         budget: bytes for activations and back-propagated outputs.
         bases: the coordinates that the variances are in, of the parameters whose own they are not.
@@ -92,11 +90,10 @@ def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int
     at_once = plan.outputs if covariance else min(plan.outputs, _OUTPUTS_AT_ONCE)
     unit = plan.activations * element
     while True:
-        per_chunk = budget // (unit * (4 + 2 * at_once))
-        if per_chunk >= 1:
-            return min(per_chunk, size), at_once
+        needed = unit * (4 + 2 * at_once)
+        if needed <= budget:
+            return min(budget // needed, size), at_once
         if covariance or at_once == 1:
-            needed = unit * (4 + 2 * at_once)
             cheaper = "variances alone (covariance=False)" if covariance else "predictive='linearised-sampled'"
             raise MemoryBudgetError(
                 f"one example needs about {needed:,} bytes, the memory budget is {budget:,}: raise memory_budget, or use "
@@ -122,32 +119,33 @@ def _layerwise(
     plan = fitted(plan, uses, flat, leaves)
     uses, plan = _rotated(uses, plan, bases)
     like = torch.promote_types(flat.dtype, torch.float32)
-    variance = torch.zeros(len(variances), size, plan.outputs, dtype=like, device=flat.device)
-    blocks = variance[0, :, :, None]
-    if covariance:
-        blocks = torch.zeros(size, plan.outputs, plan.outputs, dtype=like, device=flat.device)
-    head = _head(uses, plan.layouts, output)
-    layouts = plan.layouts
+    variance = flat.new_zeros(len(variances), size, plan.outputs, dtype=like)
+    blocks = flat.new_zeros(size, plan.outputs, plan.outputs, dtype=like) if covariance else variance[0, :, :, None]
+    head, layouts = _head(uses, plan.layouts, output), plan.layouts
     if head is not None:
-        scales = _head_scales(uses, head, variances)
+        bias = next((use for use in uses if use.output is head.output and use is not head), None)
+        scales = torch.stack([_affine_scale(head, bias, s) for s in variances])
         variance += scales
         if covariance:
             blocks.diagonal(dim1=1, dim2=2).add_(scales[0])
         layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
     shares = _shares(uses, layouts, variances, size, covariance)
-    active = sorted({index for share in shares for index in share.uses})
+    active = sorted({index for indices, _ in shares for index in indices})
     if head is None:
         source, cotangents = flat, _one_hot(size, flat)
     else:
         source, cotangents = head.input, _head_rows(size, head, leaves[head.name])
-    for first, ds in _back_propagated(source, cotangents, [uses[i].output for i in active], plan.outputs, at_once):
-        by_use = dict(zip(active, ds, strict=True))
+    outputs = [uses[i].output for i in active]
+    # ∂f_c/∂(layer outputs) for some outputs c at a time; examples are independent, so their sum separates them.
+    for first in range(0, plan.outputs if active else 0, at_once):
+        basis = cotangents(first, min(at_once, plan.outputs - first))
+        by_use = dict(zip(active, batched_grad(source, outputs, basis), strict=True))
         with torch.no_grad():
-            for share in shares:
-                mine = {i: by_use[i] for i in share.uses if by_use[i] is not None}
+            for indices, share in shares:
+                mine = {i: by_use[i] for i in indices if by_use[i] is not None}
                 if not mine:
                     continue
-                part = share.of(mine)
+                part = share(mine)
                 if covariance:
                     blocks += part
                 else:
@@ -171,7 +169,7 @@ def _turned(use: Use, rotation: Rotation) -> Use:
     if isinstance(use, SumUse):
         return replace(use, rotation=rotation)
     assert isinstance(use, ProductUse)
-    return RotatedUse.of_use(use, rotation)
+    return RotatedUse(use.name, use.output, use.layouts, None, use.input, use, rotation)
 
 
 def _can_be_rotated(use: Use) -> bool:
@@ -213,22 +211,11 @@ def _is_direct(use: MatrixUse, output: Tensor) -> bool:
     return handed_on.next_functions[0][0] is made_by and same_input
 
 
-def _head_scales(uses: Sequence[Use], head: MatrixUse, variances: Sequence[VarianceOf]) -> Tensor:
-    bias = next((use for use in uses if use.output is head.output and use is not head), None)
-    return torch.stack([_affine_scale(head, bias, variance) for variance in variances])
-
-
 def _affine_scale(use: MatrixUse, bias: Use | None, variance: VarianceOf) -> Tensor:
-    own = None if bias is None else bias.of(variance(bias.name))
-    return contract.affine_scale(use, use.of(variance(use.name)), own)
-
-
-@dataclass(frozen=True, eq=False)
-class _Share:
-    """What some uses of layers contribute: a function of D at each of them, by the number of the use."""
-
-    uses: tuple[int, ...]
-    of: Callable[[Mapping[int, Tensor]], Tensor]
+    """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
+    own = use.of(variance(use.name))
+    t = use.input.detach().to(own.dtype).square() @ own.mT
+    return t if bias is None else t + bias.of(variance(bias.name))
 
 
 def _shares(
@@ -247,27 +234,25 @@ def _shares(
         use, layout = uses[index], layouts[index]
         if isinstance(use, MatrixUse) and layout is not None and contract.one_position(use, layout, size):
             bias = biases.get(id(use.output))
-            shares.append(_affine_share(use, index, None if bias is None else uses[bias], variances, covariance))
+            scales = [_affine_scale(use, None if bias is None else uses[bias], s) for s in variances]
+            shares.append(((index,), _affine_share(scales, covariance)))
             joined |= {index} if bias is None else {index, bias}
-    for indices in groups.values():
-        if indices[0] not in joined:
-            shares.append(_general_share(uses, indices, layouts, variances, size, covariance))
-    return shares
+    general = [indices for indices in groups.values() if indices[0] not in joined]
+    return shares + [
+        (indices, _general_share(uses, indices, layouts, variances, size, covariance)) for indices in general
+    ]
 
 
-def _affine_share(
-    use: MatrixUse, index: int, bias: Use | None, variances: Sequence[VarianceOf], covariance: bool
-) -> _Share:
-    scales = [_affine_scale(use, bias, variance) for variance in variances]
-
-    def of(ds: Mapping[int, Tensor]) -> Tensor:
-        d = ds[index].to(scales[0].dtype)
+def _affine_share(scales: Sequence[Tensor], covariance: bool) -> Callable[[Mapping[int, Tensor]], Tensor]:
+    def share(ds: Mapping[int, Tensor]) -> Tensor:
+        (d,) = ds.values()
+        d = d.to(scales[0].dtype)
         if covariance:
             return contract.gram((d * scales[0].sqrt()).transpose(0, 1))
         squares = d.square()
         return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
 
-    return _Share((index,), of)
+    return share
 
 
 def _general_share(
@@ -277,25 +262,24 @@ def _general_share(
     variances: Sequence[VarianceOf],
     size: int,
     covariance: bool,
-) -> _Share:
+) -> Callable[[Mapping[int, Tensor]], Tensor]:
     variance = [s(uses[indices[0]].name) for s in variances]
 
-    def of(ds: Mapping[int, Tensor]) -> Tensor:
+    def share(ds: Mapping[int, Tensor]) -> Tensor:
         mine = [uses[i] for i in ds]
         ways = [layout for i in ds if (layout := layouts[i]) is not None]
         if covariance:
             return contract.covariance(mine, list(ds.values()), ways, size, variance[0])
         return contract.variances(mine, list(ds.values()), ways, size, variance)
 
-    return _Share(tuple(indices), of)
+    return share
 
 
 def _one_hot(size: int, flat: Tensor) -> Cotangents:
     """The outputs' own unit vectors, for every example."""
-    total = flat.shape[1]
 
     def rows(first: int, count: int) -> Tensor:
-        basis = torch.zeros(count, size, total, dtype=flat.dtype, device=flat.device)
+        basis = torch.zeros(count, size, flat.shape[1], dtype=flat.dtype, device=flat.device)
         basis[torch.arange(count), :, first + torch.arange(count)] = 1.0
         return basis
 
@@ -310,13 +294,3 @@ def _head_rows(size: int, head: MatrixUse, weight: Tensor) -> Cotangents:
         return some.unsqueeze(1).expand(-1, size, -1)
 
     return rows
-
-
-def _back_propagated(
-    source: Tensor, cotangents: Cotangents, outputs: list[Tensor], total: int, at_once: int
-) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """∂f_c/∂(layer outputs) for `at_once` outputs c at a time; examples are independent, so their sum separates them."""
-    if not outputs:
-        return
-    for first in range(0, total, at_once):
-        yield first, batched_grad(source, outputs, cotangents(first, min(at_once, total - first)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -77,7 +78,7 @@ def _weakly(forward: Forward | None) -> Any:
     try:
         return WeakMethod(forward) if isinstance(forward, MethodType) else ref(forward)
     except TypeError:
-        # It cannot be told from others without being kept: it is equal to none, itself included.
+        # It cannot be distinguished from others without a reference: it is equal to none, itself included.
         return object()
 
 
@@ -143,18 +144,16 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
             raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
         _check_alone(call, leaves, probe, output)
         flat = output.reshape(size, -1)
-        names = list(leaves)
         generator = torch.Generator().manual_seed(0)
         r = torch.randn(flat.shape, generator=generator).to(flat)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        truths = torch.autograd.grad(
-            (s[:, None] * r * flat).sum(), [leaves[n] for n in names], retain_graph=True, allow_unused=True
-        )
+        weighted = (s[:, None] * r * flat).sum()
+        truths = torch.autograd.grad(weighted, list(leaves.values()), retain_graph=True, allow_unused=True)
         ds = torch.autograd.grad((r * flat).sum(), [use.output for use in uses], allow_unused=True) if uses else ()
     layouts: list[Layout | None] = [None] * len(uses)
     generic, silent = [], []
-    for name, truth in zip(names, truths, strict=True):
+    for name, truth in zip(leaves, truths, strict=True):
         truth = None if truth is None else dense(truth)
         if truth is None or not truth.any():
             silent.append(name)
@@ -167,9 +166,8 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
             layouts[i] = layout
     seen = {id(use.output): use.output.numel() for use in uses}
     activations = max(sum(seen.values()), flat.numel()) // size
-    return Plan(
-        _kinds(uses), tuple(layouts), tuple(generic), tuple(silent), activations, flat.shape[1], output.shape[1:]
-    )
+    handled = _kinds(uses), tuple(layouts), tuple(generic), tuple(silent)
+    return Plan(*handled, activations, flat.shape[1], output.shape[1:])
 
 
 def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
@@ -179,7 +177,7 @@ def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
 def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
     """An example must give the same alone as among others: work is cut along the batch."""
     size = len(output)
-    told = (
+    wrong = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
         "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
         "without being one row per example? Pass that one through forward=lambda model, batch: ..."
@@ -190,9 +188,9 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     except BayesAdamError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
-        raise BayesAdamError(f"{told} ({error})") from error
+        raise BayesAdamError(f"{wrong} ({error})") from error
     among = output[-1:].detach()
-    # Outputs that are not finite are told of elsewhere.
+    # Outputs that are not finite are reported elsewhere.
     finite = torch.isfinite(among)
     if alone.shape != among.shape or not agree(alone[finite], among[finite]):
         with torch.no_grad():
@@ -202,13 +200,12 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
                 "the model gives something else each time it is run on the same example, in evaluation mode: something in "
                 "it is random, such as functional.dropout without training=self.training. Use nn.Dropout, or pass that"
             )
-        raise BayesAdamError(told)
+        raise BayesAdamError(wrong)
 
 
 def agree(ours: Tensor, truth: Tensor) -> bool:
     """Equal but for rounding."""
-    tolerance: float = min(0.2, 10 * torch.finfo(truth.dtype).eps ** 0.5)
-    return _disagreement(ours, truth) <= tolerance
+    return _disagreement(ours, truth) <= min(0.2, 10 * math.sqrt(torch.finfo(truth.dtype).eps))
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -218,9 +215,8 @@ def dense(gradient: Tensor) -> Tensor:
 
 def _disagreement(ours: Tensor, truth: Tensor) -> float:
     wide = torch.promote_types(truth.dtype, torch.float32)
-    scale = float(truth.to(wide).norm())
-    found = float((ours.to(wide) - truth.to(wide)).norm())
-    return found / scale if scale else found
+    ours, truth = ours.to(wide), truth.to(wide)
+    return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 
 def _agreeing_layouts(
@@ -253,9 +249,8 @@ def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, T
     live: tuple[str, ...] = ()
     if unknown and flat.requires_grad:
         r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
-        grads = torch.autograd.grad(
-            (r * flat).sum(), [leaves[name] for name in unknown], retain_graph=True, allow_unused=True
-        )
+        mine = [leaves[name] for name in unknown]
+        grads = torch.autograd.grad((r * flat).sum(), mine, retain_graph=True, allow_unused=True)
         live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(dense(g).any()))
     if same:
         return replace(plan, generic=plan.generic + live)

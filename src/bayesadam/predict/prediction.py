@@ -17,14 +17,9 @@ from bayesadam.predict.gaussian import Gaussian, parameters_at_mean
 from bayesadam.predict.linearised import moments
 from bayesadam.predict.options import Options, PredictOptions
 from bayesadam.predict.plan import plan_for
-from bayesadam.predict.sampled import (
-    activation_draws,
-    allows_local_reparameterisation,
-    at_mean,
-    linearised_draws,
-    weight_draws,
-)
-from bayesadam.predict.sharded import common_generator, draws_by_module, fits, gathered
+from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
+from bayesadam.predict.sharded import draws_by_module, fits, gathered
+from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +38,8 @@ def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predicti
     gaussian.require_proper()
     gaussian.warn_of_limits()
     if gaussian.is_sharded:
-        options = replace(options, generator=common_generator(gaussian, options.generator))
+        generator = options.generator or torch.Generator().manual_seed(common_seed(None, gaussian.mode))
+        options = replace(options, generator=generator)
         if fits(gaussian, options.predictive, options.memory_budget):
             with alone_with(gaussian.model), gathered(gaussian) as plain_one:
                 return _predictive(plain_one, inputs, options)
@@ -52,19 +48,21 @@ def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predicti
 
 def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
     call, kind, n = Call(gaussian.model, options.forward), options.predictive, options.n_samples
+    budget = options.memory_budget
     block: Tensor | None
     draws: Tensor | None = None
     with evaluating(gaussian.model):
         if kind == "linearised":
+            params, variances = parameters_at_mean(gaussian), [gaussian.coordinate_variance.__getitem__]
             found = moments(
                 call,
-                parameters_at_mean(gaussian),
-                [gaussian.coordinate_variance.__getitem__],
+                params,
+                variances,
                 inputs,
-                covariance=options.covariance,
-                budget=options.memory_budget,
-                bases=gaussian.structure.bases,
-                directions=[gaussian.directions],
+                options.covariance,
+                budget,
+                gaussian.structure.bases,
+                [gaussian.directions],
             )
             shape = (-1, *found.shape)
             mean = found.mean.reshape(shape).to(found.variance.dtype)
@@ -84,9 +82,8 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
         centred = (draws - mean).reshape(n, len(mean), -1)
         block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
         variance = centred.square().sum(dim=0).div(count).view_as(mean)
-    return options.record.predictive(
-        mean, variance, block, draws, link=options.link, noise_variance=gaussian.noise_variance
-    )
+    noise = gaussian.noise_variance
+    return options.record.predictive(mean, variance, block, draws, link=options.link, noise_variance=noise)
 
 
 def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options) -> tuple[Tensor, Tensor]:
@@ -104,7 +101,7 @@ def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options) -> tup
     diagonal = not gaussian.structure.bases and gaussian.directions is None
     if kind == "linearised-sampled":
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
-    elif diagonal and allows_local_reparameterisation(call, plan, params, inputs):
+    elif diagonal and draws_activations(call, plan, params, inputs):
         variances = {name: v.to(params[name]) for name, v in gaussian.coordinate_variance.items()}
         drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
     else:

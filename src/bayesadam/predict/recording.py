@@ -41,91 +41,80 @@ def recording(model: nn.Module, names: dict[int, str]) -> Iterator[list[Use]]:
     handles = []
     try:
         for module in model.modules():
-            note = _NOTES.get(type(module))
-            if note is not None:
-                handles.append(module.register_forward_hook(_hook(note, names, uses), with_kwargs=True))
+            if type(module) in _NOTES:
+                hook = _hook(_NOTES[type(module)], names, uses)
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield uses
     finally:
         for handle in handles:
             handle.remove()
 
 
-Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Callable[..., None]], Any]
+Add = Callable[..., None]
+Note = Callable[[Any, Tensor, Tensor, Add], None]
 
 
-def _hook(note: Note, names: dict[int, str], uses: list[Use]) -> Callable[..., Any]:
+def _hook(note: Note | None, names: dict[int, str], uses: list[Use]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         def add(kind: type[Use], parameter: Tensor | None, **fields: Any) -> None:
             if parameter is not None and id(parameter) in names:
                 uses.append(kind(name=names[id(parameter)], **fields))
 
-        replaced = note(module, args, kwargs, output, add)
+        if isinstance(module, nn.MultiheadAttention):
+            replaced = _attention(module, args, kwargs, output, add)
+            if replaced is not None:
+                return replaced
+        elif note is not None:
+            note(module, args[0] if args else next(iter(kwargs.values())), output, add)
         # What follows may work in place; D is wanted at the layer's own output.
-        return output.clone() if replaced is None and isinstance(output, Tensor) else replaced
+        return output.clone() if isinstance(output, Tensor) else None
 
     return hook
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return value
-
-
-def _linear(m: nn.Linear, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    add(MatrixUse, m.weight, output=z, layouts=_FREE, input=_first(args, kwargs))
+def _linear(m: nn.Linear, a: Tensor, z: Tensor, add: Add) -> None:
+    add(MatrixUse, m.weight, output=z, layouts=_FREE, input=a)
     add(SumUse, m.bias, output=z, layouts=_FREE)
 
 
-def _convolution(m: nn.Conv2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    a = _first(args, kwargs)
+def _convolution(m: nn.Conv2d | nn.ConvTranspose2d, a: Tensor, z: Tensor, add: Add) -> None:
     if a.dim() == len(m.kernel_size) + 2:
-        add(ConvolutionUse, m.weight, output=z, layouts=_FIRST, input=a, module=m)
+        kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
+        add(kind, m.weight, output=z, layouts=_FIRST, input=a, module=m)
         add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
 
 
-def _transposed(m: nn.ConvTranspose2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    a = _first(args, kwargs)
-    if a.dim() == len(m.kernel_size) + 2:
-        add(TransposedConvolutionUse, m.weight, output=z, layouts=_FIRST, input=a, module=m)
-        add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
-
-
-def _embedding(m: nn.Embedding, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
+def _embedding(m: nn.Embedding, ids: Tensor, z: Tensor, add: Add) -> None:
     if m.max_norm is None:
-        add(EmbeddingUse, m.weight, output=z, layouts=_FREE, ids=_first(args, kwargs), padding=m.padding_idx)
+        add(EmbeddingUse, m.weight, output=z, layouts=_FREE, ids=ids, padding=m.padding_idx)
 
 
-def _layer_norm(m: nn.LayerNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    x = _first(args, kwargs).detach()
-    normal = F.layer_norm(x, m.normalized_shape, None, None, m.eps)
-    add(SumUse, m.weight, output=z, layouts=_FREE, scale=normal)
+def _layer_norm(m: nn.LayerNorm, x: Tensor, z: Tensor, add: Add) -> None:
+    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.layer_norm(x.detach(), m.normalized_shape, eps=m.eps))
     add(SumUse, m.bias, output=z, layouts=_FREE)
 
 
-def _rms_norm(m: nn.RMSNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    x = _first(args, kwargs).detach()
-    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.rms_norm(x, m.normalized_shape, None, m.eps))
+def _rms_norm(m: nn.RMSNorm, x: Tensor, z: Tensor, add: Add) -> None:
+    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.rms_norm(x.detach(), m.normalized_shape, None, m.eps))
 
 
-def _group_norm(m: nn.GroupNorm, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    x = _first(args, kwargs).detach()
-    add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=F.group_norm(x, m.num_groups, eps=m.eps))
-    add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
-
-
-def _batch_norm(m: nn.BatchNorm2d, args: Any, kwargs: Any, z: Tensor, add: Callable[..., None]) -> None:
-    if m.running_mean is None or m.running_var is None:
-        return
-    x = _first(args, kwargs).detach()
-    normal = F.batch_norm(x, m.running_mean, m.running_var, None, None, False, 0.0, m.eps)
+def _group_norm(m: nn.GroupNorm, x: Tensor, z: Tensor, add: Add) -> None:
+    normal = F.group_norm(x.detach(), m.num_groups, eps=m.eps)
     add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=normal)
     add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
 
 
-def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, add: Callable[..., None]) -> Any:
+def _batch_norm(m: nn.BatchNorm2d, x: Tensor, z: Tensor, add: Add) -> None:
+    if m.running_mean is not None and m.running_var is not None:
+        normal = F.batch_norm(x.detach(), m.running_mean, m.running_var, eps=m.eps)
+        add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=normal)
+        add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+
+
+def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, add: Add) -> Any:
     """Attention written out, so that its four projections are seen; its result replaces the module's own."""
-    given = dict(zip(("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"), args, strict=False))
-    given |= kwargs
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = given["query"], given["key"], given["value"]
     if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
         return None
@@ -145,8 +134,7 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, ad
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     for mask in _masks(given, scores.shape):
         scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights_of = scores.softmax(dim=-1)
-    mixed = (weights_of @ v).transpose(1, 2).flatten(2)
+    mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
     mixed = mixed if m.batch_first else mixed.transpose(0, 1)
     z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
     add(MatrixUse, m.out_proj.weight, output=z, layouts=layouts, input=mixed)
@@ -155,24 +143,20 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, ad
 
 
 def _masks(given: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
-    batch, heads, queries, keys = shape
-    mask = given.get("attn_mask")
-    if mask is not None:
-        yield mask.view(batch, heads, queries, keys) if mask.dim() == 3 else mask
-    padding = given.get("key_padding_mask")
-    if padding is not None:
-        yield padding.view(batch, 1, 1, keys)
+    if (mask := given.get("attn_mask")) is not None:
+        yield mask.view(shape) if mask.dim() == 3 else mask
+    if (padding := given.get("key_padding_mask")) is not None:
+        yield padding.view(shape[0], 1, 1, shape[-1])
 
 
-_NOTES: dict[type[nn.Module], Note] = {
+_NOTES: dict[type[nn.Module], Note | None] = {
     nn.Linear: _linear,
     nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
     nn.GroupNorm: _group_norm,
-    nn.MultiheadAttention: _attention,
-    **dict.fromkeys(_CONVOLUTIONS, _convolution),
-    **dict.fromkeys(_TRANSPOSED, _transposed),
+    nn.MultiheadAttention: None,
+    **dict.fromkeys((*_CONVOLUTIONS, *_TRANSPOSED), _convolution),
     **dict.fromkeys(_BATCH_NORMS, _batch_norm),
 }

@@ -33,15 +33,8 @@ def at_mean(call: Call, params: Mapping[str, Tensor], inputs: Any, *, activation
 def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int) -> Tensor:
     """f(x; θ) for n draws of θ, (n, batch, ...): several at a time, as many as the budget holds, where the model allows.
 
-    Args:
-        call: the model.
-        draw: gives one draw of the weights.
-        inputs: the batch.
-        n: the number of draws.
-        activations: entries of activations per example, to know what fits.
-        budget: bytes.
+    `activations` are entries of activations per example, to know what fits the `budget`, which is in bytes.
     """
-
     at_a_time = _examples_at_a_time(inputs, 4 * activations, next(call.model.parameters()), budget)
 
     def outputs(theta: dict[str, Tensor]) -> Tensor:
@@ -59,8 +52,7 @@ def linearised_draws(
 
     def one_part(theta: dict[str, Tensor], part: Any) -> Tensor:
         tangent = {name: theta[name] - mean for name, mean in means.items()}
-        found = jvp(lambda p: call(p, part), (means,), (tangent,))
-        total: Tensor = found[0] + found[1]
+        total: Tensor = sum(jvp(lambda p: call(p, part), (means,), (tangent,)))
         return total
 
     def outputs(theta: dict[str, Tensor]) -> Tensor:
@@ -90,11 +82,8 @@ def _examples_at_a_time(inputs: Any, entries: int, like: Tensor, budget: int) ->
 
 def _parts(inputs: Any, at_a_time: int) -> Iterator[Any]:
     size = batch_size(inputs)
-    if at_a_time >= size:
-        yield inputs
-        return
     for start in range(0, size, at_a_time):
-        yield examples(inputs, start, start + at_a_time)
+        yield inputs if at_a_time >= size else examples(inputs, start, start + at_a_time)
 
 
 def _by_two_reverse_passes(
@@ -117,12 +106,8 @@ def _by_two_reverse_passes(
             pulled = torch.autograd.grad(
                 value, list(leaves.values()), weights, create_graph=create_graph, retain_graph=True, allow_unused=True
             )
-            parts = [
-                (dense(g) * (theta[name] - means[name])).sum()
-                for name, g in zip(leaves, pulled, strict=True)
-                if g is not None
-            ]
-            return torch.stack(parts).sum()
+            used = [(name, dense(g)) for name, g in zip(leaves, pulled, strict=True) if g is not None]
+            return torch.stack([(g * (theta[name] - means[name])).sum() for name, g in used]).sum()
 
         expected = along(r, False).detach()
         try:
@@ -142,9 +127,8 @@ def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Mapping[st
         example = examples(inputs, i, i + 1)
         value = call(means, example)
         jacobian = one_jacobian(call, means, {}, example)
-        products = [
-            jacobian[name].unsqueeze(-1).flatten(1) @ (theta[name] - mean).flatten() for name, mean in means.items()
-        ]
+        away = {name: (theta[name] - mean).flatten() for name, mean in means.items()}
+        products = [jacobian[name].unsqueeze(-1).flatten(1) @ step for name, step in away.items()]
         rows.append(value + torch.stack(products).sum(dim=0).view_as(value))
     return torch.cat(rows)
 
@@ -157,13 +141,10 @@ def _over_draws(
     element = next(iter(first.values())).element_size()
     one = element * (entries + 2 * sum(tensor.numel() for tensor in first.values()))
     at_once = max(1, min(n, budget // max(one, 1)))
-    pending: list[dict[str, Tensor]] = [first]
     results: list[Tensor] = []
-    done = 0
     vectorised = at_once > 1
-    while done < n:
-        while len(pending) < min(at_once, n - done):
-            pending.append(draw())
+    for done in range(0, n, at_once):
+        pending = [first if k == 0 else draw() for k in range(done, min(done + at_once, n))]
         with torch.no_grad():
             if vectorised:
                 try:
@@ -173,12 +154,10 @@ def _over_draws(
                     vectorised = False
             if not vectorised:
                 results.extend(outputs(p).unsqueeze(0) for p in pending)
-        done += len(pending)
-        pending = []
     return torch.cat(results)
 
 
-def allows_local_reparameterisation(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
+def draws_activations(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
     """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
     owned = {
         f"{prefix}.{name}" if prefix else name
@@ -225,13 +204,17 @@ def activation_draws(
     def noise(shape: torch.Size) -> Tensor:
         return standard_normal(shape, like, stream_seed(seed, "layer", next(layers)))
 
-    at_a_time = _examples_at_a_time(inputs, 4 * n * activations, like, budget)
-    part_late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
-    parts = [
-        _activation_draws(call, params, variances, part, n, noise, part_late=part_late)
-        for part in _parts(inputs, at_a_time)
-    ]
-    return torch.cat(parts, dim=1)
+    names = {id(tensor): name for name, tensor in params.items()}
+    # Where the draws part at the first layer, its matrix products are shared by all of them.
+    late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
+    found = []
+    for part in _parts(inputs, _examples_at_a_time(inputs, 4 * n * activations, like, budget)):
+        size = batch_size(part)
+        rows, copies = (size, n) if late else (size * n, 1)
+        with torch.no_grad(), _noisy_layers(call.model, names, variances, noise, rows=rows, copies=copies):
+            output = call(params, part if late else repeated(part, n))
+        found.append(output.reshape(n, size, *output.shape[1:]))
+    return torch.cat(found, dim=1)
 
 
 def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: Any) -> bool:
@@ -239,7 +222,7 @@ def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: An
 
     It may not where the model joins what comes before with what comes after, or has noted the length of its input.
     """
-    size, copies = batch_size(probe), 3
+    size = batch_size(probe)
     names = {id(tensor): name for name, tensor in params.items()}
     units = {name: torch.ones_like(tensor) for name, tensor in params.items()}
 
@@ -252,51 +235,24 @@ def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: An
 
     with torch.no_grad():
         try:
-            with _noisy_layers(call.model, names, units, offset, rows=size, copies_to=copies):
+            with _noisy_layers(call.model, names, units, offset, rows=size, copies=3):
                 found = call(params, probe)
         except RuntimeError:
             return False
         alone = []
         for number in (-1.0, 0.0, 1.0):
-            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, copies_to=1):
+            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, copies=1):
                 alone.append(call(params, probe))
     expected = torch.cat(alone)
     return found.shape == expected.shape and bool((found - expected).norm() <= 1e-2 * expected.norm())
 
 
-def _activation_draws(
-    call: Call,
-    params: Mapping[str, Tensor],
-    variances: Mapping[str, Tensor],
-    inputs: Any,
-    n: int,
-    noise: Noise,
-    *,
-    part_late: bool,
-) -> Tensor:
-    size = batch_size(inputs)
-    names = {id(tensor): name for name, tensor in params.items()}
-    with torch.no_grad():
-        if part_late:
-            # The draws part at the first layer, whose matrix products are then shared by all of them.
-            with _noisy_layers(call.model, names, variances, noise, rows=size, copies_to=n):
-                output = call(params, inputs)
-        else:
-            with _noisy_layers(call.model, names, variances, noise, rows=size * n, copies_to=1):
-                output = call(params, repeated(inputs, n))
-    return output.reshape(n, size, *output.shape[1:])
-
-
 @contextmanager
 def _noisy_layers(
-    model: nn.Module,
-    names: Mapping[int, str],
-    variances: Mapping[str, Tensor],
-    noise: Noise,
-    *,
-    rows: int,
-    copies_to: int,
+    model: nn.Module, names: Mapping[int, str], variances: Mapping[str, Tensor], noise: Noise, *, rows: int, copies: int
 ) -> Iterator[None]:
+    """Linear layers whose outputs are drawn, `copies` of each where there are `rows` of them."""
+
     def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], z: Tensor) -> Tensor | None:
         weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))
         if weight is None and bias is None:
@@ -307,8 +263,7 @@ def _noisy_layers(
             variance = F.linear(given.square(), variances[weight])
         if bias is not None:
             variance = variance + variances[bias]
-        copies = copies_to if z.shape[0] == rows else 1
-        drawn = noise(torch.Size((copies, *z.shape))).to(z)
+        drawn = noise(torch.Size((copies if z.shape[0] == rows else 1, *z.shape))).to(z)
         return torch.addcmul(z, drawn, variance.sqrt()).flatten(0, 1)
 
     handles = []

@@ -21,7 +21,6 @@ from bayesadam.curvature.match import own_parameters
 from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
 from bayesadam.predict.call import Call
 from bayesadam.predict.gaussian import Gaussian
-from bayesadam.structures.sharded import common_seed
 
 # θ, v̂, σ², μ in the parameters' type, and a draw.
 _COPIES = 5
@@ -43,13 +42,6 @@ def fits(gaussian: Gaussian, predictive: str, budget: int) -> bool:
             "module at a time"
         )
     return needed <= budget
-
-
-def common_generator(gaussian: Gaussian, generator: torch.Generator | None) -> torch.Generator:
-    """The user's generator, or without one a generator that is the same on all processes."""
-    if generator is not None:
-        return generator
-    return torch.Generator().manual_seed(common_seed(None, gaussian.mode))
 
 
 @contextmanager
@@ -74,7 +66,7 @@ def gathered(gaussian: Gaussian) -> Iterator[Gaussian]:
 def without_fsdp(model: nn.Module) -> Iterator[None]:
     """The model's FSDP2 modules as the plain ones they were, without hooks; their parameters stay shards."""
     modules = fsdp_modules(model)
-    held = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    before = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
     try:
         for module in modules:
             module.__class__ = _original(type(module))
@@ -82,32 +74,27 @@ def without_fsdp(model: nn.Module) -> Iterator[None]:
             module._forward_hooks = _foreign(module._forward_hooks)
         yield
     finally:
-        for module, kind, before, after in held:
+        for module, kind, pre_hooks, hooks in before:
             module.__class__ = kind
-            module._forward_pre_hooks, module._forward_hooks = before, after
+            module._forward_pre_hooks, module._forward_hooks = pre_hooks, hooks
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:
     from torch.distributed.fsdp import FSDPModule
 
-    ancestry = kind.__mro__
-    original: type[nn.Module] = ancestry[ancestry.index(FSDPModule) + 1]
-    return original
+    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
 def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw in silence."""
-    foreign = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdps(hook))
+    owners = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
+    foreign = OrderedDict((k, hook) for k, hook in hooks.items() if not owners[k].startswith("torch.distributed.fsdp."))
     if len(foreign) == len(hooks):
         raise BayesAdamError(
             f"FSDP2's hooks were not found where torch {torch.__version__} should have them: to predict, use "
             "posterior.gathered(model) with a plain model of the same architecture"
         )
     return foreign
-
-
-def _is_fsdps(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _check_fsdp(model: nn.Module) -> None:
@@ -144,16 +131,8 @@ def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> 
             owner._parameters[key] = parameter
 
 
-# --- module by module -----------------------------------------------------------------------------------------------
-
-
 def draws_by_module(
-    gaussian: Gaussian,
-    call: Call,
-    inputs: Any,
-    predictive: str,
-    n: int,
-    generator: torch.Generator | None,
+    gaussian: Gaussian, call: Call, inputs: Any, predictive: str, n: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
 

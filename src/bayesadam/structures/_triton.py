@@ -77,24 +77,11 @@ def _kernel(  # type: ignore[no-untyped-def]
 def fill(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
     """Fill `rows`, (draws, weights) in any floating type, from float32 θ and v̂ on the same CUDA device."""
     draws, size = rows.shape
-    delta = rule.delta
+    delta, tensor = rule.delta, isinstance(rule.delta, Tensor)
     blocks = triton.cdiv(part.first + size, 4 * _CALLS) - part.first // (4 * _CALLS)
     with torch.cuda.device(theta.device):
         _kernel[(blocks * draws,)](
-            rows,
-            theta,
-            v,
-            delta if isinstance(delta, Tensor) else theta,
-            size,
-            part.first,
-            blocks,
-            rule.weight,
-            0.0 if isinstance(delta, Tensor) else delta,
-            rule.power,
-            seed,
-            KIND=_POWERS.get(rule.power, 2),
-            SHRINK=rule.shrink,
-            TENSOR_DELTA=isinstance(delta, Tensor),
-            CALLS=_CALLS,
-            num_warps=8,
-        )
+            rows, theta, v, delta if tensor else theta, size, part.first, blocks,
+            rule.weight, 0.0 if tensor else delta, rule.power, seed,
+            KIND=_POWERS.get(rule.power, 2), SHRINK=rule.shrink, TENSOR_DELTA=tensor, CALLS=_CALLS, num_warps=8,
+        )  # fmt: skip

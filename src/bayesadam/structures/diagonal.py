@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +17,7 @@ from bayesadam.structures.noise import stream_seed
 from bayesadam.structures.padding import keep_row
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.sharded import draw
-from bayesadam.structures.stored import Stored
-from bayesadam.structures.structure import Named, Plain, Reading, StructureSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from bayesadam.structures.structure import Named, Plain, StructureSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +27,7 @@ class Diagonal(Plain):
     second_moment: Mapping[str, Tensor]
     kind = "diagonal"
     independent = True
-    bases: ClassVar[Mapping[str, Rotation]] = {}
+    bases: Mapping[str, Rotation] = field(default_factory=dict, init=False, repr=False)
 
     def precision(self, name: str, settings: Settings) -> Tensor:
         """The precision of every weight of one parameter."""
@@ -45,13 +40,13 @@ class Diagonal(Plain):
         """θ in the map form, w c/(w c + δ) θ in the likelihood form."""
         return {name: self._rule(name, settings).mean(theta, self.second_moment[name]) for name, theta in mode.items()}
 
-    def variance(self, settings: Settings) -> dict[str, Tensor]:
+    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
         return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
 
-    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
-        """The variances themselves: the weights are the coordinates."""
-        return self.variance(settings)
+    def variance(self, settings: Settings) -> dict[str, Tensor]:
+        """The same: the weights are the coordinates."""
+        return self.coordinate_variance(settings)
 
     def curvatures(self, power: float) -> list[Tensor]:
         """v̂ᵖ, parameter by parameter."""
@@ -61,8 +56,9 @@ class Diagonal(Plain):
         """γ = Σ w c/(w c + δ)."""
         total = 0.0
         for name, v in self.second_moment.items():
-            data = curvature(v, settings.power).mul_(settings.weight)
-            share = data / (data + settings.prior_precision[name]).clamp_(min=torch.finfo(data.dtype).tiny)
+            rule = self._rule(name, settings)
+            data = curvature(v, rule.power).mul_(rule.weight)
+            share = data / (data + rule.delta).clamp_(min=torch.finfo(data.dtype).tiny)
             total += float(whole(share.sum(dtype=wide(share))))
         return total
 
@@ -70,23 +66,17 @@ class Diagonal(Plain):
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """μ + ε (w v̂ᵖ + δ)^(-1/2), in one pass over θ and v̂."""
-        return {
-            name: draw(
-                theta,
-                self.second_moment[name],
-                self._rule(name, settings),
-                seed=stream_seed(seed, name),
-                n=n,
-                dtype=dtypes[name],
-            )
-            for name, theta in mode.items()
-        }
+        drawn = {}
+        for name, theta in mode.items():
+            v, rule = self.second_moment[name], self._rule(name, settings)
+            drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtypes[name])
+        return drawn
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """Σ ½ log(λ/2π) − ½ λ (θ − μ)², λ the precision; sums in float64."""
-        mean = self.mean(mode, settings)
         total: Tensor | float = 0.0
-        for name, mu in mean.items():
+        for name, theta in mode.items():
+            mu = self._rule(name, settings).mean(theta, self.second_moment[name])
             prec = self.precision(name, settings)
             quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
             terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
@@ -123,21 +113,21 @@ class Diagonal(Plain):
         counts = [whole((v == 0).sum()) for v in self.second_moment.values()]
         return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
 
-    def filled(self, rows: Mapping[str, int]) -> Self:
+    def filled(self, rows: Mapping[str, int]) -> Diagonal:
         """The same with v̂ = 1 in place of 0 in some rows."""
-        return type(self)(filled(self.second_moment, rows)) if rows else self
+        return replace(self, second_moment=filled(self.second_moment, rows)) if rows else self
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """v̂ under `second_moment`."""
         return {"second_moment": dict(self.second_moment)}
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
         """The same second moments elsewhere."""
-        return type(self)({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
+        return Diagonal({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
 
-    def gathered(self) -> Self:
+    def gathered(self) -> Diagonal:
         """The same second moments, whole."""
-        return type(self)({name: whole(v) for name, v in self.second_moment.items()})
+        return replace(self, second_moment={name: whole(v) for name, v in self.second_moment.items()})
 
 
 def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
@@ -153,12 +143,8 @@ def wide(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.device.type == "mps" else torch.float64
 
 
-def _build(reading: Reading) -> Diagonal:
-    return Diagonal(reading.curvature.second_moment)
-
-
-def _load(stored: Stored) -> Diagonal:
-    return Diagonal(stored.moments("second_moment"))
-
-
-DIAGONAL = StructureSpec("diagonal", _build, _load)
+DIAGONAL = StructureSpec(
+    "diagonal",
+    build=lambda reading: Diagonal(reading.curvature.second_moment),
+    load=lambda stored: Diagonal(stored.moments("second_moment")),
+)

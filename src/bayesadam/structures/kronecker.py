@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,40 +13,30 @@ from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
 from bayesadam.curvature.rotated import RotatedReader, Rotation
 from bayesadam.errors import SettingError
-from bayesadam.structures.diagonal import Diagonal, filled
+from bayesadam.structures.diagonal import Diagonal
+from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.settings import Settings
-from bayesadam.structures.stored import Stored, is_orthonormal
-from bayesadam.structures.structure import Named, Plain, Reading, StructureSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from bayesadam.structures.structure import Named, Reading, Stored, StructureSpec, is_orthonormal
 
 
 @dataclass(frozen=True, eq=False)
-class Kronecker(Plain):
+class Kronecker(Diagonal):
     """Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ for every matrix W, diagonal for the rest.
 
-    In the coordinates of its bases it is a `Diagonal`, and every method is that one's between two rotations.
-
-    Attributes:
-        second_moment: v̂ in the coordinates of the bases, of the parameter's shape.
-        bases: of the parameters that have any.
+    In the coordinates of its bases, where its second moments are, it is a `Diagonal`: every method is that one's between
+    two rotations.
     """
 
-    second_moment: Mapping[str, Tensor]
     bases: Mapping[str, Rotation]
     kind = "kronecker"
-
-    @cached_property
-    def _inner(self) -> Diagonal:
-        return Diagonal(self.second_moment)
+    independent = False
 
     def _into(self, named: Named) -> dict[str, Tensor]:
-        return {name: self._one_into(name, tensor) for name, tensor in named.items()}
-
-    def _one_into(self, name: str, tensor: Tensor) -> Tensor:
-        v = self.second_moment[name]
-        return self.bases[name].into(tensor.to(v), v.dim()) if name in self.bases else tensor
+        moments = self.second_moment
+        return {
+            name: self.bases[name].into(t.to(moments[name]), moments[name].dim()) if name in self.bases else t
+            for name, t in named.items()
+        }
 
     def _out_of(self, named: Named) -> dict[str, Tensor]:
         return {
@@ -56,24 +44,19 @@ class Kronecker(Plain):
             for name, tensor in named.items()
         }
 
-    def _checked(self, settings: Settings) -> Settings:
-        odd = [name for name in self.bases if isinstance(settings.prior_precision.get(name), Tensor)]
-        if odd:
+    def _rule(self, name: str, settings: Settings) -> PrecisionRule:
+        if name in self.bases and isinstance(settings.prior_precision[name], Tensor):
             raise SettingError(
-                f"a Kronecker-factored posterior needs one prior precision for all weights of {odd[0]!r}: a rotated prior "
+                f"a Kronecker-factored posterior needs one prior precision for all weights of {name!r}: a rotated prior "
                 "of different ones is not diagonal"
             )
-        return settings
+        return super()._rule(name, settings)
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
         if settings.form == "map":
             return dict(mode)
-        return self._out_of(self._inner.mean(self._into(mode), self._checked(settings)))
-
-    def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
-        """1/(w v̂ᵖ + δ), the variances of the coordinates."""
-        return self._inner.variance(self._checked(settings))
+        return self._out_of(super().mean(self._into(mode), settings))
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances of the weights."""
@@ -82,62 +65,40 @@ class Kronecker(Plain):
             for name, values in self.coordinate_variance(settings).items()
         }
 
-    def curvatures(self, power: float) -> list[Tensor]:
-        """v̂ᵖ of the coordinates, parameter by parameter."""
-        return self._inner.curvatures(power)
-
-    def effective_dimension(self, settings: Settings) -> float:
-        """That of the coordinates."""
-        return self._inner.effective_dimension(self._checked(settings))
-
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """Coordinates drawn one by one, and rotated back."""
         inner = {name: v.dtype if name in self.bases else dtypes[name] for name, v in self.second_moment.items()}
-        drawn = self._inner.sample(self._into(mode), self._checked(settings), seed=seed, n=n, dtypes=inner)
+        drawn = super().sample(self._into(mode), settings, seed=seed, n=n, dtypes=inner)
         return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """That of the coordinates: a rotation keeps volumes."""
-        return self._inner.log_prob(self._into(values), self._into(mode), self._checked(settings))
+        return super().log_prob(self._into(values), self._into(mode), settings)
 
-    def entropy(self, settings: Settings) -> Tensor:
-        """That of the coordinates."""
-        return self._inner.entropy(self._checked(settings))
-
-    def flat_weights(self, settings: Settings) -> dict[str, int]:
-        """Directions with v̂ = 0 and δ = 0."""
-        return self._inner.flat_weights(settings)
-
-    def filled(self, rows: Mapping[str, int]) -> Self:
+    def filled(self, rows: Mapping[str, int]) -> Diagonal:
         """The same with v̂ = 1 in place of 0 in some rows; with a left basis in one of the directions that have no curvature.
 
         A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
         """
-        if not rows:
-            return self
         places = dict(rows)
         for name in rows.keys() & self.bases.keys():
             v = self.second_moment[name]
             if self.bases[name].left is not None:
                 places[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
-        return type(self)(filled(self.second_moment, places), self.bases)
+        return super().filled(places)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """v̂ in its coordinates, and the bases under `left` and `right`."""
-        sides = {
-            "left": {name: basis.left for name, basis in self.bases.items() if basis.left is not None},
-            "right": {name: basis.right for name, basis in self.bases.items() if basis.right is not None},
-        }
-        return {"second_moment": dict(self.second_moment), **sides}
+        left = {name: basis.left for name, basis in self.bases.items() if basis.left is not None}
+        right = {name: basis.right for name, basis in self.bases.items() if basis.right is not None}
+        return {**super().tensors(), "left": left, "right": right}
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Kronecker:
         """The same elsewhere."""
-        return type(self)(
-            {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()},
-            {name: basis.to(device, dtype) for name, basis in self.bases.items()},
-        )
+        bases = {name: basis.to(device, dtype) for name, basis in self.bases.items()}
+        return Kronecker(super().to(device, dtype).second_moment, bases)
 
 
 def kronecker_of(match: Match) -> Kronecker:

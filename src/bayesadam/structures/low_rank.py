@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from functools import cached_property, partial
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,11 +18,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import ImproperError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.stored import Stored, is_orthonormal
-from bayesadam.structures.structure import Directions, Named, Plain, Reading, StructureSpec
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from bayesadam.structures.structure import Directions, Named, Plain, Reading, Stored, StructureSpec, is_orthonormal
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5
@@ -62,7 +58,7 @@ class LowRank(Plain):
         """The diagonal of V."""
         return {name: _weighted(self.values, rows.square()) + self.rest[name] for name, rows in self.rows.items()}
 
-    @property
+    @cached_property
     def _outside(self) -> Diagonal:
         """The Gaussian of precision D."""
         return Diagonal(self.rest)
@@ -94,19 +90,19 @@ class LowRank(Plain):
             # D is a number: U is Q.
             return Directions(self.rows, (1 + inside / numbers.pop()).reciprocal())
         variance = self.coordinate_variance(settings)
-        rows, singular = _orthonormal(
-            {name: rows * _column(inside.sqrt(), rows) * variance[name].sqrt() for name, rows in self.rows.items()}
-        )
+        scaled = {name: _column(inside.sqrt(), r) * r * variance[name].sqrt() for name, r in self.rows.items()}
+        rows, singular = _orthonormal(scaled)
         return Directions(rows, (1 + singular.square()).reciprocal())
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form, θ − Σ δ θ in the likelihood form."""
         if settings.form == "map":
             return dict(mode)
-        pulled = self._times_covariance(
-            {n: _times(theta, settings.prior_precision[n]) for n, theta in mode.items()}, settings
-        )
-        return {name: theta - pulled[name] for name, theta in mode.items()}
+        pull = {name: _times(theta, settings.prior_precision[name]) for name, theta in mode.items()}
+        variance, found = self.coordinate_variance(settings), self.directions(settings)
+        white = {name: tensor * variance[name].sqrt() for name, tensor in pull.items()}
+        pulled = found.scaled(white, found.variance)
+        return {name: theta - pulled[name] * variance[name].sqrt() for name, theta in mode.items()}
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances diag Σ."""
@@ -120,13 +116,10 @@ class LowRank(Plain):
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
-        white = Diagonal({name: torch.ones_like(theta) for name, theta in mode.items()}).sample(
-            {name: torch.zeros_like(theta) for name, theta in mode.items()},
-            Settings(1.0, dict.fromkeys(mode, 0.0)),
-            seed=seed,
-            n=n,
-            dtypes={name: theta.dtype for name, theta in mode.items()},
-        )
+        ones = {name: torch.ones_like(theta) for name, theta in mode.items()}
+        zeros = {name: torch.zeros_like(theta) for name, theta in mode.items()}
+        own = {name: theta.dtype for name, theta in mode.items()}
+        white = Diagonal(ones).sample(zeros, Settings(1.0, dict.fromkeys(mode, 0.0)), seed=seed, n=n, dtypes=own)
         found, mean = self.directions(settings), self.mean(mode, settings)
         shrunk = found.scaled(white, found.variance.sqrt())
         variance = self.coordinate_variance(settings)
@@ -141,9 +134,8 @@ class LowRank(Plain):
         for name, z in white.items():
             squares = z.double().square().unsqueeze(-1)
             quadratic = quadratic + squares.flatten(z.dim() - mean[name].dim()).sum(dim=-1)
-        return -0.5 * (
-            quadratic + sum(mu.numel() for mu in mean.values()) * math.log(2 * math.pi) - self._log_det(settings)
-        )
+        count = sum(mu.numel() for mu in mean.values())
+        return -0.5 * (quadratic + count * math.log(2 * math.pi) - self._log_det(settings))
 
     def entropy(self, settings: Settings) -> Tensor:
         """½ (P log 2πe − log det Λ)."""
@@ -182,28 +174,20 @@ class LowRank(Plain):
         """Weights without precision of their own outside the directions: r = 0 and δ = 0."""
         return self._outside.flat_weights(settings)
 
-    def filled(self, rows: Mapping[str, int]) -> Self:
+    def filled(self, rows: Mapping[str, int]) -> LowRank:
         """The same with r = 1 in place of 0 in some rows."""
-        return type(self)(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
+        return LowRank(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
         rest = {} if self.kind == "low-rank" else dict(self.rest)
         return {"directions": dict(self.rows), "eigenvalues": {"directions": self.values}, "rest": rest}
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> LowRank:
         """The same elsewhere."""
-        return type(self)(
-            {name: rows.to(device=device, dtype=dtype) for name, rows in self.rows.items()},
-            self.values.to(device=device, dtype=dtype),
-            {name: r.to(device=device, dtype=dtype) for name, r in self.rest.items()},
-            self.kind,
-        )
-
-    def _times_covariance(self, named: Named, settings: Settings) -> dict[str, Tensor]:
-        variance, found = self.coordinate_variance(settings), self.directions(settings)
-        white = {name: tensor * variance[name].sqrt() for name, tensor in named.items()}
-        return {name: z * variance[name].sqrt() for name, z in found.scaled(white, found.variance).items()}
+        rows = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.rows.items()}
+        rest = {name: r.to(device=device, dtype=dtype) for name, r in self.rest.items()}
+        return LowRank(rows, self.values.to(device=device, dtype=dtype), rest, self.kind)
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:
@@ -217,8 +201,7 @@ def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank
     found = LowRank(rows, singular.square(), no_rest(rows))
     if second_moment is None:
         return found
-    own = found.second_moment
-    rest = {name: (second_moment[name].to(v) - v).clamp(min=0) for name, v in own.items()}
+    rest = {name: (second_moment[name].to(v) - v).clamp(min=0) for name, v in found.second_moment.items()}
     return LowRank(rows, found.values, rest, "low-rank+diagonal")
 
 
@@ -235,10 +218,8 @@ def _orthonormal(rows: Named) -> tuple[dict[str, Tensor], Tensor]:
     left, singular, _ = torch.linalg.svd(triangle, full_matrices=False)
     turned = (basis @ left).T
     parts = turned.split([tensor[0].numel() for tensor in rows.values()], dim=1)
-    return {
-        name: part.reshape(-1, *tensor.shape[1:]).to(tensor.device)
-        for (name, tensor), part in zip(rows.items(), parts, strict=True)
-    }, singular
+    pairs = zip(rows.items(), parts, strict=True)
+    return {name: part.reshape(-1, *t.shape[1:]).to(t.device) for (name, t), part in pairs}, singular
 
 
 def _weighted(weights: Tensor, rows: Tensor) -> Tensor:
@@ -255,17 +236,9 @@ def _times(tensor: Tensor, delta: Precision) -> Tensor:
     return tensor * (delta.to(tensor) if isinstance(delta, Tensor) else delta)
 
 
-def _gradients(reading: Reading) -> Named:
+def _build(reading: Reading, *, with_rest: bool = False) -> LowRank:
     assert reading.gradients is not None
-    return reading.gradients
-
-
-def _build(reading: Reading) -> LowRank:
-    return low_rank_of(_gradients(reading))
-
-
-def _build_with_diagonal(reading: Reading) -> LowRank:
-    return low_rank_of(_gradients(reading), read_match(reading.match).second_moment)
+    return low_rank_of(reading.gradients, read_match(reading.match).second_moment if with_rest else None)
 
 
 def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
@@ -284,7 +257,7 @@ def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
 LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)
 LOW_RANK_DIAGONAL = StructureSpec(
     "low-rank+diagonal",
-    _build_with_diagonal,
+    partial(_build, with_rest=True),
     partial(_load, kind="low-rank+diagonal"),
     needs_gradients=True,
     needs_state=True,

@@ -6,8 +6,7 @@ from bayesadam.errors import FileError, SettingError
 from bayesadam.structures.diagonal import DIAGONAL
 from bayesadam.structures.kronecker import KRONECKER
 from bayesadam.structures.low_rank import LOW_RANK, LOW_RANK_DIAGONAL
-from bayesadam.structures.stored import Stored
-from bayesadam.structures.structure import Structure, StructureSpec
+from bayesadam.structures.structure import Stored, Structure, StructureSpec
 
 STRUCTURES: dict[str, StructureSpec] = {spec.name: spec for spec in (DIAGONAL, KRONECKER, LOW_RANK, LOW_RANK_DIAGONAL)}
 
@@ -27,7 +26,6 @@ def structure_named(name: str, *, recorded: bool) -> StructureSpec:
 def load_structure(name: str, stored: Stored) -> Structure:
     """The structure in a file; a KeyError is a tensor that is missing."""
     if name not in STRUCTURES:
-        raise FileError(
-            f"{stored.path} holds a {name!r} posterior, which this version does not know: upgrade bayesadam"
-        )
+        unknown = f"a {name!r} posterior, which this version does not know: upgrade bayesadam"
+        raise FileError(f"{stored.path} holds {unknown}")
     return STRUCTURES[name].load(stored)

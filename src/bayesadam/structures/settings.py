@@ -46,10 +46,8 @@ class Settings:
         if self.batch_size is not None:
             _positive("batch_size", self.batch_size, "the number of examples behind one gradient")
         elif self.power == 1:
-            raise SettingError(
-                "power=1 needs batch_size, the number of examples behind one gradient: the Laplace-consistent precision "
-                "is N B v"
-            )
+            why = "the number of examples behind one gradient: the Laplace-consistent precision is N B v"
+            raise SettingError(f"power=1 needs batch_size, {why}")
         if self.form not in get_args(Form):
             raise SettingError(f"form must be one of {get_args(Form)}, got {self.form!r}")
         for name, delta in self.prior_precision.items():
@@ -79,18 +77,16 @@ def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Pre
         return {name: prior if isinstance(prior, Tensor) else float(prior) for name in shapes}
     missing, unknown = sorted(shapes.keys() - prior.keys()), sorted(prior.keys() - shapes.keys())
     if missing or unknown:
-        raise SettingError(
-            f"prior_precision must name each parameter of the posterior once: missing {missing[:4]}, unknown {unknown[:4]}"
-        )
+        wrong = f"missing {missing[:4]}, unknown {unknown[:4]}"
+        raise SettingError(f"prior_precision must name each parameter of the posterior once: {wrong}")
     found: dict[str, Precision] = {}
     for name, shape in shapes.items():
         delta = prior[name]
         check_prior(name, delta)
         if isinstance(delta, Tensor) and delta.numel() != 1:
             if delta.shape != shape:
-                raise SettingError(
-                    f"the prior precision of {name!r} has shape {tuple(delta.shape)}, the parameter {tuple(shape)}"
-                )
+                own, whole = tuple(delta.shape), tuple(shape)
+                raise SettingError(f"the prior precision of {name!r} has shape {own}, the parameter {whole}")
             found[name] = delta.detach()
         else:
             found[name] = float(delta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def draw(mode: Tensor, second_moment: Tensor, rule: PrecisionRule, **options: An
     delta = own_part(rule.delta) if isinstance(rule.delta, Tensor) else rule.delta
     offset, shape = box(mode)
     if 0 in shape or is_run(shape, mode.shape):
-        part = Part(_flat(offset, mode.shape), mode.numel())
+        first = reduce(lambda number, at: number * at[1] + at[0], zip(offset, mode.shape, strict=True), 0)
+        part = Part(first, mode.numel())
         drawn = noise.draw(theta, v, replace(rule, delta=delta), part=part, **options)
     else:
         # Not a run of the flat parameter (split by columns, say): draw in full, keep the box.
@@ -60,14 +62,6 @@ def is_run(shape: Sequence[int], whole: Sequence[int]) -> bool:
     """
     long = next((i for i, size in enumerate(shape) if size > 1), len(shape))
     return tuple(shape[long + 1 :]) == tuple(whole[long + 1 :])
-
-
-def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of an entry, row by row."""
-    number = 0
-    for start, size in zip(place, shape, strict=True):
-        number = number * size + start
-    return number
 
 
 def _filled(part: Tensor, shape: Sequence[int], here: tuple[slice, ...]) -> Tensor:

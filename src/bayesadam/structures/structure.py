@@ -1,25 +1,26 @@
-"""What a covariance structure must be able to do, and the record by which it is built and loaded."""
+"""What a covariance structure must be able to do, what it is built or loaded from, and the record that says how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bayesadam import _storage as storage
+from bayesadam._shards import placed_like
 from bayesadam.curvature.match import Match
-from bayesadam.curvature.read import Curvature
+from bayesadam.curvature.read import Curvature, working_dtype
 from bayesadam.curvature.rotated import Rotation
+from bayesadam.errors import FileError
 from bayesadam.structures.settings import Settings
-from bayesadam.structures.stored import Stored
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Named = Mapping[str, Tensor]
+Same = TypeVar("Same")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,94 +58,73 @@ class Structure(Protocol):
     @property
     def kind(self) -> str:
         """The name asked for in `from_optimizer(..., structure=kind)` and written into files."""
-        ...
 
     @property
     def independent(self) -> bool:
         """Whether the weights themselves are independent, each with a second moment of its own."""
-        ...
 
     @property
     def has_directions(self) -> bool:
         """Whether `directions` are ever other than None."""
-        ...
 
     @property
     def flat_reason(self) -> str:
         """Why weights may have no precision at all, for messages."""
-        ...
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """E[θ]."""
-        ...
 
     @property
     def second_moment(self) -> Named:
         """v̂ in the coordinates in which the covariance is diagonal."""
-        ...
 
     @property
     def bases(self) -> Mapping[str, Rotation]:
         """Those coordinates, of the parameters whose own they are not."""
-        ...
 
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances of the coordinates."""
-        ...
 
     def directions(self, settings: Settings) -> Directions | None:
         """Directions over all coordinates together with less variance than `coordinate_variance` says; None without any."""
-        ...
 
     def curvatures(self, power: float) -> list[Tensor]:
         """The eigenvalues v̂ᵖ, those that are 0 left out or not."""
-        ...
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = tr(w c Σ), the number of directions that the data determine and not the prior."""
-        ...
 
     def limits(self, settings: Settings) -> str | None:
         """What is wrong with the structure at these settings, and what to do; None where nothing is."""
-        ...
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances diag Σ."""
-        ...
 
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
-        ...
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """log q(values), over any leading dimensions."""
-        ...
 
     def entropy(self, settings: Settings) -> Tensor:
         """H[q] in nats."""
-        ...
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many weights of each parameter have no precision at all; names without any are left out."""
-        ...
 
-    def filled(self, rows: Mapping[str, int]) -> Self:
+    def filled(self, rows: Mapping[str, int]) -> Structure:
         """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
-        ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What must be saved: tensors by role, then by parameter name."""
-        ...
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Structure:
         """The same structure elsewhere."""
-        ...
 
-    def gathered(self) -> Self:
+    def gathered(self) -> Structure:
         """The same structure of whole tensors, where its own are sharded."""
-        ...
 
 
 class Plain:
@@ -162,9 +142,46 @@ class Plain:
         """None."""
         return None
 
-    def gathered(self) -> Self:
+    def gathered(self: Same) -> Same:
         """Itself."""
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A saved posterior's tensors, `role.parameter` each, the names of its parameters, and those of the model."""
+
+    path: str | os.PathLike[str]
+    tensors: Mapping[str, Tensor]
+    names: Sequence[str]
+    parameters: Mapping[str, nn.Parameter]
+
+    def weights(self, role: str) -> dict[str, Tensor]:
+        """Finite tensors of the parameters' shapes, on their devices."""
+        named = {name: self.tensors[f"{role}.{name}"] for name in self.names}
+        storage.check_owner(self.path, {name: tensor.shape for name, tensor in named.items()}, self.parameters)
+        for name, tensor in named.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise self.damaged(f"{name!r} has entries that are not finite")
+        return {n: placed_like(t, self.parameters[n]).to(working_dtype(t.dtype)) for n, t in named.items()}
+
+    def moments(self, role: str) -> dict[str, Tensor]:
+        """The same, none of them negative."""
+        found = self.weights(role)
+        for name, v in found.items():
+            if bool((v < 0).any()):
+                raise self.damaged(f"the second moment of {name!r} has negative entries")
+        return found
+
+    def damaged(self, why: str) -> FileError:
+        """The error to raise."""
+        return FileError(f"{self.path} is damaged: {why}")
+
+
+def is_orthonormal(columns: Tensor) -> bool:
+    """Whether the columns of a matrix are, within rounding."""
+    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
+    return bool(((columns.mT @ columns - identity).abs() < 1e-2).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +189,7 @@ class Reading:
     """What a structure is built from: the optimiser's state, matched once.
 
     Attributes:
-        match: the parameters with their states.
-        curvature: v̂ of each, the recorded gradients' where there are any.
+        curvature: v̂ of each parameter, the recorded gradients' where there are any.
         gradients: recorded gradients by name, (K, *shape); None without a recorder.
     """
 
@@ -187,8 +203,6 @@ class StructureSpec:
     """A structure as the registry knows it.
 
     Attributes:
-        name: as in `from_optimizer(..., structure=name)` and in files.
-        build: builds it from a reading.
         load: builds it from the tensors of a file; a KeyError is a tensor that is missing.
         needs_gradients: whether it is built from recorded gradients alone.
         needs_state: whether it needs the optimiser's own second moment too where gradients are recorded.

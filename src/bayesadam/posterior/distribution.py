@@ -1,0 +1,136 @@
+"""What a Gaussian over weights and a mixture of them share: signal-to-noise ratios and a typed `predict`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from bayesadam.errors import SettingError
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.predict.call import Forward
+from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+R = TypeVar("R", bound=Predictive)
+C = TypeVar("C", bound=Predictive)
+B = TypeVar("B", bound=Predictive)
+H = TypeVar("H", bound=Predictive)
+P = TypeVar("P", bound=Predictive)
+
+
+def check_draws(n: int | None) -> None:
+    """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+
+
+class Distribution(ABC, Generic[R, C, B, H, P]):
+    """q(θ) over named weights; the type arguments are its predictives, likelihood by likelihood."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """E[θ] by parameter name."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> dict[str, Tensor]:
+        """diag Var[θ] by parameter name."""
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """The square root of `variance`."""
+        return {name: variance.sqrt_() for name, variance in self.variance.items()}
+
+    def snr(self) -> dict[str, Tensor]:
+        """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
+        stddev = self.stddev
+        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
+    ) -> R: ...
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
+    ) -> C: ...
+    @overload
+    def predict(self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]) -> B: ...
+    @overload
+    def predict(
+        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
+    ) -> H: ...
+    @overload
+    def predict(self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]) -> P: ...
+    @overload
+    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        likelihood: LikelihoodName = "regression",
+        predictive: PredictiveKind = "linearised",
+        n_samples: int = 30,
+        covariance: bool = False,
+        link: Link = "probit",
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        method: PredictiveKind | None = None,
+    ) -> Predictive:
+        """The predictive distribution of a batch; the model is as before when it returns, or raises.
+
+        Of a model sharded by FSDP2 every process asks, each for its own batch, with equal options and generators. Where the
+        whole posterior fits the memory budget it is gathered for the call, and nothing else is different. Where it does
+        not, the sampling predictives gather one FSDP module at a time, and run each draw on all of the batch. Either way
+        the model runs in the types of its parameters, without FSDP2's mixed precision.
+
+        | predictive             | f                                        | cost                                       |
+        |------------------------|------------------------------------------|--------------------------------------------|
+        | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one per output  |
+        | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product per draw            |
+        | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass per draw                    |
+
+        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each example by itself: a network of linear layers alone, under a diagonal
+        posterior, has its activations drawn, independently from example to example, and not one θ for the batch.
+
+        Other threads that ask for the same model wait for this call to end.
+
+        Args:
+            inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes first.
+            likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
+                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one log-rate
+                per target).
+            predictive: see the table.
+            n_samples: draws of the sampling predictives.
+            covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
+                `mutual_information()` and a heteroscedastic density take outputs as independent of each other.
+            link: how logits become probabilities where f is Gaussian: `"probit"` or `"sampling"`.
+            forward: `forward(model, inputs)` for models whose call is unusual.
+            generator: makes the draws reproducible.
+            memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
+            method: the old name of `predictive`.
+        """
+        options = Options(
+            likelihood=likelihood,
+            predictive=predictive,
+            n_samples=n_samples,
+            covariance=covariance,
+            link=link,
+            forward=forward,
+            generator=generator,
+            memory_budget=memory_budget,
+            method=method,
+        )
+        return self._predict(inputs, options)
+
+    @abstractmethod
+    def _predict(self, inputs: Any, options: Options) -> Predictive:
+        """`predict`, with its options in one record."""
