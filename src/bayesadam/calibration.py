@@ -96,11 +96,7 @@ def calibrate(
 
 
 def log_marginal_likelihood(
-    posterior: Posterior,
-    batches: Any,
-    *,
-    likelihood: LikelihoodName,
-    forward: Forward | None = None,
+    posterior: Posterior, batches: Any, *, likelihood: LikelihoodName, forward: Forward | None = None
 ) -> Tensor:
     """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import (
-    Checkpoint,
-    CheckpointKeywords,
-    CheckpointOptions,
-    match_checkpoint,
-    read_checkpoint,
-)
+from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
 from bayesadam.checkpoint.identify import read_alike
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry

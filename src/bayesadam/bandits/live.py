@@ -34,13 +34,7 @@ class Decision:
 
 
 def make_agent(
-    name: str,
-    n_features: int,
-    n_arms: int,
-    *,
-    settings: str | AgentSettings = "tuned",
-    seed: int = 0,
-    **changes: Any,
+    name: str, n_features: int, n_arms: int, *, settings: str | AgentSettings = "tuned", seed: int = 0, **changes: Any
 ) -> Agent:
     """An agent to put into your own system.
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import (
-    CheckpointKeywords,
-    CheckpointOptions,
-    match_checkpoint,
-    read_checkpoint,
-    write_pruned,
-)
+from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint, write_pruned
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
