@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Greedy, Learner
 from bayesadam.bandits.settings import AgentSettings, LinearSettings, NeuralLinearSettings
-from bayesadam.engine.network import features
+from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 
 
@@ -181,7 +181,7 @@ class NeuralLinear(_OnStatistics, Greedy):
         return self.settings.hidden[-1]
 
     def _features(self, contexts: Tensor) -> Tensor:
-        return with_constant(features(self.network, self.params, contexts))
+        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
 
     def observe(self, places: slice) -> None:
         """Put the new observations in their arms' windows, over the oldest."""

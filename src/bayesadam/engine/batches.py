@@ -27,12 +27,8 @@ def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
 def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
     """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
     streams = Streams(seeds, "batches")
-    endless = (
-        epochs(n, size, seeds)
-        if n // size >= _LONG_EPOCH
-        else (streams.rows(n, _BLOCK, size).transpose(0, 1) for _ in iter(int, 1))
-    )
-    for rows in endless:
+    drawn = (streams.rows(n, _BLOCK, size).transpose(0, 1) for _ in iter(int, 1))
+    for rows in epochs(n, size, seeds) if n // size >= _LONG_EPOCH else drawn:
         yield rows[:steps]
         steps -= len(rows)
         if steps <= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,20 +37,18 @@ class Streams:
 
     def normal(self, *shape: int) -> Tensor:
         """(seeds, *shape) standard normals."""
-        if self._torch:
-            return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self._torch])
-        out = np.empty((len(self), *shape), np.float32)
-        for source, part in zip(self._numpy, out, strict=True):
-            source.standard_normal(out=part, dtype=np.float32)
-        return torch.from_numpy(out)
+        return self._drawn(torch.randn, "standard_normal", shape)
 
     def uniform(self, *shape: int) -> Tensor:
         """(seeds, *shape) uniform numbers in [0, 1)."""
+        return self._drawn(torch.rand, "random", shape)
+
+    def _drawn(self, on_device: Callable[..., Tensor], on_cpu: str, shape: tuple[int, ...]) -> Tensor:
         if self._torch:
-            return torch.stack([torch.rand(shape, generator=g, device=self.device) for g in self._torch])
+            return torch.stack([on_device(shape, generator=g, device=self.device) for g in self._torch])
         out = np.empty((len(self), *shape), np.float32)
         for source, part in zip(self._numpy, out, strict=True):
-            source.random(out=part, dtype=np.float32)
+            getattr(source, on_cpu)(out=part, dtype=np.float32)
         return torch.from_numpy(out)
 
     def rows(self, n: int, *shape: int) -> Tensor:
