@@ -84,17 +84,12 @@ def entry(agent: str) -> Entry:
 
 
 def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **changes: Any) -> AgentSettings:
-    """The settings of an agent.
+    """The settings of an agent, the paper's, the tuned ones or your own, with changes to single ones.
 
     >>> agent_settings("badam", "paper").lr
     0.1
     >>> agent_settings("badam", hidden=(50,)).hidden
     (50,)
-
-    Args:
-        agent: one of `AGENTS`.
-        settings: `"paper"`, `"tuned"`, or settings to take as they are.
-        changes: to single ones.
     """
     own = entry(agent)
     known = own.settings.names()
