@@ -27,12 +27,8 @@ _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
     """θ ← θ where the mask is True, 0 elsewhere.
 
-    Every name and shape is checked before a weight is written. Parameters without a mask are left alone.
-
-    Args:
-        model: the model, wrapped for data parallelism or compiled or not.
-        masks: by parameter name, True where a weight is kept.
-        inplace: False prunes and returns a deep copy.
+    Every name and shape is checked before a weight is written. Parameters without a mask are left alone; the model may
+    be wrapped for data parallelism or compiled. `inplace=False` prunes and returns a deep copy.
     """
     checked_masks(unwrap(model), masks)
     if not inplace:
@@ -97,12 +93,8 @@ def keep_pruned(
     """Prune the model, and keep it pruned through fine-tuning.
 
     Gradients of pruned weights are set to 0 before they reach the norm of a clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone.
-
-    Args:
-        model: the model.
-        masks: by parameter name, True where a weight is kept.
-        optimizer: the optimiser that trains it, or several; without one, call `apply` after each step.
+    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone. Without
+    the optimiser that trains the model, or several, call `apply` after each step.
     """
     prune(model, masks)
     handle = PrunedHandle(_removals(model, masks))
@@ -140,10 +132,8 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
     """The parameters that lose weights, with True at these."""
     inner = unwrap(model)
     parameters = dict(inner.named_parameters())
-    found = [
-        (parameters[name], ~mask.to(parameters[name].device)) for name, mask in checked_masks(inner, masks).items()
-    ]
-    return [(parameter, removed) for parameter, removed in found if bool(removed.any())]
+    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
+    return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
 
 
 @torch.no_grad()

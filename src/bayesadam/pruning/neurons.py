@@ -12,7 +12,7 @@ from bayesadam._alone import in_eval_mode
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.graph import Units, understand
-from bayesadam.pruning.masks import Scope, check_scope, checked_fraction
+from bayesadam.pruning.masks import Scope, all_kept, check_scope, checked_fraction
 from bayesadam.pruning.names import matching
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import lowest
@@ -64,11 +64,7 @@ def neuron_masks(
         total = sum(len(score) for score in ranked)
         count = min(round(share * total), total - len(names))
         removed |= zip(names, lowest(ranked, [scores[name] for name in names], count), strict=True)
-    parameters = posterior.parameters()
-    masks = {
-        name: torch.ones(theta.shape, dtype=torch.bool, device=parameters[name].device)
-        for name, theta in posterior.mode.items()
-    }
+    masks = all_kept(posterior)
     for units in found:
         gone = removed[f"{units.name}.weight"]
         for name in _own(units):

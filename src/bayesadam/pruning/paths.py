@@ -23,7 +23,8 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
     weight. A weight out of a unit that nothing reaches is worth nothing, however sure it is, and so is one into a unit that
     nothing reads: at high fractions this keeps whole paths where single scores leave stumps.
 
-    Layers are followed as far as they are understood (see `shrink`); beyond that a weight keeps its own score.
+    Units are followed on `example_input`, as far as their layers are understood (see `shrink`); beyond that a weight keeps
+    its own score.
 
     >>> from bayesadam.pruning import pruning_masks
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -32,18 +33,12 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
     >>> adam.step()
     >>> posterior = Posterior.from_optimizer(model, adam, n_data=4)
     >>> masks = pruning_masks(posterior, 0.5, ranking=path_scores(posterior, example_input=torch.ones(1, 3)))
-
-    Args:
-        posterior: over the weights.
-        ranking: the scores of single weights, as in `pruning_masks`.
-        example_input: a batch that the model takes, to follow the units through it.
     """
     require_one_network(posterior, "pruning")
     own = weight_scores(posterior, ranking)
     with in_eval_mode(posterior.model), torch.no_grad():
         found = [units for units in understand(posterior.model, example_input).units if f"{units.name}.weight" in own]
-    arriving = _arriving(found, own)
-    leaving = _leaving(found, own)
+    arriving, leaving = _arriving(found, own), _leaving(found, own)
     scores = dict(own)
     for units in found:
         name = f"{units.name}.weight"

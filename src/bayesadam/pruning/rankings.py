@@ -70,11 +70,7 @@ def powered(q: float) -> Rule:
     >>> powered(1.0)(torch.tensor([-3.0]), torch.tensor([4.0]))
     tensor([6.])
     """
-
-    def rule(theta: Tensor, v: Tensor) -> Tensor:
-        return v.pow(q / 2).mul_(theta.abs())
-
-    return rule
+    return lambda theta, v: v.pow(q / 2).mul_(theta.abs())
 
 
 def weight_scores(
