@@ -106,13 +106,10 @@ def fit_networks(
         rule: AdamW.
         kind: the likelihood whose loss they are trained on.
         data: inputs (n, features) in float32, and targets as the likelihood's `shaped` has them.
-        parts: the rows of each network.
         lr: the learning rate at the start.
         schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
         batch_size: the most examples behind one gradient.
-        max_epochs: passes over the data.
         patience: epochs without a lower held-out loss after which a network is done; None for no such end.
-        device: where the networks are trained.
         centre: what is added to the last layer's initial bias, (outputs,).
 
     Raises:
