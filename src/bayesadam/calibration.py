@@ -59,18 +59,15 @@ def calibrate(
     noise of its own to estimate. Either way δ comes out as one number for all parameters, whatever it was before.
 
     Args:
-        posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
+        posterior: the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
             belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
             which for a causal language model is one place further on. Classes of −100 are left out.
         likelihood: as in `predict`.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: what `predict` will be called with.
-        n_samples: its draws, where it samples.
-        link: its link.
-        forward: as in `predict`.
+        n_samples, link, forward, memory_budget: as in `predict`.
         generator: makes sampling predictives reproducible.
-        memory_budget: as in `predict`.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
@@ -87,11 +84,11 @@ def calibrate(
         generator=generator,
         memory_budget=memory_budget,
     )
+    first = posterior.members[0] if isinstance(posterior, Mixture) else posterior
+    held_out = list(aligned(first, batches, likelihood=likelihood, forward=forward))
     if isinstance(posterior, Mixture):
-        held_out = list(aligned(posterior.members[0], batches, likelihood=likelihood, forward=forward))
         members = [_calibrated(_Data(member, held_out, options), method) for member in posterior]
         return Mixture(members, posterior.weights)
-    held_out = list(aligned(posterior, batches, likelihood=likelihood, forward=forward))
     return _calibrated(_Data(posterior, held_out, options), method)
 
 
@@ -139,10 +136,6 @@ class _Data:
     batches: Sequence[tuple[Any, Tensor]]
     options: Options
 
-    def own_moments(self, posterior: Posterior) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Mean, the posterior's own variances (1, ...), no covariance, and targets, batch by batch."""
-        return self.moments(posterior, [posterior.coordinate_variance.__getitem__], directions=[posterior.directions])
-
     def moments(
         self,
         posterior: Posterior,
@@ -159,17 +152,12 @@ class _Data:
         call = Call(self.posterior.model, self.options.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
+        bases, budget = posterior.structure.bases, self.options.memory_budget
         with evaluating(self.posterior.model):
             for inputs, y in self.batches:
+                x = to_device(inputs, device)
                 found = moments(
-                    call,
-                    params,
-                    variances,
-                    to_device(inputs, device),
-                    covariance=covariance,
-                    budget=self.options.memory_budget,
-                    bases=posterior.structure.bases,
-                    directions=directions,
+                    call, params, variances, x, covariance=covariance, budget=budget, bases=bases, directions=directions
                 )
                 shape = (found.mean.shape[0], *found.shape)
                 mean = found.mean.reshape(shape).to(found.variance.dtype)
@@ -187,8 +175,7 @@ class _Data:
 
 
 def _predictive(options: Options, posterior: Posterior, mean: Tensor, variance: Tensor) -> Predictive:
-    noise = posterior.noise_variance
-    return options.record.predictive(mean, variance, link=options.link, noise_variance=noise)
+    return options.record.predictive(mean, variance, link=options.link, noise_variance=posterior.noise_variance)
 
 
 def _calibrated(data: _Data, method: CalibrationMethod | None) -> Posterior:
@@ -220,18 +207,18 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
         means = mean.expand(len(ratios), *mean.shape)
     else:
-        passes = [list(data.own_moments(posterior.replace(prior_precision=r * settings.weight))) for r in ratios]
+        each = (posterior.replace(prior_precision=r * settings.weight) for r in ratios)
+        passes = [list(data.moments(p, [p.coordinate_variance.__getitem__], directions=[p.directions])) for p in each]
         parts = passes[0]
-        means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
-        tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
+        means = torch.stack([torch.cat([p[0] for p in found]) for found in passes])
+        tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in found]) for found in passes])
     y = torch.cat([p[3] for p in parts])
     best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
     largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
-        noises: list[Tensor | None] = [None]
-        if data.options.record.noise:
-            noises = list(_noise_candidates(mean, y))
+        residual = (y - mean).square().mean(dim=0) if data.options.record.noise else None
+        noises = [None] if residual is None else [share * residual for share in _NOISE_SHARES]
         # At weight w the variances are table/w: from swamping the outputs to vanishing beside them.
         middle = float(table.mean()) / _output_scale(mean)
         if not (math.isfinite(middle) and middle > 0):
@@ -361,11 +348,6 @@ def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
             "unchanged. Use predictive='linearised'"
         )
     return best
-
-
-def _noise_candidates(mean: Tensor, y: Tensor) -> list[Tensor]:
-    residual = (y - mean).square().mean(dim=0)
-    return [share * residual for share in _NOISE_SHARES]
 
 
 def _output_scale(mean: Tensor) -> float:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from bayesadam._extras import require
@@ -41,32 +42,31 @@ app = typer.Typer(
 
 app.add_typer(data_app, name="data")
 
-Seed = Annotated[int, typer.Option("--seed", help="Fixes every random number: same seed, same results.")]
-Out = Annotated[Path, typer.Option("--out", help="The folder to write to; made if absent.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths written, one per line.")]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes, on a CPU.")]
-Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
+Settings = TypeVar("Settings", bound=Any)
+Seed = Annotated[int, Option("--seed", help="Fixes every random number: same seed, same results.")]
+Out = Annotated[Path, Option("--out", help="The folder to write to; made if absent.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
+Device = Annotated[str, Option("--device", help="cpu or cuda; by default cuda where there is one.")]
+Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
+Checkpoint = Annotated[Path, Argument(help="What the trainer saved: weights and optimiser state.")]
 
 
 def _checkpoint_options(
     optimizer_file: Annotated[
-        Path | None, typer.Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
+        Path | None, Option("--optimizer-file", help="The optimiser's state, where it has a file of its own.")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="The optimiser that wrote the state; identified by its keys if absent.")
+        str, Option("--optimizer", help="The optimiser that wrote the state; identified by its keys if absent.")
     ] = "",
     groups_in_order: Annotated[
-        bool, typer.Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
+        bool, Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
     ] = False,
     weights_key: Annotated[
-        str | None, typer.Option("--weights-key", help="Which weights, where the file holds several: model.ema.")
+        str | None, Option("--weights-key", help="Which weights, where the file holds several: model.ema.")
     ] = None,
     optimizer_key: Annotated[
         str | None,
-        typer.Option(
-            "--optimizer-key", help="Which optimiser's state, where the file holds several: optimizer_states.0."
-        ),
+        Option("--optimizer-key", help="Which optimiser's state, where the file holds several: optimizer_states.0."),
     ] = None,
 ) -> CheckpointOptions:
     """The options of every command that reads a checkpoint."""
@@ -98,6 +98,11 @@ def _chosen(option: str, text: str | None) -> tuple[str, ...] | None:
     if text is not None and not _names(text):
         raise SettingError(f"{option} names nothing: leave it out for the default, or give names separated by commas")
     return None if text is None else _names(text)
+
+
+def _with(settings: Settings, **names: tuple[str, ...] | None) -> Settings:
+    """The settings, with the names given and the defaults for the others."""
+    return replace(settings, **{key: value for key, value in names.items() if value is not None})
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def bayesadam(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
@@ -153,11 +158,11 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
 
 @app.command()
 def regression(
-    methods: Annotated[str | None, typer.Option(help="Which methods, separated by commas; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 200 training points.")] = 20_000,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
-    gap: Annotated[bool, typer.Option("--gap", help="Train with a hole in the middle of the range.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Two seeds and 500 epochs.")] = False,
+    methods: Annotated[str | None, Option(help="Which methods, separated by commas; all by default.")] = None,
+    epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
+    seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
+    gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Two seeds and 500 epochs.")] = False,
     jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/regression"),
@@ -167,20 +172,18 @@ def regression(
     require("matplotlib")
     from bayesadam.experiments.regression import RegressionSettings, run_regression
 
-    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap)
-    chosen = _chosen("--methods", methods)
-    settings = replace(settings, methods=chosen) if chosen else settings
+    settings = _with(RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap), methods=_chosen("--methods", methods))
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
 
 
 @app.command()
 def pruning(
-    data: Annotated[str, typer.Option(help="mnist, fashion-mnist or digits.")] = "mnist",
-    methods: Annotated[str | None, typer.Option(help="Which methods, separated by commas; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 100,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Networks for each method.")] = 3,
-    activation: Annotated[str, typer.Option(help="relu or sigmoid.")] = "relu",
-    sparse: Annotated[bool, typer.Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
+    data: Annotated[str, Option(help="mnist, fashion-mnist or digits.")] = "mnist",
+    methods: Annotated[str | None, Option(help="Which methods, separated by commas; all by default.")] = None,
+    epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
+    seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
+    activation: Annotated[str, Option(help="relu or sigmoid.")] = "relu",
+    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
     device: Device = "",
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -198,29 +201,22 @@ def pruning(
         experiment.run_sparse(seed=seed, out=out, quiet=quiet, settings=recipe, device=where, jobs=at_once)
         return
     settings = experiment.PruningSettings(data=data, n_seeds=seeds, epochs=epochs, activation=activation)
-    chosen = _chosen("--methods", methods)
-    settings = replace(settings, methods=chosen) if chosen else settings
+    settings = _with(settings, methods=_chosen("--methods", methods))
     experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=at_once)
 
 
 @app.command()
 def bandits(
-    problems: Annotated[
-        str | None, typer.Option(help="Which problems, separated by commas; the paper's by default.")
-    ] = None,
-    agents: Annotated[
-        str | None, typer.Option(help="Which agents, separated by commas; the paper's by default.")
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 10,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
-    settings: Annotated[str, typer.Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
+    problems: Annotated[str | None, Option(help="Which problems, separated by commas; the paper's by default.")] = None,
+    agents: Annotated[str | None, Option(help="Which agents, separated by commas; the paper's by default.")] = None,
+    runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
+    rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
+    settings: Annotated[str, Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
     change: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable."
-        ),
+        Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
+    engine: Annotated[str, Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
     device: Device = "",
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
@@ -231,25 +227,21 @@ def bandits(
     from bayesadam.experiments.bandits import BanditSettings, run_bandits
 
     asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []))
-    asked = replace(
-        asked,
-        problems=_chosen("--problems", problems) or asked.problems,
-        agents=_chosen("--agents", agents) or asked.agents,
-    )
+    asked = _with(asked, problems=_chosen("--problems", problems), agents=_chosen("--agents", agents))
     run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine."),
+        Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine."),
     ] = False,
     only: Annotated[
-        str | None, typer.Option(help="What to run where missing: regression, pruning, bandits; all by default.")
+        str | None, Option(help="What to run where missing: regression, pruning, bandits; all by default.")
     ] = None,
-    settings: Annotated[str, typer.Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
+    settings: Annotated[str, Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
     device: Device = "",
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -260,9 +252,7 @@ def report(
     require("jinja2")
     from bayesadam.experiments.report import ReportSettings, run_report
 
-    asked = ReportSettings(quick=quick, settings=settings or None)
-    chosen = _chosen("--only", only)
-    asked = replace(asked, only=chosen) if chosen else asked
+    asked = _with(ReportSettings(quick=quick, settings=settings or None), only=_chosen("--only", only))
     run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
 
 
@@ -270,12 +260,12 @@ def report(
 @_reads_checkpoint
 def prune(
     checkpoint: Checkpoint,
-    fraction: Annotated[float, typer.Option(min=0, max=1, help="The share of weights to remove.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
+    fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
+    out: Annotated[Path, Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
     options: CheckpointOptions,
-    ranking: Annotated[str, typer.Option(help="snr, magnitude or saliency.")] = "snr",
-    scope: Annotated[str, typer.Option(help="global, or layer for the same share of each parameter.")] = "global",
-    exclude: Annotated[str, typer.Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
+    ranking: Annotated[str, Option(help="snr, magnitude or saliency.")] = "snr",
+    scope: Annotated[str, Option(help="global, or layer for the same share of each parameter.")] = "global",
+    exclude: Annotated[str, Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -290,13 +280,13 @@ def prune(
 @_reads_checkpoint
 def sample(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The safetensors file to write.")],
+    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
     options: CheckpointOptions,
     n_data: Annotated[
-        float | None, typer.Option("--n-data", help="Training examples, where the checkpoint does not say.")
+        float | None, Option("--n-data", help="Training examples, where the checkpoint does not say.")
     ] = None,
     prior_precision: Annotated[
-        float | None, typer.Option(min=0, help="Of the prior; N × the weight decay by default.")
+        float | None, Option(min=0, help="Of the prior; N × the weight decay by default.")
     ] = None,
     seed: Seed = 0,
     quiet: Quiet = False,
@@ -315,11 +305,9 @@ def inspect(
     options: CheckpointOptions,
     n_data: Annotated[
         float | None,
-        typer.Option("--n-data", help="Training examples; without them only the order of SNR means something."),
+        Option("--n-data", help="Training examples; without them only the order of SNR means something."),
     ] = None,
-    snr: Annotated[
-        float | None, typer.Option("--snr", min=0, help="Count weights below this; 1 where N is known.")
-    ] = None,
+    snr: Annotated[float | None, Option("--snr", min=0, help="Count weights below this; 1 where N is known.")] = None,
     seed: Seed = 0,
     out: Out = Path("out/inspect"),
     quiet: Quiet = False,
@@ -334,10 +322,8 @@ def inspect(
 
 @app.command()
 def play(
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")
-    ] = 8765,
-    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = True,
+    port: Annotated[int, Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")] = 8765,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Show the page in a browser.")] = True,
     quiet: Quiet = False,
 ) -> None:
     """A page on this machine: click data onto a plane and watch the bands of five methods change."""

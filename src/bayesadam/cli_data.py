@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from bayesadam.data import DataSet, data_set, data_sets, fetch, find, verify
 from bayesadam.data.fetching import CACHE_VARIABLE, DATA_VARIABLE, FileCheck, cache_folder, data_folder
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one per line.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths, one per line.")]
 
 
 @app.command("list")
@@ -35,10 +36,8 @@ def list_() -> None:
 
 @app.command("fetch")
 def fetch_(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, or `all`.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")
-    ] = None,
+    names: Annotated[list[str], Argument(metavar="NAME...", help="Data sets, or `all`.")],
+    out: Annotated[Path | None, Option("--out", help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Bring data sets to this machine: what BAYESADAM_DATA or the cache has is checked, the rest is downloaded."""
@@ -62,12 +61,12 @@ def fetch_(
 def verify_(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[NAME...]",
             help="Data sets that must be there. Without any, or with `all`, sets of which no file is here are passed over.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only what is wrong.")] = False,
 ) -> None:
     """Compare the files on this machine with their published checksums.
 

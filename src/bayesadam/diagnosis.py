@@ -29,7 +29,6 @@ class Finding:
     Attributes:
         code: a stable word to test for, such as `"few-steps"`.
         severity: `"error"`, no posterior can be read; `"warning"`, one can but mind this; `"note"`.
-        message: the remark in words, with what to do.
         parameters: the parameters concerned; empty where all are.
         data: the numbers behind the words.
     """
@@ -75,18 +74,13 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model and the optimiser that trained it; never raises on what it finds.
 
-    Args:
-        model: the model.
-        optimizer: its optimiser, or a list of them.
-        n_data: N, to put a number on the prior that the weight decay implies.
-        reader: as in `Posterior.from_optimizer`.
+    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in `Posterior.from_optimizer`.
     """
     try:
         match = match_optimizers(model, optimizer, reader)
     except BayesAdamError as error:
-        return Diagnosis(
-            f"{type(model).__name__}: no posterior can be read", (Finding("unreadable", "error", str(error)),)
-        )
+        finding = Finding("unreadable", "error", str(error))
+        return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
     return diagnose(match, type(model).__name__, n_data=n_data)
 
 
@@ -103,14 +97,10 @@ def diagnose(match: Match, subject: str, *, n_data: float | None = None) -> Diag
         *_left_out(match),
         *_reader_notes(match),
     ]
-    order = list(_MARKS)
-    findings.sort(key=lambda finding: order.index(finding.severity))
+    findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
     weights = sum(entry.parameter.numel() for entry in match.entries)
-    summary = (
-        f"{subject} trained by {' and '.join(match.optimizers)}: {weights:,} weights in "
-        f"{len(match.entries)} parameters have a second moment"
-    )
-    return Diagnosis(summary, tuple(findings))
+    counts = f"{weights:,} weights in {len(match.entries)} parameters have a second moment"
+    return Diagnosis(f"{subject} trained by {' and '.join(match.optimizers)}: {counts}", tuple(findings))
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def aligned(
 def _moves(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -> bool:
     """Whether the model's own loss moves the labels, told by the first batch that does tell."""
     model, params = posterior.model, parameters_at_mean(posterior)
+    kind = type(model).__name__
     device = next(iter(params.values())).device
     if takes_labels(model):
         with evaluating(model), torch.no_grad():
@@ -84,13 +85,9 @@ def _moves(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -> bool:
                 found = moves_labels(Call(model), params, to_device(inputs, device), y.to(device))
                 if found is not None:
                     return found
-        reason = (
-            f"the labels cannot be matched with the outputs by the loss that {type(model).__name__} computes itself"
-        )
+        reason = f"the labels cannot be matched with the outputs by the loss that {kind} computes itself"
     else:
-        reason = (
-            f"the targets are the inputs at the same places, and {type(model).__name__} computes no loss of its own"
-        )
+        reason = f"the targets are the inputs at the same places, and {kind} computes no loss of its own"
     raise MatchError(
         f"{reason}: pass forward=lambda model, batch: ... that returns the outputs, and (inputs, targets) with a target for "
         "each. A language model's output is for the next token: forward=lambda model, batch: model(**batch).logits[:, :-1] "
@@ -114,9 +111,8 @@ def batches_of(batches: Any) -> Iterator[Batch]:
         if isinstance(batch, Mapping):
             key = next((key for key in _LABELS if key in batch), None)
             if key is None:
-                raise MatchError(
-                    f"no targets in a batch with keys {sorted(map(str, batch))}: name them one of {_LABELS}"
-                )
+                keys = sorted(map(str, batch))
+                raise MatchError(f"no targets in a batch with keys {keys}: name them one of {_LABELS}")
             inputs, y, own = {k: v for k, v in batch.items() if k != key}, batch[key], key in _OWN_LABELS
         elif isinstance(batch, tuple | list) and len(batch) >= 2:
             # The fields of a named tuple say which it is; else it is the last.

@@ -66,11 +66,7 @@ def coverage(predictive: NumericPredictive, y: Tensor, *, level: float = 0.95) -
 def auroc(inside: Tensor, outside: Tensor) -> float:
     """The chance that an out-of-distribution example scores higher than an in-distribution one, ties counting half.
 
-    The area under the ROC curve.
-
-    Args:
-        inside: scores (entropy, say) of examples like the training data.
-        outside: scores of examples from elsewhere; higher should mean less familiar.
+    The area under the ROC curve of scores (entropy, say) that are higher where an input is less familiar.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
