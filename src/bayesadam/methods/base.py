@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bayesadam.engine.batches import blocks
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.rules import Adam, Dropout, Rule
 from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.streams import Streams, blocks
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
 from bayesadam.posterior import Posterior
