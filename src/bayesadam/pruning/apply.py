@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from bayesadam.curvature.match import unwrap
 from bayesadam.errors import SettingError
 from bayesadam.pruning.names import checked_masks, owners
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Model = TypeVar("Model", bound=nn.Module)
 # First moments: what would carry a weight away from 0 once the masks are lifted.
@@ -80,7 +77,7 @@ class PrunedHandle:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> PrunedHandle:
         return self
 
     def __exit__(self, *_: Any) -> None:

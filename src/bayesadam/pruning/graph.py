@@ -257,10 +257,7 @@ class _Way:
                 readers.append(Reader(str(user.target), layer, layout, padded))
                 continue
             after = self._through(node, user, layout, width, norms)
-            if after is None:
-                return False
-            layout_after, pads = after
-            if not self.follow(user, layout_after, width, readers, norms, padded or pads):
+            if after is None or not self.follow(user, after[0], width, readers, norms, padded or after[1]):
                 return False
         return True
 

@@ -55,7 +55,6 @@ def saliency(w: Weights) -> Tensor:
     return w.theta.square().mul_(w.v).mul_(0.5)
 
 
-# One line a ranking.
 RANKINGS: dict[str, Callable[[Weights], Tensor]] = {
     "snr": snr,
     "snr-posterior": posterior_snr,
