@@ -160,18 +160,10 @@ def inspect_checkpoint(
     match = match_checkpoint(checkpoint, options=reading)
     generator = torch.Generator().manual_seed(seed)
     entries = track(match.entries, "reading the state") if track else match.entries
-    reader = match.entries[0].reader
-    return Inspection(
-        source=str(checkpoint.path),
-        format=checkpoint.format,
-        optimizer=reader.name,
-        read_alike=read_alike(reader),
-        n_data=known,
-        threshold=threshold,
-        parameters=tuple(_report(entry, settings, threshold, generator) for entry in entries),
-        omitted=match.omitted,
-        diagnosis=diagnose(match, checkpoint.path.name, n_data=known),
-    )
+    reports = tuple(_report(entry, settings, threshold, generator) for entry in entries)
+    diagnosis, reader = diagnose(match, checkpoint.path.name, n_data=known), match.entries[0].reader
+    source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
+    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis)
 
 
 @torch.no_grad()

@@ -6,13 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import SettingError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Check(NamedTuple):
@@ -89,7 +86,7 @@ class AgentSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
-    def from_plain(cls, given: Mapping[str, Any]) -> Self:
+    def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
         missing = [name for name in cls.names() if name not in given]
         if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.sklearn.training import Schedule, fit_networks, split
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
@@ -196,7 +193,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     ) -> None:
         self._take(locals())
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in get_args(RegressionLikelihood):
@@ -284,7 +281,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         posterior_, posteriors_, networks_, input_scaler_, best_epochs_, n_iter_: as `BadamRegressor`'s, over logits.
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any) -> BadamClassifier:
         """Learn from inputs (n, features) and labels (n,) of any kind."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
         check_classification_targets(y)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.streams import Streams
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 State = dict[str, Tensor]
 Number = float | Tensor
@@ -62,7 +59,7 @@ class Rule(ABC):
     betas: tuple[float, float]
 
     @classmethod
-    def with_settings(cls, **settings: Any) -> Self:
+    def with_settings(cls, **settings: Any) -> Rule:
         """The rule with those of the settings that it has: betas, weight_decay, sparsity, prior_precision, …"""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
