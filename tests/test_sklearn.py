@@ -20,9 +20,9 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixture, Posterior, SettingError
-from bayesadam.engine.batches import epochs
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
+from bayesadam.engine.streams import epochs
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split

@@ -38,13 +38,14 @@ def alone_with(model: nn.Module) -> Iterator[None]:
                 _changed.wait()
             finally:
                 del _wanted[me]
-        _holders[model] = me, _depth(model) + 1
+        _holders[model] = me, _holders.get(model, (me, 0))[1] + 1
     try:
         yield
     finally:
         with _changed:
-            if _depth(model) > 1:
-                _holders[model] = me, _depth(model) - 1
+            depth = _holders[model][1] - 1
+            if depth:
+                _holders[model] = me, depth
             else:
                 del _holders[model]
                 _changed.notify_all()
@@ -64,11 +65,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _holder(model: nn.Module) -> int | None:
-    return _holders[model][0] if model in _holders else None
-
-
-def _depth(model: nn.Module) -> int:
-    return _holders[model][1] if model in _holders else 0
+    return _holders.get(model, (None, 0))[0]
 
 
 def _waits_for(model: nn.Module, me: int) -> bool:

@@ -17,6 +17,7 @@ from bayesadam._files import replacing
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
+AnyPath = str | os.PathLike[str]
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,16 +50,14 @@ SIMULATION = Kind("bayesadam.bandits", "a saved simulation", ": delete it to sta
 AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
 
 
-def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: Kind = POSTERIOR
-) -> None:
+def write(path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: Kind = POSTERIOR) -> None:
     """Write tensors by name, with the header as JSON in the metadata; complete or not at all."""
     text = json.dumps({"format": FORMAT_VERSION, **header}, allow_nan=False)
     with replacing(path) as temporary:
         write_tensors(temporary, tensors, tensors.__getitem__, {kind.header: text})
 
 
-def read(path: str | os.PathLike[str], kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write` made."""
     if not Path(path).is_file():
         raise MissingFileError(f"no file at {path}")
@@ -72,19 +71,16 @@ def read(path: str | os.PathLike[str], kind: Kind = POSTERIOR) -> tuple[dict[str
     return {name: tensor.clone() for name, tensor in tensors.items()}, header
 
 
-def check_version(path: str | os.PathLike[str], version: object, kind: Kind = POSTERIOR) -> None:
+def check_version(path: AnyPath, version: object, kind: Kind = POSTERIOR) -> None:
     """Refuse what is not a file of the kind, or is one of a later format."""
     if version is None:
         raise FileError(f"{path} is not {kind.what}: it has no {kind.header!r} header{kind.remedy}")
     if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FileError(
-            f"{path} has format {version}, this version of bayesadam reads up to {FORMAT_VERSION}: upgrade it"
-        )
+        readable = f"this version of bayesadam reads up to {FORMAT_VERSION}"
+        raise FileError(f"{path} has format {version}, {readable}: upgrade it")
 
 
-def check_owner(
-    path: str | os.PathLike[str], shapes: Mapping[str, torch.Size], parameters: Mapping[str, Tensor]
-) -> None:
+def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Mapping[str, Tensor]) -> None:
     """Refuse the posterior of another model: every name must be a parameter of its shape."""
     missing = [name for name in shapes if name not in parameters]
     if missing:
@@ -95,9 +91,6 @@ def check_owner(
                 f"{path} is another model's posterior: {name!r} has shape {tuple(shape)} in the file and "
                 f"{tuple(parameters[name].shape)} in the model"
             )
-
-
-# --- tensors alone --------------------------------------------------------------------------------------------------
 
 
 def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -124,11 +117,7 @@ def write_tensors(
 ) -> None:
     """Write named tensors one by one: no two of them need be in memory at once. Tied ones are written twice.
 
-    Args:
-        target: the file.
-        like: their names, types and shapes.
-        load: (name) → its values.
-        metadata: texts to store with them.
+    `like` has their names, types and shapes, `load` gives the values by name, `metadata` are texts to store with them.
     """
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     facts = {name: (t.dtype, list(t.shape), t.numel() * t.itemsize) for name, t in like.items()}

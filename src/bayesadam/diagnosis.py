@@ -29,7 +29,6 @@ class Finding:
     Attributes:
         code: a stable word to test for, such as `"few-steps"`.
         severity: `"error"`, no posterior can be read; `"warning"`, one can but mind this; `"note"`.
-        message: the remark in words, with what to do.
         parameters: the parameters concerned; empty where all are.
         data: the numbers behind the words.
     """
@@ -75,18 +74,13 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model and the optimiser that trained it; never raises on what it finds.
 
-    Args:
-        model: the model.
-        optimizer: its optimiser, or a list of them.
-        n_data: N, to put a number on the prior that the weight decay implies.
-        reader: as in `Posterior.from_optimizer`.
+    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in `Posterior.from_optimizer`.
     """
     try:
         match = match_optimizers(model, optimizer, reader)
     except BayesAdamError as error:
-        return Diagnosis(
-            f"{type(model).__name__}: no posterior can be read", (Finding("unreadable", "error", str(error)),)
-        )
+        finding = Finding("unreadable", "error", str(error))
+        return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
     return diagnose(match, type(model).__name__, n_data=n_data)
 
 
@@ -103,14 +97,10 @@ def diagnose(match: Match, subject: str, *, n_data: float | None = None) -> Diag
         *_left_out(match),
         *_reader_notes(match),
     ]
-    order = list(_MARKS)
-    findings.sort(key=lambda finding: order.index(finding.severity))
+    findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
     weights = sum(entry.parameter.numel() for entry in match.entries)
-    summary = (
-        f"{subject} trained by {' and '.join(match.optimizers)}: {weights:,} weights in "
-        f"{len(match.entries)} parameters have a second moment"
-    )
-    return Diagnosis(summary, tuple(findings))
+    counts = f"{weights:,} weights in {len(match.entries)} parameters have a second moment"
+    return Diagnosis(f"{subject} trained by {' and '.join(match.optimizers)}: {counts}", tuple(findings))
 
 
 @dataclass(frozen=True)
@@ -158,14 +148,11 @@ def _values(examined: Sequence[_Examined]) -> Iterator[Finding]:
             yield Finding("unreadable", "error", result.error, (result.name,))
     bad = {result.name: result.bad for result in examined if result.bad}
     if bad:
-        yield Finding(
-            "bad-values",
-            "error",
+        text = (
             f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training met a "
-            "non-finite gradient; go back to a checkpoint before that",
-            tuple(bad),
-            {"entries": bad},
+            "non-finite gradient; go back to a checkpoint before that"
         )
+        yield Finding("bad-values", "error", text, tuple(bad), {"entries": bad})
 
 
 def _steps(match: Match) -> Iterator[Finding]:
@@ -176,14 +163,11 @@ def _steps(match: Match) -> Iterator[Finding]:
             short[entry.name] = (steps, 1 / (1 - beta))
     if short:
         steps, memory = min(short.values())
-        yield Finding(
-            "few-steps",
-            "warning",
+        text = (
             f"{steps:g} steps against a memory of 1/(1−β₂) = {memory:g}: v still averages gradients from the start of "
-            "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂",
-            tuple(short),
-            {"steps": steps, "memory": memory},
+            "training. Bias correction keeps it unbiased but noisy; train longer, or with a smaller β₂"
         )
+        yield Finding("few-steps", "warning", text, tuple(short), {"steps": steps, "memory": memory})
 
 
 def _dead(examined: Sequence[_Examined]) -> Iterator[Finding]:
@@ -191,29 +175,24 @@ def _dead(examined: Sequence[_Examined]) -> Iterator[Finding]:
     total = sum(result.numel for result in examined)
     if zeros and total:
         count = sum(zeros.values())
-        yield Finding(
-            "zero-curvature",
-            "warning",
+        text = (
             f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. Without a "
-            "prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate",
-            tuple(zeros),
-            {"zeros": zeros, "share": count / total},
+            "prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate"
         )
+        yield Finding("zero-curvature", "warning", text, tuple(zeros), {"zeros": zeros, "share": count / total})
 
 
 def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Finding]:
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
         shares = {result.name: result.decay_share for result in examined if result.name in coupled}
-        yield Finding(
-            "coupled-decay",
-            "warning",
+        text = (
             f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks into "
             f"v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is {max(shares.values()):.1%} of v). "
-            "AdamW, or decoupled_weight_decay=True, keeps v the data's alone",
-            tuple(coupled),
-            {"weight_decay": coupled, "median_share_of_v": shares},
+            "AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
         )
+        data = {"weight_decay": coupled, "median_share_of_v": shares}
+        yield Finding("coupled-decay", "warning", text, tuple(coupled), data)
 
 
 def _prior(match: Match, n_data: float | None, zeros: int) -> Iterator[Finding]:
@@ -239,33 +218,21 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         if stored.element_size() < 4 and 1 - beta < 4 * torch.finfo(stored.dtype).eps:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
-        yield Finding(
-            "low-precision-state",
-            "warning",
+        text = (
             f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
-            "average that changes by less than its last digit stands still. Keep the optimiser's state in float32",
-            tuple(coarse),
-            {"dtype": coarse},
+            "average that changes by less than its last digit stands still. Keep the optimiser's state in float32"
         )
+        yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
 
 
 def _left_out(match: Match) -> Iterator[Finding]:
     if match.omitted:
-        reasons = Counter(match.omitted.values())
-        yield Finding(
-            "left-out",
-            "note",
-            "not in the posterior: " + "; ".join(f"{count} parameters, {reason}" for reason, count in reasons.items()),
-            tuple(match.omitted),
-            {"omitted": dict(match.omitted)},
-        )
+        reasons = "; ".join(f"{count} parameters, {why}" for why, count in Counter(match.omitted.values()).items())
+        text = f"not in the posterior: {reasons}"
+        yield Finding("left-out", "note", text, tuple(match.omitted), {"omitted": dict(match.omitted)})
     if match.foreign:
-        yield Finding(
-            "foreign-parameters",
-            "note",
-            f"the optimiser also trains {match.foreign} parameters that are not this model's",
-            data={"count": match.foreign},
-        )
+        text = f"the optimiser also trains {match.foreign} parameters that are not this model's"
+        yield Finding("foreign-parameters", "note", text, data={"count": match.foreign})
 
 
 def _reader_notes(match: Match) -> Iterator[Finding]:
@@ -274,9 +241,5 @@ def _reader_notes(match: Match) -> Iterator[Finding]:
             yield Finding("optimizer", "note", f"{reader.name}: {reader.note}", data={"reader": reader.name})
     betas = {beta for entry in match.entries if (beta := entry.reader.beta(entry.group)) is not None}
     if len(betas) > 1:
-        yield Finding(
-            "mixed-memory",
-            "note",
-            f"β₂ differs between groups ({min(betas):g} to {max(betas):g}): their v average over different stretches",
-            data={"betas": sorted(betas)},
-        )
+        text = f"β₂ differs between groups ({min(betas):g} to {max(betas):g}): their v average over different stretches"
+        yield Finding("mixed-memory", "note", text, data={"betas": sorted(betas)})

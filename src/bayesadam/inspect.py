@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import (
-    Checkpoint,
-    CheckpointKeywords,
-    CheckpointOptions,
-    match_checkpoint,
-    read_checkpoint,
-)
+from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
 from bayesadam.checkpoint.identify import read_alike
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry
@@ -63,15 +57,11 @@ class Inspection:
     """What was found; prints as a table and the doctor's remarks.
 
     Attributes:
-        source: the file.
-        format: its format.
         optimizer: the reader that read the state.
         read_alike: optimisers that a file does not distinguish from it, and that make no difference.
         n_data: N, or None where it is not known: the numbers are then those of N = 1.
         threshold: the signal-to-noise ratio below which weights are counted; None where they are not.
-        parameters: one report each, in the file's order.
         omitted: tensors without a state, with the reason.
-        diagnosis: what the doctor says of the state.
     """
 
     source: str
@@ -123,21 +113,11 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; the histograms are left out."""
+        own = ("format", "optimizer", "read_alike", "n_data", "threshold", "weights", "dead", "below")
+        rows = {row.name: vars(row) for row in self.parameters}
         return {
-            "format": self.format,
-            "optimizer": self.optimizer,
-            "read_alike": self.read_alike,
-            "n_data": self.n_data,
-            "threshold": self.threshold,
-            "weights": self.weights,
-            "dead": self.dead,
-            "below": self.below,
-            "parameters": {
-                row.name: {
-                    key: getattr(row, key) for key in row.__dataclass_fields__ if key not in ("name", "histogram")
-                }
-                for row in self.parameters
-            },
+            **{key: getattr(self, key) for key in own},
+            "parameters": {n: {k: row[k] for k in row if k not in ("name", "histogram")} for n, row in rows.items()},
             "omitted": dict(self.omitted),
             "doctor": self.diagnosis.to_dict(),
         }
@@ -145,10 +125,7 @@ class Inspection:
     def __str__(self) -> str:
         table = self.rows()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in table
-        ]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
         return "\n".join([str(self.diagnosis), "", *lines, "", self.scale_note])
 
 
@@ -183,18 +160,10 @@ def inspect_checkpoint(
     match = match_checkpoint(checkpoint, options=reading)
     generator = torch.Generator().manual_seed(seed)
     entries = track(match.entries, "reading the state") if track else match.entries
-    reader = match.entries[0].reader
-    return Inspection(
-        source=str(checkpoint.path),
-        format=checkpoint.format,
-        optimizer=reader.name,
-        read_alike=read_alike(reader),
-        n_data=known,
-        threshold=threshold,
-        parameters=tuple(_report(entry, settings, threshold, generator) for entry in entries),
-        omitted=match.omitted,
-        diagnosis=diagnose(match, checkpoint.path.name, n_data=known),
-    )
+    reports = tuple(_report(entry, settings, threshold, generator) for entry in entries)
+    diagnosis, reader = diagnose(match, checkpoint.path.name, n_data=known), match.entries[0].reader
+    source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
+    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis)
 
 
 @torch.no_grad()
@@ -210,23 +179,15 @@ def _report(entry: Entry, settings: Settings, threshold: float | None, generator
         dead += int((v == 0).sum())
         snr = precision(v, settings.weight, 0.0, settings.power).sqrt_().mul_(piece.parameter.detach().abs()).flatten()
         below += 0 if threshold is None else int((snr < threshold).sum())
-        counts += _histogram(snr)
+        logs = snr[(snr > 0) & torch.isfinite(snr)].log10_()
+        counts += torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
         last = first + snr.numel()
         here = slice(*torch.searchsorted(chosen, torch.tensor([first, last])).tolist())
         sampled.append(snr[chosen[here] - first] if large else snr)
         first = last
     low, median, high = quantiles(torch.cat(sampled), _LEVELS)
-    return ParameterReport(
-        name=entry.name,
-        shape=tuple(entry.parameter.shape),
-        weights=total,
-        dead=dead,
-        snr_q05=low,
-        snr_q50=median,
-        snr_q95=high,
-        below=None if threshold is None else below,
-        histogram=tuple(counts.tolist()),
-    )
+    shape, counted = tuple(entry.parameter.shape), None if threshold is None else below
+    return ParameterReport(entry.name, shape, total, dead, low, median, high, counted, tuple(counts.tolist()))
 
 
 def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
@@ -238,11 +199,6 @@ def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
     if not values.numel():
         return [math.nan] * len(levels)
     return [float(q) for q in torch.quantile(values, torch.tensor(levels, dtype=values.dtype))]
-
-
-def _histogram(snr: Tensor) -> Tensor:
-    positive = snr[(snr > 0) & torch.isfinite(snr)]
-    return torch.histc(positive.log10_().clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
 
 
 def _share(count: int, total: int) -> str:

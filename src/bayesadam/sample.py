@@ -46,7 +46,6 @@ def sample_checkpoint(
         path: what the trainer saved, see `read_checkpoint`.
         out: the file to write, with the ending `.safetensors`.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-        seed: of the draw.
         prior_precision: δ; None takes N × the weight decay of each parameter's group.
         power: p of the curvature v̂ᵖ.
         batch_size: examples behind one gradient; needed for power=1.
@@ -85,11 +84,5 @@ def _drawn(entry: Entry, settings: Settings, delta: Precision, seed: int) -> Ten
             f"{entry.name!r} has weights with neither curvature nor prior, of which no draw can be made: pass a positive "
             "number as prior_precision="
         )
-    return draw(
-        entry.parameter.detach().to(v.dtype),
-        v,
-        PrecisionRule.of(settings, delta),
-        seed=stream_seed(seed, entry.name),
-        n=None,
-        dtype=entry.parameter.dtype,
-    )
+    theta, rule = entry.parameter.detach(), PrecisionRule.of(settings, delta)
+    return draw(theta.to(v.dtype), v, rule, seed=stream_seed(seed, entry.name), n=None, dtype=theta.dtype)

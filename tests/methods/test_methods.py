@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Normal, kl_divergence
 
 import bayesadam as ba
 from bayesadam import methods
 from bayesadam.engine.network import flatten, forward, initial, member
 from bayesadam.engine.rules import SWAG, Dropout
-from bayesadam.engine.rules.bbb import gaussian_kl
 from bayesadam.engine.streams import Streams
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum
 from bayesadam.methods.base import noise_variance, trained
@@ -111,13 +108,6 @@ def test_dropouts_variance_on_one_linear_layer():
     hidden = torch.relu(params["layer0.weight"][0, :, 0] * 0.7 + params["layer0.bias"][0])
     expected = rate / (1 - rate) * (params["layer1.weight"][0, 0] * hidden).square().sum()
     torch.testing.assert_close(draws.var(), expected, rtol=0.05, atol=0)
-
-
-def test_bbbs_divergence_is_torch_distributions():
-    mean = torch.randn(2, 15)
-    std = torch.rand_like(mean) + 0.1
-    expected = kl_divergence(Normal(mean, std), Normal(0.0, 1 / math.sqrt(2.5))).sum(dim=1)
-    torch.testing.assert_close(gaussian_kl(mean, std, 2.5), expected)
 
 
 def linear_problem(training: Training) -> tuple[Problem, torch.Tensor, torch.Tensor]:

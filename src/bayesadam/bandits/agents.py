@@ -69,14 +69,7 @@ _REGISTRY: Mapping[str, Entry] = {
 # rate) is the Showdown's, or the classes' own.
 _PAPER: Values = {"init_range": 0.3, "lr": 0.1, "lr_decay": 0.5}
 # Chosen on the benchmark's problems with other seeds (1001 to 1003, and 7000) than those of the tables in the README.
-_TUNED: Values = {
-    "lr": 5e-4,
-    "l2": 6e-3,
-    "l2_by_noise": True,
-    "dropout": 0.3,
-    "average": 0.995,
-    "standardise": True,
-}
+_TUNED: Values = {"lr": 5e-4, "l2": 6e-3, "l2_by_noise": True, "dropout": 0.3, "average": 0.995, "standardise": True}
 AGENTS = tuple(_REGISTRY)
 # Table 1 of the paper, in its order.
 PAPER_AGENTS = ("badam", "mc-dropout", "bbb", "vadam", "greedy", "uniform")
@@ -91,17 +84,12 @@ def entry(agent: str) -> Entry:
 
 
 def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **changes: Any) -> AgentSettings:
-    """The settings of an agent.
+    """The settings of an agent, the paper's, the tuned ones or your own, with changes to single ones.
 
     >>> agent_settings("badam", "paper").lr
     0.1
     >>> agent_settings("badam", hidden=(50,)).hidden
     (50,)
-
-    Args:
-        agent: one of `AGENTS`.
-        settings: `"paper"`, `"tuned"`, or settings to take as they are.
-        changes: to single ones.
     """
     own = entry(agent)
     known = own.settings.names()

@@ -31,14 +31,7 @@ from bayesadam.structures.noise import stream_seed
 
 
 class Learner(ABC):
-    """Scores the arms of contexts, one independent draw per row, and learns from a buffer.
-
-    Args:
-        settings: of the class that belongs to the learner.
-        buffer: what the runs have seen.
-        n_arms: how many arms there are.
-        seeds: one per run.
-    """
+    """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run."""
 
     # Whether what it observes changes its scores before the next training.
     learns_at_once: ClassVar[bool] = False
@@ -158,8 +151,6 @@ class NetworkLearner(Learner):
         self._scale = torch.ones(networks, 1, device=self.device)
         self._errors = torch.full((networks, 2), _NOISE_START, device=self.device)
 
-    # --- what agents differ in ----------------------------------------------------------------------------------
-
     @abstractmethod
     def _rule(self) -> Rule:
         """How the networks learn."""
@@ -180,8 +171,6 @@ class NetworkLearner(Learner):
         """Mean and variance of the weights, (networks, weights), where the agent has a Gaussian over them."""
         return self.stack.gaussian()
 
-    # --- scores -------------------------------------------------------------------------------------------------
-
     def _scores(self, contexts: Tensor) -> Tensor:
         if self._moments is None:
             found = self.gaussian()
@@ -190,15 +179,12 @@ class NetworkLearner(Learner):
             self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
         return sampled_outputs(self.network, *self._moments, contexts, self._posterior)
 
-    # --- the rewards' noise -------------------------------------------------------------------------------------
-
     def observe(self, places: slice) -> None:
         """Compare the new rewards with what the network, which has not seen them, predicts."""
         if not (self._estimates_noise() and self.stack.done):
             return
-        contexts, arms, rewards = (
-            self._by_network(of[:, places]) for of in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
-        )
+        seen = (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
+        contexts, arms, rewards = (self._by_network(part[:, places]) for part in seen)
         found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = places.stop - places.start
@@ -211,8 +197,6 @@ class NetworkLearner(Learner):
     def _by_network(self, of_runs: Tensor) -> Tensor:
         members = len(self.owners) // self.buffer.runs
         return of_runs.repeat_interleave(members, dim=0) if members > 1 else of_runs
-
-    # --- training -----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """t_s mini-batches."""
@@ -248,8 +232,6 @@ class NetworkLearner(Learner):
             return torch.zeros_like(outputs).scatter_(2, arms, errors.unsqueeze(2))
 
         return contexts, slope
-
-    # --- state --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, the rule's memory, the counts, and what the noise is estimated from."""
@@ -316,12 +298,7 @@ class MCDropout(Greedy):
 
 
 class Variational(NetworkLearner):
-    """Any rule that learns a Gaussian over the weights.
-
-    Args:
-        kind: the rule.
-        more: as in `Learner`.
-    """
+    """Any rule that learns a Gaussian over the weights; the arguments but the rule are those of `Learner`."""
 
     settings: VariationalSettings
 

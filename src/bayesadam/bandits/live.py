@@ -34,13 +34,7 @@ class Decision:
 
 
 def make_agent(
-    name: str,
-    n_features: int,
-    n_arms: int,
-    *,
-    settings: str | AgentSettings = "tuned",
-    seed: int = 0,
-    **changes: Any,
+    name: str, n_features: int, n_arms: int, *, settings: str | AgentSettings = "tuned", seed: int = 0, **changes: Any
 ) -> Agent:
     """An agent to put into your own system.
 
@@ -52,7 +46,6 @@ def make_agent(
 
     Args:
         name: one of `AGENTS`.
-        n_features: the width of a context.
         n_arms: how many arms there are at first.
         settings: `"tuned"`, `"paper"` or your own.
         seed: fixes every random number.
@@ -71,9 +64,6 @@ class Agent:
     training. So `act` may be called from other threads while `update` trains, and never waits for it.
 
     Attributes:
-        name: the agent's name.
-        settings: its settings.
-        n_features: the width of a context.
         n_arms: how many arms there have been; those removed keep their index.
     """
 
@@ -91,16 +81,10 @@ class Agent:
     def _learner(self) -> Learner:
         return learner_of(self.name, self.settings, self._buffer, self.n_arms, [self.seed])
 
-    # --- acting -------------------------------------------------------------------------------------------------
-
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
 
-        At first every arm is tried a few times, in turn.
-
-        Args:
-            context: numbers, (features,) or (k, features).
-            arms: those to choose from now; None for all that are not removed.
+        At first every arm is tried a few times, in turn. `arms` are those to choose from now; None for all not removed.
         """
         rows, single = self._checked_contexts(context)
         allowed = self._checked_arms(arms)
@@ -138,16 +122,8 @@ class Agent:
             found += barred.argmax(dim=1).tolist()
         return found
 
-    # --- learning -----------------------------------------------------------------------------------------------
-
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
-        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains.
-
-        Args:
-            context: numbers, (features,) or (k, features).
-            arm: the arm pulled, or k of them.
-            reward: what it paid.
-        """
+        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
         rows, single = self._checked_contexts(context)
         arms = np.atleast_1d(np.asarray(arm))
         if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
@@ -167,9 +143,8 @@ class Agent:
                 known = isinstance(decision, int | np.integer)
                 if not known or decision not in self._pending:
                     reason = "was rewarded before" if known and 0 <= decision < self._next_id else "was never made"
-                    raise MatchError(
-                        f"decision {decision!r} {reason}: {len(self._pending)} wait for a reward, by the id of the decision"
-                    )
+                    waiting = f"{len(self._pending)} wait for a reward, by the id of the decision"
+                    raise MatchError(f"decision {decision!r} {reason}: {waiting}")
                 row, arm = self._pending.pop(decision)
             self._learn(row.unsqueeze(0), torch.tensor([arm]), value)
 
@@ -203,8 +178,6 @@ class Agent:
                 with self._acting:
                     self._actor.load(self._trainer.tensors())
 
-    # --- arms ---------------------------------------------------------------------------------------------------
-
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._learning, self._acting:
@@ -231,8 +204,6 @@ class Agent:
 
     def _available(self) -> list[int]:
         return [arm for arm in range(self.n_arms) if arm not in self._gone]
-
-    # --- memory -------------------------------------------------------------------------------------------------
 
     def _make_room(self, count: int) -> None:
         room = self._buffer.contexts.shape[1]
@@ -264,8 +235,6 @@ class Agent:
                 _put(tensor, state[name])
         new.restore(state)
         return new
-
-    # --- saving -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: what was seen and learnt, the optimiser, the random numbers, the decisions that wait."""
@@ -316,15 +285,11 @@ class Agent:
             raise FileError(f"{path} is not an agent of this version: {error}") from error
         return agent
 
-    # --- what comes in ------------------------------------------------------------------------------------------
-
     def _checked_contexts(self, context: Floats) -> tuple[Tensor, bool]:
-        array, narrow = _numbers(context, "a context must be numbers")
-        if array.ndim not in (1, 2) or array.shape[-1] != self.n_features or not len(array):
-            raise MatchError(
-                f"a context has {self.n_features} numbers, a batch (k, {self.n_features}); got shape {array.shape}"
-            )
-        rows = narrow.reshape(-1, self.n_features)
+        (array, narrow), width = _numbers(context, "a context must be numbers"), self.n_features
+        if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
+            raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
+        rows = narrow.reshape(-1, width)
         if not np.isfinite(rows).all():
             row, column = np.argwhere(~np.isfinite(rows))[0]
             value = array.reshape(rows.shape)[row, column]
@@ -332,8 +297,7 @@ class Agent:
         return torch.from_numpy(rows), array.ndim == 1
 
     def _checked_rewards(self, reward: Any, count: int, single: bool) -> Tensor:
-        _, narrow = _numbers(reward, "a reward must be a number")
-        narrow = np.atleast_1d(narrow)
+        narrow = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
         if narrow.shape != (count,) or not np.isfinite(narrow).all():
             wanted = "one finite number" if single else f"{count} finite numbers"
             raise MatchError(f"the reward must be {wanted}, got {reward!r}")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,6 @@ class BanditProblem:
     """A contextual bandit.
 
     Attributes:
-        name: such as `"mushroom"`.
-        n_features: width of a context.
-        n_arms: how many arms.
         rounds: how many rounds a run plays by default.
         most_rounds: how many it can offer; None where rows are drawn with replacement or simulated.
         make: (seed, rounds) → the rounds of one run.
@@ -182,7 +180,7 @@ def problem_from_file(
     """A CSV or Parquet file as a bandit; needs pandas, and pyarrow for Parquet.
 
     Args:
-        path: the file; `.csv`, `.csv.gz` and the like, or `.parquet`.
+        path: `.csv`, `.csv.gz` and the like, or `.parquet`.
         label: the column of labels, for a classification problem.
         rewards: or the columns of rewards, one per arm.
         contexts: the columns that are contexts; None takes all others.
@@ -208,15 +206,11 @@ def problem_from_file(
 def wheel(delta: float = 0.95) -> BanditProblem:
     """The wheel: contexts uniform in the unit disc; beyond the radius δ the quadrant's own arm pays 50, elsewhere 1.
 
-    Args:
-        delta: the radius, between 0 and 1; the nearer to 1, the rarer the prize.
+    The nearer the radius is to 1, the rarer the prize.
     """
     if not 0 < delta < 1:
         raise SettingError(f"the wheel's δ must lie between 0 and 1, got {delta!r}")
-    return BanditProblem(f"wheel:{delta:g}", 2, len(WHEEL_MEANS), WHEEL_ROUNDS, None, _Wheel(delta))
-
-
-# --- how rounds are made --------------------------------------------------------------------------------------------
+    return BanditProblem(f"wheel:{delta:g}", 2, len(WHEEL_MEANS), WHEEL_ROUNDS, None, partial(_wheel_rounds, delta))
 
 
 def _random(seed: int, purpose: str) -> np.random.Generator:
@@ -253,111 +247,80 @@ def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
     return np.asarray(_random(seed, "rows").permutation(n)[:rounds])
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
+def _known_rounds(table: _Table, rewards: Numbers, n_arms: int, seed: int, rounds: int) -> Rounds:
     """Rows whose rewards are known: those of all arms, (rows, arms), or labels (rows,) of which one is right."""
-
-    table: _Table
-    rewards: Numbers
-    n_arms: int
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = _shuffled(len(self.rewards), seed, rounds)
-        rewards = self.rewards[rows]
-        if rewards.ndim == 1:
-            rewards = (rewards[:, None] == np.arange(self.n_arms)).astype(np.float32)
-        return Rounds(self.table.take(rows), rewards, rewards)
+    rows = _shuffled(len(rewards), seed, rounds)
+    found = rewards[rows]
+    if found.ndim == 1:
+        found = (found[:, None] == np.arange(n_arms)).astype(np.float32)
+    return Rounds(table.take(rows), found, found)
 
 
-@dataclass(frozen=True, eq=False)
-class _Mushroom:
+def _mushroom_rounds(table: _Table, labels: Numbers, seed: int, rounds: int) -> Rounds:
     """Pass pays 0; eat pays 5 if edible, otherwise 5 or −35, each with probability ½."""
-
-    table: _Table
-    edible: Numbers
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = _random(seed, "rows").integers(len(self.edible), size=rounds)
-        ill = _random(seed, "rewards").random(rounds) < 0.5
-        edible = self.edible[rows] == 1
-        eat = np.where(edible | ~ill, EDIBLE, POISONED)
-        expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
-        nothing = np.zeros(rounds)
-        return Rounds(self.table.take(rows), _columns(nothing, eat), _columns(nothing, expected))
+    rows = _random(seed, "rows").integers(len(labels), size=rounds)
+    ill = _random(seed, "rewards").random(rounds) < 0.5
+    edible = labels[rows] == 1
+    eat = np.where(edible | ~ill, EDIBLE, POISONED)
+    expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
+    nothing = np.zeros(rounds)
+    return Rounds(table.take(rows), _columns(nothing, eat), _columns(nothing, expected))
 
 
-@dataclass(frozen=True, eq=False)
-class _Financial:
+def _financial_rounds(table: _Table, seed: int, rounds: int) -> Rounds:
     """Arm a is a portfolio that differs by run, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
-
-    table: _Table
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        weights = _random(seed, "portfolios").uniform(-1, 1, (self.table.rows.shape[1], FINANCIAL_ARMS))
-        weights /= np.linalg.norm(weights, axis=0)
-        contexts = self.table.take(_shuffled(len(self.table.rows), seed, rounds))
-        expected = contexts.astype(np.float64) @ weights
-        noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, FINANCIAL_ARMS + 1)
-        return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
+    weights = _random(seed, "portfolios").uniform(-1, 1, (table.rows.shape[1], FINANCIAL_ARMS))
+    weights /= np.linalg.norm(weights, axis=0)
+    contexts = table.take(_shuffled(len(table.rows), seed, rounds))
+    expected = contexts.astype(np.float64) @ weights
+    noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, FINANCIAL_ARMS + 1)
+    return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
 
 
-@dataclass(frozen=True, eq=False)
-class _Jester:
+def _jester_rounds(ratings: Numbers, seed: int, rounds: int) -> Rounds:
     """The ratings of 32 jokes are the context, those of the other 8 the rewards; which are which differs by run."""
-
-    ratings: Numbers
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        rows = _shuffled(len(self.ratings), seed, rounds)
-        columns = _random(seed, "columns").permutation(self.ratings.shape[1])
-        table = self.ratings[rows][:, columns].astype(np.float32)
-        contexts, rewards = table[:, :JESTER_FEATURES].copy(), table[:, JESTER_FEATURES:].copy()
-        return Rounds(contexts, rewards, rewards)
+    columns = _random(seed, "columns").permutation(ratings.shape[1])
+    table = ratings[_shuffled(len(ratings), seed, rounds)][:, columns].astype(np.float32)
+    contexts, rewards = table[:, :JESTER_FEATURES].copy(), table[:, JESTER_FEATURES:].copy()
+    return Rounds(contexts, rewards, rewards)
 
 
-@dataclass(frozen=True)
-class _Wheel:
+def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     """Arms 0 to 3 belong to the quadrants (+, +), (+, −), (−, +), (−, −); arm 4 is the safe one."""
-
-    delta: float
-
-    def __call__(self, seed: int, rounds: int) -> Rounds:
-        radius, turn = _random(seed, "rows").random((rounds, 2)).T
-        radius, angle = np.sqrt(radius), 2 * math.pi * turn
-        x, y = radius * np.cos(angle), radius * np.sin(angle)
-        arms = np.arange(len(WHEEL_MEANS))
-        prize = (radius >= self.delta)[:, None] & (arms == (2 * (x < 0) + (y < 0))[:, None])
-        expected = np.where(prize, WHEEL_PRIZE, np.array(WHEEL_MEANS))
-        noise = _random(seed, "rewards").standard_normal(expected.shape)
-        rewards = expected + np.where(prize, WHEEL_PRIZE_STD, WHEEL_STD) * noise
-        return Rounds(_columns(x, y), rewards.astype(np.float32), expected.astype(np.float32))
+    radius, turn = _random(seed, "rows").random((rounds, 2)).T
+    radius, angle = np.sqrt(radius), 2 * math.pi * turn
+    x, y = radius * np.cos(angle), radius * np.sin(angle)
+    arms = np.arange(len(WHEEL_MEANS))
+    prize = (radius >= delta)[:, None] & (arms == (2 * (x < 0) + (y < 0))[:, None])
+    expected = np.where(prize, WHEEL_PRIZE, np.array(WHEEL_MEANS))
+    noise = _random(seed, "rewards").standard_normal(expected.shape)
+    rewards = expected + np.where(prize, WHEEL_PRIZE_STD, WHEEL_STD) * noise
+    return Rounds(_columns(x, y), rewards.astype(np.float32), expected.astype(np.float32))
 
 
 def _columns(*columns: Numbers) -> Numbers:
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-# --- the benchmark's tables -----------------------------------------------------------------------------------------
-
-
 def _mushroom(progress: bool) -> BanditProblem:
     table = load_table("mushroom", dtype=np.uint8, progress=progress)
     assert table.labels is not None
     n, width = table.contexts.shape
-    make = _Mushroom(_Table.of(table.contexts, standardise=False), table.labels)
+    make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
     return BanditProblem("mushroom", width, 2, n, None, make)
 
 
 def _financial(progress: bool) -> BanditProblem:
     contexts = load_table("financial", dtype=np.float64, progress=progress).contexts
-    make = _Financial(_Table.of(contexts, standardise=False))
+    make = partial(_financial_rounds, _Table.of(contexts, standardise=False))
     return BanditProblem("financial", contexts.shape[1], FINANCIAL_ARMS, len(contexts), len(contexts), make)
 
 
 def _jester(progress: bool) -> BanditProblem:
     ratings = load_table("jester", progress=progress).contexts
-    n_arms = ratings.shape[1] - JESTER_FEATURES
-    return BanditProblem("jester", JESTER_FEATURES, n_arms, len(ratings), len(ratings), _Jester(ratings))
+    n, columns = ratings.shape
+    make = partial(_jester_rounds, ratings)
+    return BanditProblem("jester", JESTER_FEATURES, columns - JESTER_FEATURES, n, n, make)
 
 
 def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[bool], BanditProblem]:
@@ -372,7 +335,8 @@ def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[
 def _known(
     name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int | None = None, *, standardise: bool = True
 ) -> BanditProblem:
-    make, n = _Known(_Table.of(contexts, standardise=standardise), rewards, n_arms), len(contexts)
+    make = partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
+    n = len(contexts)
     return BanditProblem(name, contexts.shape[1], n_arms, min(rounds or n, n), n, make)
 
 
@@ -386,9 +350,6 @@ _TABLES: dict[str, Callable[[bool], BanditProblem]] = {
     "census": _labelled("census", np.uint8, LARGE_TABLE_ROUNDS),
 }
 PROBLEMS = (*_TABLES, "wheel")
-
-
-# --- a user's own ---------------------------------------------------------------------------------------------------
 
 
 def _read_frame(path: Path) -> Any:

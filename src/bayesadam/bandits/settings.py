@@ -6,15 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import SettingError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-# --- what a value may be --------------------------------------------------------------------------------------------
 
 
 class Check(NamedTuple):
@@ -41,7 +36,7 @@ def _is_share(value: Any) -> bool:
     return _is_number(value, 0) and value < 1
 
 
-def _is_tuple(value: Any, of: Callable[[Any], bool]) -> bool:
+def _are_all(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, tuple) and all(map(of, value))
 
 
@@ -53,20 +48,10 @@ NotNegative = Annotated[float, Check(lambda v: _is_number(v, 0), "finite and at 
 Probability = Annotated[float, Check(lambda v: _is_number(v, 0) and v <= 1, "between 0 and 1")]
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
-Betas = Annotated[
-    tuple[float, float], Check(lambda v: _is_tuple(v, _is_share) and len(v) == 2, "two numbers in [0, 1)")
-]
-Widths = Annotated[tuple[int, ...], Check(lambda v: _is_tuple(v, is_count), "a tuple of whole numbers like (100, 100)")]
+Betas = Annotated[tuple[float, float], Check(lambda v: _are_all(v, _is_share) and len(v) == 2, "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(lambda v: _are_all(v, is_count), "a tuple of whole numbers like (100, 100)")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
-
-
-def _checks(kind: type) -> list[tuple[str, Check]]:
-    hints = get_type_hints(kind, include_extras=True)
-    return [(name, check) for name, hint in hints.items() for check in getattr(hint, "__metadata__", ())]
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -84,10 +69,11 @@ class AgentSettings:
     epsilon: Probability = 0.0
 
     def __post_init__(self) -> None:
-        for name, check in _checks(type(self)):
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
-            if not check.holds(value):
-                raise SettingError(f"{name} must be {check.meaning}, got {value!r}")
+            for check in getattr(hint, "__metadata__", ()):
+                if not check.holds(value):
+                    raise SettingError(f"{name} must be {check.meaning}, got {value!r}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -100,7 +86,7 @@ class AgentSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
-    def from_plain(cls, given: Mapping[str, Any]) -> Self:
+    def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
         missing = [name for name in cls.names() if name not in given]
         if missing:

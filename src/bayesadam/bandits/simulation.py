@@ -37,9 +37,6 @@ class Simulation:
     """The outcome; arrays have one entry, or row, per run.
 
     Attributes:
-        problem: the problem's name.
-        agent: the agent's name.
-        seed: the seed.
         rounds: how many rounds each run played.
         reward_ratio: total reward over what the best arms are expected to pay, (runs,).
         regret_ratio: total regret over the regret that arms drawn at random are expected to have, (runs,).
@@ -47,7 +44,6 @@ class Simulation:
         reward: cumulative reward there, (runs, points).
         regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
         seconds: how long it took, over all processes that had a part in it.
-        settings: the agent's.
     """
 
     problem: str
@@ -91,7 +87,6 @@ def simulate(
     Args:
         problem: a name (see `problem`), or a problem.
         agent: one of `AGENTS`.
-        runs: how many.
         rounds: of each run; None for as many as the problem says.
         seed: the runs' seeds come from it.
         device: None for a GPU where there is one.
@@ -101,18 +96,7 @@ def simulate(
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all.
     """
-    playing = Playing(
-        problem,
-        agent,
-        runs=runs,
-        rounds=rounds,
-        seed=seed,
-        device=device,
-        settings=settings,
-        checkpoint=checkpoint,
-        checkpoint_seconds=checkpoint_seconds,
-    )
-    with playing:
+    with Playing(problem, agent, runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds) as playing:
         while not playing.finished:
             playing.advance()
             if progress is not None:
@@ -125,16 +109,12 @@ class Playing:
 
     On a GPU each has a stream of its own, and `advance` returns before the GPU is done: one simulation alone leaves most of
     it idle.
-
-    Attributes:
-        rounds: of each run.
     """
 
     def __init__(
         self,
         problem: str | BanditProblem,
         agent: str,
-        *,
         runs: int = 10,
         rounds: int | None = None,
         seed: int = 0,
@@ -155,12 +135,15 @@ class Playing:
         self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
         self._played = [chosen.run(one, self.rounds) for one in seeds]
-        saved = None if self._path is None else _saved(self._path)
+        saved = None
+        if self._path is not None:
+            sweep(self._path)
+            saved = storage.read(self._path, storage.SIMULATION) if self._path.exists() else None
         threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
         sizes = _sizes(runs, threads) if saved is None else saved[1]["lanes"]
         with torch.cuda.stream(self._stream):
             self._lanes = [
-                _Lane(agent, own, chosen.n_arms, seeds[first:last], self._played[first:last], place)
+                _Lane(agent, own, seeds[first:last], self._played[first:last], place)
                 for first, last in pairwise(accumulate(sizes, initial=0))
             ]
         self._header: dict[str, Any] = {
@@ -248,9 +231,9 @@ class Playing:
         for name, value in self._header.items():
             given = settings if name == "settings" else found.get(name)
             if given != value:
-                what = "other data" if name == "data" else f"{name}={given!r}, not {value!r}"
+                other = "other data" if name == "data" else f"{name}={given!r}, not {value!r}"
                 raise MatchError(
-                    f"{path} is of a simulation with {what}: delete it to start anew, or take another path"
+                    f"{path} is of a simulation with {other}: delete it to start anew, or take another path"
                 )
         with torch.cuda.stream(self._stream):
             for number, lane in enumerate(self._lanes):
@@ -259,12 +242,7 @@ class Playing:
 
 
 def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Iterator[tuple[int, Simulation]]:
-    """The results of simulations and their numbers, as they come, of which so many are under way at any time.
-
-    Args:
-        simulations: start one each.
-        at_once: how many.
-    """
+    """The results of simulations, each begun by a call, and their numbers, as they come; `at_once` are under way."""
     waiting = iter(enumerate(simulations))
     running: deque[tuple[int, Playing]] = deque((number, start()) for number, start in islice(waiting, at_once))
     try:
@@ -286,16 +264,11 @@ class _Lane:
     """Some of the runs, in one stack."""
 
     def __init__(
-        self,
-        agent: str,
-        settings: AgentSettings,
-        n_arms: int,
-        seeds: Sequence[int],
-        played: Sequence[Rounds],
-        device: torch.device,
+        self, agent: str, settings: AgentSettings, seeds: Sequence[int], played: Sequence[Rounds], device: torch.device
     ) -> None:
         self.buffer = Buffer(torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device))
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
+        n_arms = self._pays.shape[2]
         self.learner = learner_of(agent, settings, self.buffer, n_arms, seeds)
         self._forced = settings.initial_pulls * n_arms
 
@@ -316,8 +289,7 @@ class _Lane:
             self.learner.train()
 
     def state(self) -> dict[str, Tensor]:
-        learner = {f"learner.{name}": tensor for name, tensor in self.learner.state().items()}
-        return self.buffer.state() | learner
+        return self.buffer.state() | {f"learner.{name}": tensor for name, tensor in self.learner.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.buffer.restore(state)
@@ -335,11 +307,6 @@ def _sizes(runs: int, lanes: int) -> list[int]:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _saved(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    sweep(path)
-    return storage.read(path, storage.SIMULATION) if path.exists() else None
 
 
 def _fingerprint(played: Sequence[Rounds]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.engine.network import ACTIVATIONS, Network, linear, transposed, unflatten
@@ -28,15 +29,9 @@ _ACTIVATIONS: Mapping[str, _Activation] = {
     "relu": _Activation(torch.relu_, lambda g, h: _ATEN.threshold_backward.grad_input(g, h, 0, grad_input=g), False),
     "tanh": _Activation(torch.tanh_, lambda g, h: _ATEN.tanh_backward.grad_input(g, h, grad_input=g), False),
     "sigmoid": _Activation(torch.sigmoid_, lambda g, h: _ATEN.sigmoid_backward.grad_input(g, h, grad_input=g), False),
-    "elu": _Activation(
-        torch.nn.functional.elu_, lambda g, h: _ATEN.elu_backward.grad_input(g, 1, 1, 1, True, h, grad_input=g), False
-    ),
-    "silu": _Activation(
-        torch.nn.functional.silu, lambda g, z: _ATEN.silu_backward.grad_input(g, z, grad_input=g), True
-    ),
-    "gelu": _Activation(
-        torch.nn.functional.gelu, lambda g, z: _ATEN.gelu_backward.grad_input(g, z, grad_input=g), True
-    ),
+    "elu": _Activation(F.elu_, lambda g, h: _ATEN.elu_backward.grad_input(g, 1, 1, 1, True, h, grad_input=g), False),
+    "silu": _Activation(F.silu, lambda g, z: _ATEN.silu_backward.grad_input(g, z, grad_input=g), True),
+    "gelu": _Activation(F.gelu, lambda g, z: _ATEN.gelu_backward.grad_input(g, z, grad_input=g), True),
 }
 
 
@@ -45,9 +40,7 @@ class StackedGradient:
 
     With h₀ = x, z = h Wᵀ + b, h ← φ(z) m:  ∂W = Dᵀh, ∂b = Σ D, D ← (D W) m φ'(z), from D = ∂loss/∂f backwards.
 
-    Args:
-        network: the shape of the networks.
-        weights: (n, weights); the gradient is taken at the values this memory holds when called.
+    It is taken at the values that `weights`, (n, weights), hold when called.
     """
 
     def __init__(self, network: Network, weights: Tensor) -> None:
@@ -60,12 +53,9 @@ class StackedGradient:
         self._batch = 0
 
     def __call__(self, x: Tensor, slope: Slope, *, masks: Sequence[Tensor] | None = None) -> Tensor:
-        """(n, weights), in memory that the next call overwrites.
+        """(n, weights), in memory that the next call overwrites, at inputs (n, b, inputs).
 
-        Args:
-            x: (n, b, inputs).
-            slope: from the outputs f (n, b, outputs) to ∂loss/∂f.
-            masks: the factors of every hidden layer's units, (n, b, units), for dropout.
+        `slope` goes from the outputs f, (n, b, outputs), to ∂loss/∂f; `masks` are those of dropout, (n, b, units) per layer.
         """
         if self._batch != x.shape[1]:
             self._batch = x.shape[1]

@@ -29,9 +29,7 @@ class Network:
     """A multi-layer perceptron, as a recipe.
 
     Attributes:
-        n_inputs: width of the input.
         hidden: widths of the hidden layers.
-        n_outputs: width of the output.
         activation: a key of `ACTIVATIONS`.
         dropout: the probability that a hidden unit is dropped in training.
         input_dropout: the same for an input.
@@ -114,36 +112,6 @@ def member(stacked: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: tensor[index] for name, tensor in stacked.items()}
 
 
-def features(
-    network: Network,
-    params: Mapping[str, Tensor],
-    x: Tensor,
-    *,
-    masks: Sequence[Tensor] | None = None,
-    seen: tuple[list[Tensor], list[Tensor]] | None = None,
-) -> Tensor:
-    """The last hidden layer of a stack, (s, b, units).
-
-    Args:
-        network: the recipe.
-        params: stacked weights.
-        x: inputs, (b, inputs) for all networks or (s, b, inputs).
-        masks: the factors of every hidden layer's units, for dropout.
-        seen: two lists to which every layer's input and pre-activation are added.
-    """
-    h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
-    activation = ACTIVATIONS[network.activation]()
-    for number in range(len(network.hidden)):
-        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
-        if seen is not None:
-            seen[0].append(h)
-            seen[1].append(z)
-        h = activation(z)
-        if masks is not None:
-            h = h * masks[number]
-    return h
-
-
 def forward(
     network: Network,
     params: Mapping[str, Tensor],
@@ -151,15 +119,29 @@ def forward(
     *,
     masks: Sequence[Tensor] | None = None,
     seen: tuple[list[Tensor], list[Tensor]] | None = None,
+    n_layers: int | None = None,
 ) -> Tensor:
-    """The outputs (s, b, outputs) of a stack; arguments as in `features`."""
-    h = features(network, params, x, masks=masks, seen=seen)
-    last = len(network.hidden)
-    z = linear(h, params[f"layer{last}.weight"], params[f"layer{last}.bias"])
-    if seen is not None:
-        seen[0].append(h)
-        seen[1].append(z)
-    return z
+    """The outputs (s, b, outputs) of a stack of networks, or what comes out of the first `n_layers`.
+
+    Args:
+        network: the recipe.
+        params: stacked weights.
+        x: inputs, (b, inputs) for all networks or (s, b, inputs).
+        masks: the factors of every hidden layer's units, for dropout.
+        seen: two lists to which every layer's input and pre-activation are added.
+        n_layers: None for all; the hidden layers alone are the features of the last.
+    """
+    h = x.expand(params["layer0.bias"].shape[0], *x.shape[-2:])
+    activation, last = ACTIVATIONS[network.activation](), len(network.hidden)
+    for number in range(last + 1 if n_layers is None else n_layers):
+        z = linear(h, params[f"layer{number}.weight"], params[f"layer{number}.bias"])
+        if seen is not None:
+            seen[0].append(h)
+            seen[1].append(z)
+        h = activation(z) if number < last else z
+        if masks is not None and number < last:
+            h = h * masks[number]
+    return h
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -27,13 +27,9 @@ class Stack:
     step changes device memory alone, so that on CUDA it is captured as a graph and replayed.
 
     Args:
-        network: the shape of the networks.
-        rule: how they learn.
         seeds: one per network; a seed's numbers do not depend on the other seeds.
         batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
-        n_data: N.
         weights: flat weights to start from, (s, weights); None draws them from the seeds.
-        device: where the networks are.
         average: β of a moving average of the weights, `mean`; 0 for none.
         clip: the norm at which each network's gradient is clipped.
         predraw: on CUDA, draw a block's random numbers outside the graph, which is faster and takes more memory.
@@ -83,14 +79,10 @@ class Stack:
         self._replay: Callable[[], None] | None = None
         self._warm_up = _WARM_UP
 
-    # --- training -----------------------------------------------------------------------------------------------
-
     def prepare(self, rows: Tensor, schedule: Schedule) -> None:
-        """What the next block reads: rows (k, s, b), and the learning rates that the schedule has for its steps.
+        """What the next block reads: the rows of each step (k, s, b), and the learning rates of the schedule.
 
-        Args:
-            rows: the examples of each step.
-            schedule: from the steps done before each step, float64 (k,), to learning rates.
+        The schedule goes from the steps done before each step, float64 (k,), to learning rates.
         """
         if not self.done:
             for name, tensor in self.rule.start(self.weights, self.n_data).items():
@@ -118,7 +110,8 @@ class Stack:
         while taken < steps:
             # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
             if self.device.type == "cuda" and self._replay is None and not self._warm_up:
-                self._replay = captured(self._several, [] if self._predraw else [self.streams])
+                drawn = [] if self._predraw else self.streams.generators
+                self._replay = captured(self._step, self._steps_per_graph, drawn)
             if self._replay is not None and steps - taken >= self._steps_per_graph:
                 self._replay()
                 taken += self._steps_per_graph
@@ -127,10 +120,6 @@ class Stack:
                 taken += 1
                 self._warm_up = max(0, self._warm_up - 1)
         self.done += steps
-
-    def _several(self) -> None:
-        for _ in range(self._steps_per_graph):
-            self._step()
 
     def _step(self) -> None:
         rows = self._rows.index_select(0, self._next)[0]
@@ -157,8 +146,6 @@ class Stack:
         if self.average:
             self.mean.lerp_(self.weights, newest)
         self._next += 1
-
-    # --- what was learnt ----------------------------------------------------------------------------------------
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -215,15 +202,15 @@ def train(
             return
 
 
-def captured(step: Callable[[], None], streams: Sequence[Streams]) -> Callable[[], None]:
-    """A step as a CUDA graph, whose replay does its work again; `streams` are those it draws from."""
+def captured(step: Callable[[], None], count: int, generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """So many steps as a CUDA graph, whose replay does their work again; `generators` are those they draw from."""
     graph = torch.cuda.CUDAGraph()
-    for stream in streams:
-        for generator in stream.generators:
-            graph.register_generator_state(generator)
+    for generator in generators:
+        graph.register_generator_state(generator)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        step()
+        for _ in range(count):
+            step()
     return graph.replay
 
 

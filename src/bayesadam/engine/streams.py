@@ -1,8 +1,8 @@
-"""Random numbers for a stack: each seed has its own source per purpose, whose state can be saved."""
+"""Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ from torch import Tensor
 from bayesadam.structures.noise import stream_seed
 
 _RESOLUTION = 1 << 16
+# Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
+_BLOCK = 256
+_LONG_EPOCH = 20
 
 
 class Streams:
@@ -37,20 +40,18 @@ class Streams:
 
     def normal(self, *shape: int) -> Tensor:
         """(seeds, *shape) standard normals."""
-        if self._torch:
-            return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self._torch])
-        out = np.empty((len(self), *shape), np.float32)
-        for source, part in zip(self._numpy, out, strict=True):
-            source.standard_normal(out=part, dtype=np.float32)
-        return torch.from_numpy(out)
+        return self._drawn(torch.randn, "standard_normal", shape)
 
     def uniform(self, *shape: int) -> Tensor:
         """(seeds, *shape) uniform numbers in [0, 1)."""
+        return self._drawn(torch.rand, "random", shape)
+
+    def _drawn(self, on_device: Callable[..., Tensor], on_cpu: str, shape: tuple[int, ...]) -> Tensor:
         if self._torch:
-            return torch.stack([torch.rand(shape, generator=g, device=self.device) for g in self._torch])
+            return torch.stack([on_device(shape, generator=g, device=self.device) for g in self._torch])
         out = np.empty((len(self), *shape), np.float32)
         for source, part in zip(self._numpy, out, strict=True):
-            source.random(out=part, dtype=np.float32)
+            getattr(source, on_cpu)(out=part, dtype=np.float32)
         return torch.from_numpy(out)
 
     def rows(self, n: int, *shape: int) -> Tensor:
@@ -105,3 +106,23 @@ def _words(source: np.random.BitGenerator) -> npt.NDArray[np.int64]:
     state = source.state
     words = np.asarray(state["state"]["state"], np.uint64).view(np.int64)
     return np.concatenate([words, np.array([state["has_uint32"], state["uinteger"]], np.int64)])
+
+
+def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
+    """Shuffled passes over n examples without end, (steps, s, size) each; n mod size examples are left out."""
+    sources = [torch.Generator().manual_seed(stream_seed(seed, "batches")) for seed in seeds]
+    steps = n // size
+    while True:
+        orders = torch.stack([torch.randperm(n, generator=source) for source in sources])
+        yield orders[:, : steps * size].view(len(seeds), steps, size).transpose(0, 1)
+
+
+def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
+    """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
+    streams = Streams(seeds, "batches")
+    drawn = (streams.rows(n, _BLOCK, size).transpose(0, 1) for _ in iter(int, 1))
+    for rows in epochs(n, size, seeds) if n // size >= _LONG_EPOCH else drawn:
+        yield rows[:steps]
+        steps -= len(rows)
+        if steps <= 0:
+            return

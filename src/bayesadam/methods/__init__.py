@@ -62,9 +62,8 @@ def fit(
         method: one of `METHODS`.
         x: inputs, (n, inputs).
         y: targets: (n,) or (n, targets) numbers, or (n,) class indices.
-        likelihood: the name of a likelihood, such as `"regression"`.
+        likelihood: such as `"regression"`.
         hidden: widths of the hidden layers.
-        activation: see `Network`.
         seeds: one network each; a seed also decides which examples are held out.
         held_out: the share of the examples that calibrates and is not trained on.
         training: settings of `Training`: epochs, batch_size, lr, weight_decay, betas.
@@ -90,12 +89,8 @@ def problem(
         raise SettingError(f"held_out={held_out!r} of {len(x)} examples leaves none to train on, or none held out")
     kind = likelihood_named(likelihood)
     y = kind.shaped(y, x)
-    orders = torch.stack(
-        [
-            torch.randperm(len(x), generator=torch.Generator().manual_seed(stream_seed(seed, "held-out")))
-            for seed in seeds
-        ]
-    )
+    sources = [torch.Generator().manual_seed(stream_seed(seed, "held-out")) for seed in seeds]
+    orders = torch.stack([torch.randperm(len(x), generator=source) for source in sources])
     rows, rest = orders[:, :n_train], orders[:, n_train:]
     network = Network(x.shape[1], hidden, kind.n_outputs(y), activation)
     return Problem(Data(x[rows], y[rows], x[rest], y[rest], likelihood), network, training, tuple(seeds))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bayesadam.engine.batches import blocks
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.rules import Adam, Dropout, Rule
 from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.streams import Streams, blocks
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
 from bayesadam.posterior import Posterior
@@ -71,10 +70,7 @@ class Training:
 
     Attributes:
         epochs: passes over the data, counted in examples.
-        batch_size: examples per step.
-        lr: the learning rate.
         weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
-        betas: Adam's β₁ and β₂.
         sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
         schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
     """
@@ -102,9 +98,7 @@ class Training:
 
     def rule(self, kind: type[Rule], **own: Any) -> Rule:
         """A rule with these settings, and some of its own."""
-        return kind.with_settings(
-            **{"betas": self.betas, "weight_decay": self.weight_decay, "sparsity": self.sparsity, **own}
-        )
+        return kind.with_settings(**{**vars(self), **own})
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +106,9 @@ class Problem:
     """What every method is given.
 
     Attributes:
-        data: the data, one part per seed.
-        network: the shape of the networks.
-        training: epochs, batch size, rates.
+        data: one part per seed.
         seeds: one network each.
-        draws: draws behind a sampled prediction.
+        draws: those behind a sampled prediction.
     """
 
     data: Data
@@ -137,17 +129,14 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A method's result: one predictor per seed, and a weight posterior where the method has one.
+    """A method's result: one predictor per seed, and a posterior each where the method has one.
 
-    Attributes:
-        method: the method's name.
-        predictors: functions from inputs (b, inputs) to a predictive distribution.
-        posteriors: one per seed, or empty.
+    A predictor goes from inputs (b, inputs) to a predictive distribution.
     """
 
     method: str
     predictors: tuple[Callable[[Tensor], Any], ...]
-    posteriors: tuple[Posterior, ...] = field(default=())
+    posteriors: tuple[Posterior, ...] = ()
 
     def predict(self, x: Tensor) -> list[Any]:
         """The predictive distribution of each seed's network."""
@@ -158,14 +147,7 @@ Method = Callable[[Problem], Fitted]
 
 
 def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
-    """A stack trained on the problem's data by one rule.
-
-    Args:
-        problem: data, network, training, seeds.
-        kind: the rule's class.
-        lr: the learning rate; None takes the rule's usual one, or the training's.
-        own: settings of the rule.
-    """
+    """A stack trained on the problem's data by one rule, with settings of its own; `lr` of None is the rule's usual one."""
     data, training, n = problem.data, problem.training, len(problem.data)
     rule, device = training.rule(kind, **own), data.x.device
     level = _NoiseLevel(len(problem.seeds), training, device) if rule.needs_noise and data.kind.noise else None
@@ -244,10 +226,5 @@ def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
 
 def posteriors(problem: Problem, stack: Stack) -> Sequence[Posterior]:
     """The Gaussian of each network, where the rule has one."""
-    found = []
-    for index in range(len(problem.seeds)):
-        moments = stack.moments(index)
-        if moments is not None:
-            mean, variance = moments
-            found.append(Posterior.from_moments(stack.network.build(mean), mean, variance, len(problem.data)))
-    return found
+    found = filter(None, map(stack.moments, range(len(problem.seeds))))
+    return [Posterior.from_moments(stack.network.build(mu), mu, variance, len(problem.data)) for mu, variance in found]

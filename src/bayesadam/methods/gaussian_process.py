@@ -20,12 +20,9 @@ def fit_gp(problem: Problem) -> Fitted:
     if problem.data.likelihood != "regression":
         raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
     gpytorch = require("gpytorch")
-    predictors = []
-    for index in range(len(problem.seeds)):
-        x, y = problem.data.x[index].double(), problem.data.y[index].double()
-        outputs = [_trained(gpytorch, x, column) for column in y.T]
-        predictors.append(_predictor(gpytorch, outputs))
-    return Fitted("gp", tuple(predictors))
+    pairs = zip(problem.data.x.double(), problem.data.y.double(), strict=True)
+    trained = [[_trained(gpytorch, x, column) for column in y.T] for x, y in pairs]
+    return Fitted("gp", tuple(_predictor(gpytorch, outputs) for outputs in trained))
 
 
 def _trained(gpytorch: Any, x: Tensor, y: Tensor) -> Any:

@@ -92,12 +92,7 @@ def diagonal_ggn(
     """diag Σ_n J_nᵀ (diag p − p pᵀ) J_n of a stack of classifiers, (s, *shape), layer by layer and never a Jacobian.
 
     With A Aᵀ the softmax's curvature and D = ∂(Aᵀf)/∂z back-propagated, a layer's share is Σ_n Σ_c D²ᵀ a².
-
-    Args:
-        network: the recipe.
-        params: stacked weights.
-        x: inputs, (n, inputs), the same for all.
-        at_once: examples at a time.
+    The inputs, (n, inputs), are the same for all, and taken `at_once` at a time.
     """
     total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
     for part in x.split(at_once):  # type: ignore[no-untyped-call]

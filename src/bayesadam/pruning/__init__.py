@@ -1,10 +1,8 @@
 """Pruning: which weights or units to remove, removing them, and keeping them removed."""
 
 from bayesadam.pruning.apply import PrunedHandle, from_torch_prune, keep_pruned, prune, to_torch_prune
-from bayesadam.pruning.files import load_masks, save_masks
-from bayesadam.pruning.masks import pruning_masks
-from bayesadam.pruning.neurons import neuron_masks, rank_neurons
-from bayesadam.pruning.paths import path_scores
+from bayesadam.pruning.masks import load_masks, pruning_masks, save_masks
+from bayesadam.pruning.neurons import neuron_masks, path_scores, rank_neurons
 from bayesadam.pruning.rankings import RANKINGS, Ranking, Weights, powered, weight_scores
 from bayesadam.pruning.report import PrunedParameter, PruningReport, pruning_report
 from bayesadam.pruning.saved import prune_checkpoint

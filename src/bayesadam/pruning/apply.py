@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.errors import SettingError
 from bayesadam.pruning.names import checked_masks, owners
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Model = TypeVar("Model", bound=nn.Module)
 # First moments: what would carry a weight away from 0 once the masks are lifted.
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
@@ -27,12 +24,8 @@ _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
     """θ ← θ where the mask is True, 0 elsewhere.
 
-    Every name and shape is checked before a weight is written. Parameters without a mask are left alone.
-
-    Args:
-        model: the model, wrapped for data parallelism or compiled or not.
-        masks: by parameter name, True where a weight is kept.
-        inplace: False prunes and returns a deep copy.
+    Every name and shape is checked before a weight is written. Parameters without a mask are left alone; the model may
+    be wrapped for data parallelism or compiled. `inplace=False` prunes and returns a deep copy.
     """
     checked_masks(unwrap(model), masks)
     if not inplace:
@@ -84,7 +77,7 @@ class PrunedHandle:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> PrunedHandle:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -97,12 +90,8 @@ def keep_pruned(
     """Prune the model, and keep it pruned through fine-tuning.
 
     Gradients of pruned weights are set to 0 before they reach the norm of a clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone.
-
-    Args:
-        model: the model.
-        masks: by parameter name, True where a weight is kept.
-        optimizer: the optimiser that trains it, or several; without one, call `apply` after each step.
+    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone. Without
+    the optimiser that trains the model, or several, call `apply` after each step.
     """
     prune(model, masks)
     handle = PrunedHandle(_removals(model, masks))
@@ -140,10 +129,8 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
     """The parameters that lose weights, with True at these."""
     inner = unwrap(model)
     parameters = dict(inner.named_parameters())
-    found = [
-        (parameters[name], ~mask.to(parameters[name].device)) for name, mask in checked_masks(inner, masks).items()
-    ]
-    return [(parameter, removed) for parameter, removed in found if bool(removed.any())]
+    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
+    return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,42 +26,30 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 # Exact types: a subclass may do anything.
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# One number to one number, the same in every place; dropout is nothing in evaluation.
-_ELEMENTWISE_MODULES = {
-    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Threshold),
-    *(nn.Tanh, nn.Hardtanh, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Softsign, nn.Softplus),
-    *(nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Hardswish),
-}
-_ELEMENTWISE_NAMES = (
+_NAMES = (
     *("relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "elu", "elu_", "selu", "celu", "gelu", "silu", "mish"),
     *("tanh", "tanh_", "hardtanh", "tanhshrink", "hardshrink", "softshrink", "softsign", "softplus", "hardswish"),
     *("sigmoid", "sigmoid_", "hardsigmoid", "logsigmoid", "threshold"),
     *("abs", "neg", "exp", "sin", "cos", "square", "clamp", "contiguous", "clone"),
 )
-_ELEMENTWISE_FUNCTIONS: set[Any] = {
-    *(getattr(home, name) for home in (torch, F) for name in _ELEMENTWISE_NAMES if hasattr(home, name)),
+# Methods, functions and modules from one number to one number, the same in every place; dropout is nothing in evaluation.
+_ELEMENTWISE: set[Any] = {
+    *_NAMES,
+    *(getattr(home, name) for home in (torch, F) for name in _NAMES if hasattr(home, name)),
     *(operator.mul, operator.add, operator.sub, operator.truediv, operator.pow, operator.neg),
     *(torch.mul, torch.add, torch.sub, torch.div, torch.pow),
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Threshold),
+    *(nn.Tanh, nn.Hardtanh, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Softsign, nn.Softplus),
+    *(nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Hardswish),
 }
 _POOLS: dict[Any, tuple[str, int]] = {
-    **{
-        getattr(nn, f"{kind}Pool{n}d"): (kind, n)
-        for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
-        for n in (1, 2, 3)
-    },
-    **{
-        getattr(home, f"{kind}_pool{n}d"): (name, n)
-        for home in (F, torch)
-        for kind, name in (
-            ("max", "Max"),
-            ("avg", "Avg"),
-            ("adaptive_max", "AdaptiveMax"),
-            ("adaptive_avg", "AdaptiveAvg"),
-        )
-        for n in (1, 2, 3)
-        if hasattr(home, f"{kind}_pool{n}d")
-    },
+    getattr(home, f"{name}{n}d"): (kind, n)
+    for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
+    for snake in (f"{kind}_pool".replace("Adaptive", "adaptive_").lower(),)
+    for home, name in ((nn, f"{kind}Pool"), (F, snake), (torch, snake))
+    for n in (1, 2, 3)
+    if hasattr(home, f"{name}{n}d")
 }
 
 
@@ -82,6 +70,10 @@ class Layout:
         """The indices along the dimension of some of `width` units, in order."""
         outer = torch.arange(self.outer, device=units.device).view(-1, 1, 1) * width
         return ((outer + units.view(1, -1, 1)) * self.inner + torch.arange(self.inner, device=units.device)).reshape(-1)
+
+
+# A batch norm, and where units lie in its input.
+Norm = tuple[nn.Module, Layout]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +97,7 @@ class Units:
     name: str
     layer: Layer
     readers: tuple[Reader, ...]
-    norms: tuple[tuple[nn.Module, Layout], ...]
+    norms: tuple[Norm, ...]
 
     @property
     def width(self) -> int:
@@ -163,9 +155,6 @@ def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
 class _Run(fx.Interpreter):
     """Runs a graph, and notes the shapes of its tensors and what its layers are given."""
 
@@ -203,9 +192,6 @@ def _unit_dim(layer: Layer, dims: int) -> int:
     return dims + 1 - layer.weight.dim()
 
 
-# --- finding ----------------------------------------------------------------------------------------------------------
-
-
 def _find(model: nn.Module, graph: fx.Graph, shapes: Mapping[fx.Node, torch.Size]) -> Iterator[Units]:
     way = _Way(model, graph, shapes)
     for node in graph.nodes:
@@ -213,7 +199,7 @@ def _find(model: nn.Module, graph: fx.Graph, shapes: Mapping[fx.Node, torch.Size
         if layer is None or len(layer.weight) < 2 or _grouped(layer):
             continue
         readers: list[Reader] = []
-        norms: list[tuple[nn.Module, Layout]] = []
+        norms: list[Norm] = []
         layout = Layout(_unit_dim(layer, len(shapes[node])))
         if way.follow(node, layout, len(layer.weight), readers, norms) and readers:
             yield Units(str(node.target), layer, tuple(readers), tuple(norms))
@@ -223,26 +209,16 @@ def _grouped(layer: Layer) -> bool:
     return not isinstance(layer, nn.Linear) and layer.groups > 1
 
 
-@dataclass(eq=False)
 class _Way:
     """Follows units through a graph."""
 
-    model: nn.Module
-    graph: fx.Graph
-    shapes: Mapping[fx.Node, torch.Size]
-    modules: dict[str, nn.Module] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.modules = dict(self.model.named_modules(remove_duplicate=False))
-        nodes = self.graph.nodes
-        self._uses = Counter(node.target for node in nodes if node.op == "call_module")
-        self._read = [str(node.target) for node in nodes if node.op == "get_attr"]
-        self._holders = Counter(
-            id(tensor)
-            for module in set(self.modules.values())
-            for tensor in module._parameters.values()
-            if tensor is not None
-        )
+    def __init__(self, model: nn.Module, graph: fx.Graph, shapes: Mapping[fx.Node, torch.Size]) -> None:
+        self.shapes = shapes
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._uses = Counter(node.target for node in graph.nodes if node.op == "call_module")
+        self._read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        held = (module._parameters.values() for module in set(self.modules.values()))
+        self._holders = Counter(id(tensor) for tensors in held for tensor in tensors if tensor is not None)
 
     def layer_at(self, node: fx.Node) -> Layer | None:
         """The layer that a node calls, where it is used once and its parameters are its own."""
@@ -266,13 +242,7 @@ class _Way:
         )
 
     def follow(
-        self,
-        node: fx.Node,
-        layout: Layout,
-        width: int,
-        readers: list[Reader],
-        norms: list[tuple[nn.Module, Layout]],
-        padded: bool = False,
+        self, node: fx.Node, layout: Layout, width: int, readers: list[Reader], norms: list[Norm], padded: bool = False
     ) -> bool:
         """Collect all that reads the units of a tensor; False where some of it is not understood."""
         for user in node.users:
@@ -287,10 +257,7 @@ class _Way:
                 readers.append(Reader(str(user.target), layer, layout, padded))
                 continue
             after = self._through(node, user, layout, width, norms)
-            if after is None:
-                return False
-            layout_after, pads = after
-            if not self.follow(user, layout_after, width, readers, norms, padded or pads):
+            if after is None or not self.follow(user, after[0], width, readers, norms, padded or after[1]):
                 return False
         return True
 
@@ -315,7 +282,7 @@ class _Way:
         return isinstance(layer, nn.Linear) or (layout.plain and not _grouped(layer))
 
     def _through(
-        self, node: fx.Node, user: fx.Node, layout: Layout, width: int, norms: list[tuple[nn.Module, Layout]]
+        self, node: fx.Node, user: fx.Node, layout: Layout, width: int, norms: list[Norm]
     ) -> tuple[Layout, bool] | None:
         """Where the units lie after an operation that keeps them apart, and whether it averages zeros in."""
         shape = self.shapes[node]
@@ -334,16 +301,12 @@ class _Way:
                 return None
             norms.append((module, layout))
             return layout, False
-        if user.op == "call_method":
-            if what == "mean":
-                return _after_mean(user, shape, layout)
-            return (layout, False) if what in _ELEMENTWISE_NAMES else None
-        if what in _ELEMENTWISE_MODULES or (module is None and what in _ELEMENTWISE_FUNCTIONS):
+        if what in _ELEMENTWISE:
             return layout, False
         if what is F.dropout:
             training = user.kwargs.get("training", user.args[2] if len(user.args) > 2 else True)
             return (layout, False) if training is False else None
-        if what is torch.mean:
+        if what in ("mean", torch.mean):
             return _after_mean(user, shape, layout)
         if what in _POOLS:
             kind, dims = _POOLS[what]

@@ -1,17 +1,21 @@
-"""Which weights to keep: masks by parameter name, True where a weight stays."""
+"""Which weights to keep: masks by parameter name, True where a weight stays; on disk a bit for each weight."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from bayesadam.errors import SettingError
+from bayesadam import _storage as storage
+from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.names import matching, owners
@@ -59,13 +63,14 @@ def pruning_masks(
         share = checked_fraction(fraction)
         weights = {name: posterior.mode[name] for name in eligible}
         kept = removing_lowest(weight_scores(posterior, ranking, eligible), weights, share, scope)
-    parameters = posterior.parameters()
-    return {
-        name: kept[name].to(parameters[name].device)
-        if name in kept
-        else torch.ones(theta.shape, dtype=torch.bool, device=parameters[name].device)
-        for name, theta in posterior.mode.items()
-    }
+    whole = all_kept(posterior)
+    return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
+
+
+def all_kept(posterior: Posterior) -> dict[str, Tensor]:
+    """Masks that remove nothing, on the parameters' devices."""
+    devices = {name: parameter.device for name, parameter in posterior.parameters().items()}
+    return {n: torch.ones(t.shape, dtype=torch.bool, device=devices[n]) for n, t in posterior.mode.items()}
 
 
 def removing_lowest(
@@ -123,3 +128,29 @@ def _pattern_masks(
         groups = best_of_groups(score.reshape(-1, size), theta.reshape(-1, size), keep)
         masks[name] = groups.view(theta.shape).movedim(-1, dim).contiguous()
     return masks
+
+
+def save_masks(path: str | os.PathLike[str], masks: Mapping[str, Tensor]) -> None:
+    """Write masks as packed bits by parameter name, in place of an older file only once it is complete."""
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise MatchError(f"mask {name!r} must be boolean, True where a weight stays, not {mask.dtype}")
+    packed = {name: torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))) for name, mask in masks.items()}
+    shapes = {name: list(mask.shape) for name, mask in masks.items()}
+    storage.write(path, packed, {"shapes": shapes}, storage.MASKS)
+
+
+def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The masks that `save_masks` wrote, on the CPU; whatever takes masks moves them."""
+    packed, header = storage.read(path, storage.MASKS)
+    try:
+        return {name: _unpacked(packed[name], shape) for name, shape in header["shapes"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"{path} is damaged: its masks cannot be read ({error})") from error
+
+
+def _unpacked(bits: Tensor, shape: list[int]) -> Tensor:
+    size = math.prod(shape)
+    if bits.numel() != (size + 7) // 8:
+        raise ValueError(f"{bits.numel()} bytes for a mask of shape {tuple(shape)}")
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=size).astype(bool)).view(shape)

@@ -36,11 +36,6 @@ def owners(model: nn.Module) -> dict[str, tuple[Owner, ...]]:
     return found
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter by any of its names."""
-    return {owner.name: name for name, held in owners(model).items() for owner in held}
-
-
 def near(word: str, names: Iterable[str]) -> str:
     """The names most like a word, for an error message."""
     every = list(names)
@@ -88,21 +83,20 @@ def _matching(
 
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
-    parameters, known = dict(model.named_parameters()), first_names(model)
+    parameters = dict(model.named_parameters())
+    known = {owner.name: name for name, held in owners(model).items() for owner in held}
     found: dict[str, Tensor] = {}
     for given, mask in masks.items():
         name = known.get(given)
         if name is None:
-            raise MatchError(
-                f"mask {given!r} is of no parameter of {type(model).__name__}; near it: {near(given, parameters)}"
-            )
+            kind = type(model).__name__
+            raise MatchError(f"mask {given!r} is of no parameter of {kind}; near it: {near(given, parameters)}")
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
         if mask.shape != parameters[name].shape:
-            raise MatchError(
-                f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {tuple(parameters[name].shape)}"
-            )
+            shape = tuple(parameters[name].shape)
+            raise MatchError(f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {shape}")
         if name in found and not bool((found[name].to(mask.device) == mask).all()):
             raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one of them")
         found[name] = mask

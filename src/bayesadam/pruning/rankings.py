@@ -55,7 +55,6 @@ def saliency(w: Weights) -> Tensor:
     return w.theta.square().mul_(w.v).mul_(0.5)
 
 
-# One line a ranking.
 RANKINGS: dict[str, Callable[[Weights], Tensor]] = {
     "snr": snr,
     "snr-posterior": posterior_snr,
@@ -70,11 +69,7 @@ def powered(q: float) -> Rule:
     >>> powered(1.0)(torch.tensor([-3.0]), torch.tensor([4.0]))
     tensor([6.])
     """
-
-    def rule(theta: Tensor, v: Tensor) -> Tensor:
-        return v.pow(q / 2).mul_(theta.abs())
-
-    return rule
+    return lambda theta, v: v.pow(q / 2).mul_(theta.abs())
 
 
 def weight_scores(

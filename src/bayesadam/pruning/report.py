@@ -27,6 +27,13 @@ class PrunedParameter:
     bytes_dense: int
     bytes_sparse: int
 
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, mask: Tensor | None) -> PrunedParameter:
+        """Without its zeros a parameter has a bit for each weight and the values kept, where that is smaller."""
+        weights, size = parameter.numel(), parameter.element_size()
+        kept = weights if mask is None else int(mask.sum())
+        return cls(name, weights, kept, weights * size, min(weights * size, kept * size + (weights + 7) // 8))
+
     @property
     def sparsity(self) -> float:
         """The share of weights removed."""
@@ -75,24 +82,15 @@ class PruningReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        totals = ("weights", "kept", "sparsity", "bytes_dense", "bytes_sparse")
+        own = ("weights", "kept", "sparsity", "bytes_dense", "bytes_sparse", "expected_loss_change")
         rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.rows]
-        return {
-            **{key: getattr(self, key) for key in totals},
-            "expected_loss_change": self.expected_loss_change,
-            "rows": rows,
-        }
+        return {**{key: getattr(self, key) for key in own}, "rows": rows}
 
     def __str__(self) -> str:
         heading = ("parameter", "weights", "kept", "removed", "dense", "sparse")
         lines = [heading, *(_cells(row.name, row) for row in self.rows), _cells("total", self)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
-        table = [
-            "  ".join(
-                (line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)))
-            )
-            for line in lines
-        ]
+        table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         if self.expected_loss_change is not None:
             table.append(f"expected rise of the mean loss, to second order: {self.expected_loss_change:.3g}")
         return "\n".join(table)
@@ -107,19 +105,8 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
     posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
     model = unwrap(model_or_posterior.model if isinstance(model_or_posterior, Posterior) else model_or_posterior)
     found = checked_masks(model, masks)
-    rows = tuple(_row(name, parameter, found.get(name)) for name, parameter in model.named_parameters())
+    rows = tuple(PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters())
     return PruningReport(rows, None if posterior is None else _expected_loss_change(posterior, found))
-
-
-def _row(name: str, parameter: Tensor, mask: Tensor | None) -> PrunedParameter:
-    kept = parameter.numel() if mask is None else int(mask.sum())
-    return PrunedParameter(name, parameter.numel(), kept, *saving(parameter, kept))
-
-
-def saving(parameter: Tensor, kept: int) -> tuple[int, int]:
-    """Bytes of a parameter as it is, and with a bit for each weight and the values kept, where that is smaller."""
-    weights, size = parameter.numel(), parameter.element_size()
-    return weights * size, min(weights * size, kept * size + (weights + 7) // 8)
 
 
 @torch.no_grad()
@@ -138,14 +125,8 @@ def _expected_loss_change(posterior: Posterior, masks: Mapping[str, Tensor]) -> 
 
 
 def _cells(name: str, row: PrunedParameter | PruningReport) -> tuple[str, ...]:
-    return (
-        name,
-        f"{row.weights:,}",
-        f"{row.kept:,}",
-        f"{row.sparsity:.1%}",
-        _size(row.bytes_dense),
-        _size(row.bytes_sparse),
-    )
+    counts = (f"{row.weights:,}", f"{row.kept:,}", f"{row.sparsity:.1%}")
+    return (name, *counts, _size(row.bytes_dense), _size(row.bytes_sparse))
 
 
 def _size(count: float) -> str:

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import (
-    CheckpointKeywords,
-    CheckpointOptions,
-    match_checkpoint,
-    read_checkpoint,
-    write_pruned,
-)
+from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint, write_pruned
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
@@ -25,7 +19,7 @@ from bayesadam.errors import SettingError
 from bayesadam.pruning.masks import Scope, check_scope, checked_fraction
 from bayesadam.pruning.names import matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
-from bayesadam.pruning.report import PrunedParameter, PruningReport, saving
+from bayesadam.pruning.report import PrunedParameter, PruningReport
 from bayesadam.pruning.select import Cut, cut_after
 
 if TYPE_CHECKING:
@@ -75,34 +69,20 @@ def prune_checkpoint(
     outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
     masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
     write_pruned(checkpoint, masks, out)
-    return PruningReport(
-        tuple(
-            PrunedParameter(
-                name,
-                tensor.numel(),
-                kept := int(masks[name].sum()) if name in masks else tensor.numel(),
-                *saving(tensor, kept),
-            )
-            for name, tensor in checkpoint.weights.items()
-            if name in entries
-        )
-    )
+    found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in entries)
+    return PruningReport(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
 
 
 Rank = Callable[[Weights], Tensor]
 
 
 @torch.no_grad()
-def _scored(entry: Entry, rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and weights of one parameter, piece by piece."""
-    for piece in pieces(entry):
+def _scored(entries: Sequence[Entry], rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and weights of parameters, piece by piece."""
+    for piece in chain.from_iterable(map(pieces, entries)):
         _, v = read_entry(piece)
         theta = piece.parameter.detach().to(v.dtype)
         yield rank(Weights(theta, v, 1.0, _POWER, 0.0, "map")).reshape(-1), theta.reshape(-1)
-
-
-def _all_scored(entries: Sequence[Entry], rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
-    return chain.from_iterable(_scored(entry, rank) for entry in entries)
 
 
 def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) -> dict[str, Cut | None]:
@@ -114,11 +94,10 @@ def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) 
         if not count:
             cuts |= dict.fromkeys(names)
             continue
-        mine = [entries[name] for name in names]
-        cut = cut_after(partial(_all_scored, mine, rank), count, wide=wide)
+        cut = cut_after(partial(_scored, [entries[name] for name in names], rank), count, wide=wide)
         for name in names:
             cuts[name] = cut
-            for score, weight in _scored(entries[name], rank) if cut.ties else ():
+            for score, weight in _scored([entries[name]], rank) if cut.ties else ():
                 _, cut = cut.taken(score, weight)
     return cuts
 
@@ -127,7 +106,7 @@ def _mask(entry: Entry, rank: Rank, cut: Cut | None) -> Tensor:
     """True where a weight stays."""
     kept = torch.ones(entry.parameter.numel(), dtype=torch.bool)
     first = 0
-    for score, weight in _scored(entry, rank) if cut is not None else ():
+    for score, weight in _scored([entry], rank) if cut is not None else ():
         assert cut is not None
         taken, cut = cut.taken(score, weight)
         kept[first : first + len(score)] = ~taken

@@ -12,8 +12,6 @@ from torch import Tensor
 CHUNK = 1 << 22
 _DIGIT = 16
 _BINS = 1 << _DIGIT
-
-
 # Scores and weights, piece by piece, as often as they are asked for.
 Pieces = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -64,9 +62,8 @@ def lowest(scores: Sequence[Tensor], weights: Sequence[Tensor], count: int) -> l
         return chosen
     wide = any(tensor.dtype == torch.float64 for tensor in (*scores, *weights))
     kind = torch.float64 if wide else torch.float32
-    flat = [
-        (s.reshape(-1).to(kind), w.reshape(-1), c.view(-1)) for s, w, c in zip(scores, weights, chosen, strict=True)
-    ]
+    rows = zip(scores, weights, chosen, strict=True)
+    flat = [(score.reshape(-1).to(kind), weight.reshape(-1), mask.view(-1)) for score, weight, mask in rows]
     pieces = [piece for row in flat for piece in zip(*(torch.split(tensor, CHUNK) for tensor in row), strict=True)]
     cut = cut_after(lambda: ((score, weight) for score, weight, _ in pieces), count, wide=wide)
     for score, weight, into in pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
     tied or hooked layers) stay.
 
     Args:
-        model: the model.
         masks: weights to set to 0 first; None where they are 0 already.
         example_input: a batch that the model takes (a tensor, a tuple of arguments, a mapping of keywords). The outputs on it
             must agree, or this raises.
@@ -44,15 +43,12 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
     with torch.no_grad(), in_eval_mode(small):
         expected = _outputs(small, example_input)
         network = understand(small, example_input)
-        while _take_out_all(network.units, network.seen(example_input)):
-            pass
+        seen = network.seen(example_input)
+        # A sum, not `any`: every round goes over all layers.
+        while sum(_take_out(units, seen) for units in network.units):
+            seen = network.seen(example_input)
         _compare(expected, _outputs(small, example_input))
     return small
-
-
-def _take_out_all(layers: Sequence[Units], seen: Mapping[str, Seen]) -> bool:
-    """One round over all layers; whether any lost a unit."""
-    return sum(_take_out(units, seen) for units in layers) > 0
 
 
 def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
@@ -144,10 +140,8 @@ def _compare(expected: list[Tensor], found: list[Tensor]) -> None:
     for wanted, got in zip(expected, found, strict=True):
         same = wanted.shape == got.shape
         if same and wanted.is_floating_point() and wanted.numel():
-            bound = (
-                _TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
-                + torch.finfo(wanted.dtype).eps
-            )
+            largest = float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
+            bound = _TOLERANCE.get(wanted.dtype, 0.05) * largest + torch.finfo(wanted.dtype).eps
             same = torch.allclose(got, wanted, rtol=0.0, atol=bound, equal_nan=True)
         if not same:
             raise MatchError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.sklearn.training import Schedule, fit_networks, split
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
@@ -58,20 +55,12 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         random_state: Any = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.hidden = hidden
-        self.activation = activation
-        self.lr = lr
-        self.schedule = schedule
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_epochs = max_epochs
-        self.patience = patience
-        self.validation_fraction = validation_fraction
-        self.n_ensemble = n_ensemble
-        self.calibration = calibration
-        self.power = power
-        self.random_state = random_state
-        self.device = device
+        self._take(locals())
+
+    def _take(self, given: dict[str, Any]) -> None:
+        """Keep every argument of `__init__` as it is, under its name, as scikit-learn wants it."""
+        for name in self._get_param_names():
+            setattr(self, name, given[name])
 
     def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
@@ -202,25 +191,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         random_state: Any = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        super().__init__(
-            hidden,
-            activation=activation,
-            lr=lr,
-            schedule=schedule,
-            weight_decay=weight_decay,
-            batch_size=batch_size,
-            max_epochs=max_epochs,
-            patience=patience,
-            validation_fraction=validation_fraction,
-            n_ensemble=n_ensemble,
-            calibration=calibration,
-            power=power,
-            random_state=random_state,
-            device=device,
-        )
-        self.likelihood = likelihood
+        self._take(locals())
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
         if self.likelihood not in get_args(RegressionLikelihood):
@@ -265,10 +238,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
 
-        Args:
-            X: inputs (n, features).
-            n_samples: how many draws; each is of a network chosen at random.
-            random_state: an int, a RandomState, or None.
+        Each of the `n_samples` draws is of a network chosen at random; `random_state` is an int, a RandomState, or None.
         """
         inputs = self._inputs(X)
         if not _is_count(n_samples):
@@ -311,7 +281,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
         posterior_, posteriors_, networks_, input_scaler_, best_epochs_, n_iter_: as `BadamRegressor`'s, over logits.
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any) -> BadamClassifier:
         """Learn from inputs (n, features) and labels (n,) of any kind."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, ensure_min_samples=2)
         check_classification_targets(y)
@@ -323,20 +293,15 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """The likeliest label for each row."""
-        best = self.predict_proba(X).argmax(axis=1)
-        labels: Array = self.classes_[best]
+        labels: Array = self.classes_[self.predict_proba(X).argmax(axis=1)]
         return labels
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
-        inputs = self._inputs(X)
-        found = self._predictive(inputs, "classification")
+        found = self._predictive(self._inputs(X), "classification")
         assert isinstance(found, ClassificationPredictive)
         probs: Array = found.probs.numpy()
         return probs
-
-
-# --- the steps of fit -----------------------------------------------------------------------------------------------
 
 
 def calibrated(
@@ -360,9 +325,6 @@ def calibrated(
 def _scaler(columns: Array) -> Any:
     # Whatever containers the user has set scikit-learn to make, this one's output stays in here.
     return StandardScaler().set_output(transform="default").fit(columns)
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
 
 
 def _check(estimator: _Badam) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.engine.batches import epochs
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
 from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.streams import epochs
 from bayesadam.errors import DivergedError
 from bayesadam.likelihoods import Likelihood
 
@@ -106,13 +106,10 @@ def fit_networks(
         rule: AdamW.
         kind: the likelihood whose loss they are trained on.
         data: inputs (n, features) in float32, and targets as the likelihood's `shaped` has them.
-        parts: the rows of each network.
         lr: the learning rate at the start.
         schedule: `"constant"`, or `"cosine"`, down to 0 at the last epoch.
         batch_size: the most examples behind one gradient.
-        max_epochs: passes over the data.
         patience: epochs without a lower held-out loss after which a network is done; None for no such end.
-        device: where the networks are trained.
         centre: what is added to the last layer's initial bias, (outputs,).
 
     Raises:
@@ -146,22 +143,14 @@ def fit_networks(
     train(stack, islice(epochs(n, size, seeds), max_epochs), rate, proceed=proceed)
     if not best.epoch.all():
         raise DivergedError(f"the held-out loss was not finite after any of {best.now} epochs: lower lr={lr:g}")
-    return [
-        Trained(
-            params=member(unflatten(network, best.tensors["weights"].cpu()), number),
-            state=optimizer_state_dict(
-                network,
-                {**best.tensors, "step": torch.tensor([float(steps * best_epoch)])},
-                number,
-                rule,
-                lr=float(rate(torch.tensor([steps * (best_epoch - 1.0)], dtype=torch.float64))),
-            ),
-            best_epoch=best_epoch,
-            epochs=trained,
-            batch_size=size,
-        )
-        for number, (best_epoch, trained) in enumerate(zip(best.epoch.tolist(), best.epochs.tolist(), strict=True))
-    ]
+    found = []
+    for number, (epoch, trained) in enumerate(zip(best.epoch.tolist(), best.epochs.tolist(), strict=True)):
+        tensors = {**best.tensors, "step": torch.tensor([float(steps * epoch)])}
+        at_best = float(rate(torch.tensor([steps * (epoch - 1.0)], dtype=torch.float64)))
+        state = optimizer_state_dict(network, tensors, number, rule, lr=at_best)
+        params = member(unflatten(network, best.tensors["weights"].cpu()), number)
+        found.append(Trained(params, state, epoch, trained, size))
+    return found
 
 
 def even_batch_size(n: int, most: int) -> int:

@@ -8,7 +8,7 @@ from bayesadam.engine.rules.adam import Adam
 from bayesadam.engine.rules.bbb import BayesByBackprop
 from bayesadam.engine.rules.dropout import Dropout
 from bayesadam.engine.rules.ivon import IVON
-from bayesadam.engine.rules.rule import Functions, Gaussian, Perturbed, Rule, State, Step
+from bayesadam.engine.rules.rule import Gaussian, Rule
 from bayesadam.engine.rules.swag import SWAG
 from bayesadam.engine.rules.vadam import Vadam
 
@@ -21,18 +21,4 @@ RULES: Mapping[str, type[Rule]] = {
     "swag": SWAG,
 }
 
-__all__ = [
-    "IVON",
-    "RULES",
-    "SWAG",
-    "Adam",
-    "BayesByBackprop",
-    "Dropout",
-    "Functions",
-    "Gaussian",
-    "Perturbed",
-    "Rule",
-    "State",
-    "Step",
-    "Vadam",
-]
+__all__ = ["IVON", "RULES", "SWAG", "Adam", "BayesByBackprop", "Dropout", "Gaussian", "Rule", "Vadam"]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from bayesadam.engine.network import Network, unflatten
-from bayesadam.engine.rules import laplace
 from bayesadam.engine.rules.rule import Number, Rule, State, Step
 
 EPS = 1e-8
@@ -41,23 +40,24 @@ class Adam(Rule):
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor | None, step: Step) -> None:
         """torch's Adam, then the proximal step of the Laplace prior where there is one."""
-        adam_update(
-            weights,
-            gradient,
-            state,
-            lr=step.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-        )
+        decay, decoupled = self.weight_decay, self.decoupled
+        adam_update(weights, gradient, state, lr=step.lr, betas=self.betas, weight_decay=decay, decoupled=decoupled)
         if self.sparsity:
-            laplace.shrink(weights, state["exp_avg_sq"], lr=step.lr, second=step.second, sparsity=self.sparsity)
+            shrink(weights, state["exp_avg_sq"], lr=step.lr, second=step.second, sparsity=self.sparsity)
+
+
+def shrink(weights: Tensor, exp_avg_sq: Tensor, *, lr: Number, second: Number, sparsity: float) -> None:
+    """The proximal step of the penalty λ|θ|₁ in Adam's own metric, in place: |θ| loses α λ/(√v̂ + ε), not below 0.
+
+    With v̂ = v/`second`, `second` = 1 − β₂ᵗ.
+    """
+    loss = (exp_avg_sq / second).sqrt_().add_(EPS).reciprocal_().mul_(lr * sparsity)
+    weights.copy_(weights.sign() * (weights.abs() - loss).clamp_(min=0))
 
 
 def adam_state(weights: Tensor) -> State:
     """Zeros for m, v and the count of steps, which has one entry per piece that the kernel is given."""
-    count = len(_pieces(weights))
-    step = torch.zeros(count, device=weights.device)
+    step = torch.zeros(len(_pieces(weights)), device=weights.device)
     return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
 
 

@@ -54,9 +54,3 @@ class BayesByBackprop(Perturbed):
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, softplus(ρ)²)."""
         return Gaussian(weights, F.softplus(state["rho"]).square())
-
-
-def gaussian_kl(mean: Tensor, std: Tensor, prior_precision: float) -> Tensor:
-    """KL(N(μ, σ²) ‖ N(0, 1/δ)) of every network, ½ Σ (δ(σ² + μ²) − 1 − log δσ²), (s,)."""
-    scaled = prior_precision * std.square()
-    return 0.5 * (scaled + prior_precision * mean.square() - 1 - scaled.log()).sum(dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules.adam import Adam
-from bayesadam.engine.rules.rule import Functions, Number, State, by_layer
+from bayesadam.engine.rules.rule import Functions, Number, State
 from bayesadam.engine.streams import Streams
 
 
@@ -27,20 +27,18 @@ class Dropout(Adam):
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def masks(self, noise: Tensor | None, network: Network) -> list[Tensor] | None:
-        """Layer by layer; the inputs' comes first where inputs are dropped, and ones stand for layers without."""
+        """(s, b, units) layer by layer, contiguous; first the inputs' where these are dropped, ones for layers without."""
         assert noise is not None
         widths = [network.n_inputs] * bool(network.input_dropout) + list(network.hidden) * bool(network.dropout)
-        found = by_layer(noise, widths)
-        if not network.dropout:
-            found += [noise.new_ones(1, 1, 1)] * len(network.hidden)
-        return found
+        b = noise.shape[1] // sum(widths)
+        parts = torch.split(noise, [b * units for units in widths], dim=1)
+        ones = [] if network.dropout else [noise.new_ones(1, 1, 1)] * len(network.hidden)
+        return [part.view(-1, b, units) for part, units in zip(parts, widths, strict=True)] + ones
 
     def sample(
         self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
     ) -> Functions:
         """One mask per draw, the same at every input, makes each draw a function."""
         drawn = streams.masks(network.dropout, n, sum(network.hidden)).flatten(0, 1).unsqueeze(1)
-        return Functions(
-            unflatten(network, weights.repeat_interleave(n, dim=0)),
-            list(torch.split(drawn, list(network.hidden), dim=-1)),
-        )
+        masks = list(torch.split(drawn, list(network.hidden), dim=-1))
+        return Functions(unflatten(network, weights.repeat_interleave(n, dim=0)), masks)

@@ -96,17 +96,9 @@ def ivon_update(
     """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d), in place.
 
     Args:
-        mean: m.
-        gradient: ĝ.
-        product: the average of n ∇L(m + n); f = κ(h + d) times that. Overwritten.
-        momentum: g.
-        hessian: h.
-        lr: α.
-        betas: (β₁, β₂).
+        mean: m; with gradient ĝ, momentum g, hessian h, decay d.
+        product: the average of n ∇L(m + n); f = κ(h + d) times that, κ being `n_data`. Overwritten.
         correction: 1 − β₁ᵗ.
-        n_data: κ.
-        decay: d.
-        initial_hessian: h₀.
     """
     momentum.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
     # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's fixed point.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +13,12 @@ from torch import Tensor
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.streams import Streams
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 State = dict[str, Tensor]
 Number = float | Tensor
 
 
 class Step(NamedTuple):
-    """The numbers of one step: Python's, or zero-dimensional tensors that a captured graph reads.
-
-    Attributes:
-        lr: the learning rate α.
-        first: 1 − β₁ᵗ.
-        second: 1 − β₂ᵗ.
-        n_data: N.
-    """
+    """α, 1 − β₁ᵗ, 1 − β₂ᵗ and N of one step: Python's numbers, or zero-dimensional tensors that a captured graph reads."""
 
     lr: Number
     first: Number
@@ -70,7 +59,7 @@ class Rule(ABC):
     betas: tuple[float, float]
 
     @classmethod
-    def with_settings(cls, **settings: Any) -> Self:
+    def with_settings(cls, **settings: Any) -> Rule:
         """The rule with those of the settings that it has: betas, weight_decay, sparsity, prior_precision, …"""
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in settings.items() if name in own})
@@ -107,8 +96,7 @@ class Rule(ABC):
     ) -> Functions:
         """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
         found = self.gaussian(weights, state, n_data)
-        repeated = weights if found is None else found.mean
-        repeated = repeated.repeat_interleave(n, dim=0)
+        repeated = (weights if found is None else found.mean).repeat_interleave(n, dim=0)
         if found is not None:
             drawn = streams.normal(n, weights.shape[1]).flatten(0, 1)
             repeated = torch.addcmul(repeated, found.variance.sqrt().repeat_interleave(n, dim=0), drawn)
@@ -124,10 +112,3 @@ class Perturbed(Rule):
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """ε ~ N(0, 1) for every weight."""
         return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
-
-
-def by_layer(flat: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """(s, b × units of all layers) as (s, b, units) layer by layer, each contiguous."""
-    b = flat.shape[1] // sum(widths)
-    parts = torch.split(flat, [b * units for units in widths], dim=1)
-    return [part.view(-1, b, units) for part, units in zip(parts, widths, strict=True)]

@@ -41,12 +41,8 @@ class SWAG(Rule):
     def start(self, weights: Tensor, n_data: Number) -> State:
         """Zero moments; the deviations have one slot more, into which iterates that do not count are written."""
         counts = {name: torch.zeros((), dtype=torch.int64, device=weights.device) for name in ("steps", "count")}
-        deviations = weights.new_zeros(len(weights), self.rank + 1, weights.shape[1])
-        return {
-            "mean": torch.zeros_like(weights),
-            "squares": torch.zeros_like(weights),
-            "deviations": deviations,
-        } | counts
+        moments = {name: torch.zeros_like(weights) for name in ("mean", "squares")}
+        return {**moments, "deviations": weights.new_zeros(len(weights), self.rank + 1, weights.shape[1]), **counts}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor | None, step: Step) -> None:
         """SGD, then Welford's sums: w² less w̄² would leave the difference of two large numbers."""

@@ -70,13 +70,9 @@ def vadam_update(
     """m ← β₁ m + (1−β₁)(ĝ + λμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + λ/N), in place.
 
     Args:
-        mean: μ.
+        mean: μ; with momentum m and second_moment v.
         gradient: ĝ; overwritten.
         square: ĥ, the average of the squared gradients.
-        momentum: m.
-        second_moment: v.
-        lr: α.
-        betas: (β₁, β₂).
         corrections: 1 − β₁ᵗ and 1 − β₂ᵗ.
         pull: λ/N.
     """
