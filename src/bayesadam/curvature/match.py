@@ -106,20 +106,12 @@ def match_optimizers(
     if len(refusals) == len(optimizer_list):
         raise StateError(refusals[0])
     return _finished(
-        model,
-        entries,
-        omitted,
-        foreign,
-        tuple(type(o).__name__ for o in optimizer_list),
-        _class_names(optimizer_list),
+        model, entries, omitted, foreign, tuple(type(o).__name__ for o in optimizer_list), _class_names(optimizer_list)
     )
 
 
 def match_state_dict(
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    reader: str | StateReader,
-    param_names: Sequence[str] | None = None,
+    model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
     """Match a saved optimiser state to the model's parameters.
 
