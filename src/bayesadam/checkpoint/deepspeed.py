@@ -189,10 +189,7 @@ def _joined(
         cut = [vectors[part.rank][key][part.start : part.start + part.numel] for part in parts]
         return (cut[0] if len(cut) == 1 else torch.cat([vectors[0][key][:0], *cut])).view(shape)
 
-    return Lazy(
-        {key: meta(shape, value.dtype) if _is_vector(value) else value for key, value in first.items()},
-        read,
-    )
+    return Lazy({key: meta(shape, value.dtype) if _is_vector(value) else value for key, value in first.items()}, read)
 
 
 def _is_vector(value: Any) -> bool:

@@ -22,10 +22,10 @@ from bayesadam._extras import require
 from bayesadam._storage import map_tensors
 from bayesadam.checkpoint.checkpoint import clean_names
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of, keeps_order
-from bayesadam.checkpoint.identify import has_tensors
 from bayesadam.checkpoint.registry import Format, refuse_keys
 from bayesadam.checkpoint.safetensors_file import is_safetensors
 from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.curvature.reader import has_tensors
 from bayesadam.errors import FileError, MatchError
 
 # In the order in which transformers itself looks for them.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.reader import Group, State, StateReader, outline, parameter_shape
+from bayesadam.curvature.reader import Group, State, StateReader, has_tensors, outline, parameter_shape
 from bayesadam.curvature.registry import registered
 from bayesadam.curvature.rotated import RotatedReader, unknown_bases
 from bayesadam.errors import StateError
@@ -20,6 +21,10 @@ _WITHOUT = {
     "prev": "Rprop",
     "ax": "ASGD",
 }
+# All of a record that changes v̂.
+_reading = attrgetter(
+    *("statistic", "key", "decay", "bias_correction", "start", "step", "maximum_key", "centre_key", "read")
+)
 _SGD_ADVICE = (
     "For SGD the paper's posterior is isotropic, V = 1: ask for it by name with optimizer='ogd', or train with Adam, "
     "AdamW, RMSprop or Adagrad"
@@ -76,28 +81,6 @@ def shape_behind(reader: StateReader, state: State) -> torch.Size | None:
     return parameter_shape(state, [k for k in (*key.split(" or "), "momentum_buffer") if k not in sides])
 
 
-def has_tensors(state: Any) -> bool:
-    """Whether there is anything but a counter."""
-    return isinstance(state, Mapping) and any(
-        (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
-    )
-
-
-def _reading(reader: StateReader) -> tuple[Any, ...]:
-    """All of a record that changes v̂."""
-    return (
-        reader.statistic,
-        reader.key,
-        reader.decay,
-        reader.bias_correction,
-        reader.start,
-        reader.step,
-        reader.maximum_key,
-        reader.centre_key,
-        reader.read,
-    )
-
-
 def _fits(reader: StateReader, state: State, group: Group) -> bool:
     """Whether a state has all that the record needs, where the record says."""
     if reader.statistic in ("identity", "none"):
@@ -105,9 +88,7 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
     if reader.statistic == "factored":
         return state.get("variance") is not None or ("row_var" in state and "col_var" in state)
     stored = next((state[key] for key in reader.key.split(" or ") if isinstance(state.get(key), Tensor)), None)
-    if stored is None or (reader.mark is not None and reader.mark not in group):
-        return False
-    if unknown_bases(reader, state, stored.shape):
+    if stored is None or reader.mark not in (None, *group) or unknown_bases(reader, state, stored.shape):
         return False
     # NovoGrad's is one number a layer.
     momentum = state.get("exp_avg")

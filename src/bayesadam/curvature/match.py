@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._shards import check_placements, is_sharded, reshard
-from bayesadam.curvature.reader import Group, State, StateReader, outline, parameter_shape
+from bayesadam.curvature.reader import Group, State, StateReader, has_tensors, outline, parameter_shape
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
 from bayesadam.curvature.rotated import unknown_bases
 from bayesadam.errors import MatchError, StateError
@@ -45,7 +45,7 @@ class Match:
     entries: tuple[Entry, ...]
     omitted: Mapping[str, str]
     foreign: int = 0
-    optimizers: tuple[str, ...] = field(default=())
+    optimizers: tuple[str, ...] = ()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -73,6 +73,7 @@ def match_optimizers(
     if not names:
         raise MatchError(f"{type(model).__name__} has no parameters")
     optimizer_list = listed_optimizers(optimizers)
+    classes = " and ".join(type(optimizer).__name__ for optimizer in optimizer_list)
     entries: dict[str, Entry] = {}
     omitted: dict[str, str] = {}
     refusals: list[str] = []
@@ -99,27 +100,17 @@ def match_optimizers(
                     _take(entries, omitted, name, parameter, optimizer.state.get(parameter, {}), group, record)
     if foreign and not entries and not omitted:
         raise MatchError(
-            f"none of the {foreign} parameters of {_class_names(optimizer_list)} belongs to this "
+            f"none of the {foreign} parameters of {classes} belongs to this "
             f"{type(model).__name__}: pass the model that this optimiser trained (a copied or re-created model has "
             "new parameters; use Posterior.from_state_dict with optimizer.state_dict() for it)"
         )
     if len(refusals) == len(optimizer_list):
         raise StateError(refusals[0])
-    return _finished(
-        model,
-        entries,
-        omitted,
-        foreign,
-        tuple(type(o).__name__ for o in optimizer_list),
-        _class_names(optimizer_list),
-    )
+    return _finished(model, entries, omitted, tuple(type(o).__name__ for o in optimizer_list), classes, foreign)
 
 
 def match_state_dict(
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    reader: str | StateReader,
-    param_names: Sequence[str] | None = None,
+    model: nn.Module, state_dict: Mapping[str, Any], reader: str | StateReader, param_names: Sequence[str] | None = None
 ) -> Match:
     """Match a saved optimiser state to the model's parameters.
 
@@ -139,15 +130,13 @@ def match_state_dict(
         raise StateError(refuse(record, record.name))
     parameters = own_parameters(model)
     states: Mapping[Any, State] = state_dict["state"]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    named = _names_of(state_dict, states, keys, parameters, param_names)
-    groups = {key: group for group in state_dict["param_groups"] for key in group["params"]}
+    named = _names_of(state_dict["param_groups"], states, parameters, param_names)
     entries: dict[str, Entry] = {}
     omitted: dict[str, str] = {}
-    for key in keys:
-        name = named[key]
-        _take(entries, omitted, name, parameters[name], states.get(key, {}), groups[key], record)
-    return _finished(model, entries, omitted, 0, (record.name,), f"this {record.name!r} state dict")
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            _take(entries, omitted, named[key], parameters[named[key]], states.get(key, {}), group, record)
+    return _finished(model, entries, omitted, (record.name,), f"this {record.name!r} state dict")
 
 
 def refuse(reader: StateReader, class_name: str) -> str:
@@ -192,10 +181,6 @@ def _resolve(optimizer: Optimizer, reader: str | StateReader | None) -> StateRea
     return found
 
 
-def _class_names(optimizers: Sequence[Optimizer]) -> str:
-    return " and ".join(type(o).__name__ for o in optimizers)
-
-
 def _take(
     entries: dict[str, Entry],
     omitted: dict[str, str],
@@ -206,7 +191,7 @@ def _take(
     reader: StateReader,
 ) -> None:
     # Some optimisers fill in counters, or sums at step 0, before the first gradient.
-    untrained = not _holds_tensors(outline(state)) or reader.steps(state, group) == 0
+    untrained = not has_tensors(state) or reader.steps(state, group) == 0
     if not parameter.requires_grad:
         omitted[name] = _FROZEN
     elif untrained and reader.statistic != "identity":
@@ -218,8 +203,7 @@ def _take(
 
 
 def _refuse_bases(name: str, parameter: nn.Parameter, state: State, reader: StateReader) -> None:
-    unknown = unknown_bases(reader, state, parameter.shape)
-    if unknown:
+    if unknown := unknown_bases(reader, state, parameter.shape):
         similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
         raise StateError(
             f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), so its second moment is in rotated "
@@ -227,12 +211,6 @@ def _refuse_bases(name: str, parameter: nn.Parameter, state: State, reader: Stat
             + (f", perhaps {' or '.join(map(repr, similar))}" if similar else "")
             + "; or describe it with bayesadam.curvature.register(StateReader(...)) and a `read` function"
         )
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(inner) for inner in value.values())
-    return isinstance(value, Tensor)
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -254,57 +232,50 @@ def check_parameter(name: str, parameter: Tensor) -> None:
 
 def _finished(
     model: nn.Module,
-    entries: dict[str, Entry],
-    omitted: dict[str, str],
-    foreign: int,
+    entries: Mapping[str, Entry],
+    omitted: Mapping[str, str],
     optimizers: tuple[str, ...],
     source: str,
+    foreign: int = 0,
 ) -> Match:
-    order = [name for name, _ in unwrap(model).named_parameters()]
-    for name, parameter in unwrap(model).named_parameters():
-        if name not in entries and name not in omitted:
-            omitted[name] = "not in the optimiser" if parameter.requires_grad else _FROZEN
+    named = dict(unwrap(model).named_parameters())
+    omitted = {
+        name: omitted.get(name, "not in the optimiser" if parameter.requires_grad else _FROZEN)
+        for name, parameter in named.items()
+        if name not in entries
+    }
     if not entries:
         reasons = Counter(omitted.values())
         if _UNTRAINED in reasons:
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(
-        tuple(entries[name] for name in order if name in entries),
-        {name: omitted[name] for name in order if name in omitted},
-        foreign,
-        optimizers,
-    )
+    return Match(tuple(entries[name] for name in named if name in entries), omitted, foreign, optimizers)
 
 
 def _names_of(
-    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
     states: Mapping[Any, State],
-    keys: list[Any],
     parameters: Mapping[str, nn.Parameter],
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
     """The parameter name behind each key of a state dict."""
+    keys = [key for group in groups for key in group["params"]]
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     unlisted = [key for key in states if key not in set(keys)]
     if repeated or unlisted:
         raise MatchError(
             f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
         )
-    groups = state_dict["param_groups"]
-    if param_names is not None:
-        names = [_strip(name, parameters) for name in param_names]
-        source = "param_names"
-    elif all(isinstance(key, str) for key in keys):
-        names = [_strip(key, parameters) for key in keys]
-        source = "the names in the state dict"
-    elif all("param_names" in group for group in groups):
-        names = [_strip(name, parameters) for group in groups for name in group["param_names"]]
-        source = "the names in the state dict"
+    given, source = param_names, "the names in the state dict" if param_names is None else "param_names"
+    if given is None and all(isinstance(key, str) for key in keys):
+        given = keys
+    elif given is None and all("param_names" in group for group in groups):
+        given = [name for group in groups for name in group["param_names"]]
+    if given is None:
+        names, source = _names_by_order(groups, states, keys, parameters), "the order of model.parameters()"
     else:
-        names = _names_by_order(groups, states, keys, parameters)
-        source = "the order of model.parameters()"
+        names = [_strip(name, parameters) for name in given]
     if len(names) != len(keys):
         raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
     doubled = [name for name, count in Counter(names).items() if count > 1]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bayesadam._shards import extremes as extremes_of
-from bayesadam._shards import placed_like
+from bayesadam._shards import extremes, placed_like
 from bayesadam.curvature.match import Entry, Match, match_optimizers, match_state_dict
 from bayesadam.curvature.reader import StateReader, second_moment, start_of, stored_statistic
 from bayesadam.errors import MatchError, StateError
@@ -67,8 +66,7 @@ def read_state_dict(
     bias_correction: bool = True,
 ) -> Curvature:
     """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
-    match = match_state_dict(model, state_dict, optimizer, param_names)
-    return read_match(match, bias_correction=bias_correction)
+    return read_match(match_state_dict(model, state_dict, optimizer, param_names), bias_correction=bias_correction)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -92,10 +90,10 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
                 f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
                 f"{tuple(parameter.shape)}: the state belongs to another model"
             )
-        extremes = extremes_of(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
+        ends = extremes(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():
-            extremes -= start_of(reader, entry.group)
-        return extremes, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
+            ends -= start_of(reader, entry.group)
+        return ends, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
     except KeyError as missing:
         raise StateError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
@@ -116,9 +114,7 @@ def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
         return
     needed = {reader.key, reader.maximum_key, reader.centre_key, "step"}
     state = {key: entry.state[key] for key in entry.state if key in needed}
-    flat = {
-        key: value.reshape(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape
-    }
+    flat = {key: s.reshape(-1) for key, s in state.items() if isinstance(s, Tensor) and s.shape == shape}
     weights = entry.parameter.detach().reshape(-1)
     for start in range(0, len(weights), size):
         here = slice(start, start + size)
@@ -128,19 +124,19 @@ def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
 
 def check_entries(match: Match, size: int | None = None) -> None:
     """Refuse a state with second moments that are negative, NaN or infinite, reading so many of them at a time."""
+    ends = {}
     with torch.no_grad():
-        extremes = {}
         for entry in match.entries:
             found = torch.stack([read_entry(piece)[0] for piece in pieces(entry, size)])
-            extremes[entry.name] = torch.stack([found[:, 0].amin(), found[:, 1].amax()])
-    _check_values(extremes, match)
+            ends[entry.name] = torch.stack([found[:, 0].amin(), found[:, 1].amax()])
+    _check_values(ends, match)
 
 
 def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
     """v̂ of every matched parameter."""
     with torch.no_grad():
         read = {entry.name: read_entry(entry, bias_correction=bias_correction) for entry in match.entries}
-    _check_values({name: extremes for name, (extremes, _) in read.items()}, match)
+    _check_values({name: ends for name, (ends, _) in read.items()}, match)
     return Curvature(
         second_moment={entry.name: placed_like(read[entry.name][1], entry.parameter) for entry in match.entries},
         steps={entry.name: entry.reader.steps(entry.state, entry.group) for entry in match.entries},
@@ -150,13 +146,13 @@ def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
     )
 
 
-def _check_values(extremes: Mapping[str, Tensor], match: Match) -> None:
+def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
     """Refuse second moments that are negative, NaN or infinite; one transfer a device, not one a tensor."""
     by_device: dict[torch.device, list[str]] = {}
-    for name, pair in extremes.items():
+    for name, pair in ends.items():
         by_device.setdefault(pair.device, []).append(name)
     for names in by_device.values():
-        table = torch.stack([extremes[name].float() for name in names]).cpu()
+        table = torch.stack([ends[name].float() for name in names]).cpu()
         bad = ~torch.isfinite(table).all(dim=1) | (table[:, 0] < 0)
         if bad.any():
             index = int(bad.nonzero()[0])

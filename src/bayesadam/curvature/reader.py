@@ -35,7 +35,7 @@ class StateReader:
         name: how the reader is asked for in `from_state_dict(..., optimizer=name)`.
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
         statistic: the kind of number stored, as in the table.
-        key: where the state of one parameter keeps it.
+        key: where the state of one parameter has it.
         decay: the entry of the parameter group that is β, with an index where it is a tuple.
         bias_correction: whether 1 − βᵗ is to be divided out (the average starts from a constant).
         start: s₀, as a number or as the name of an entry of the parameter group.
@@ -110,10 +110,7 @@ def stored_statistic(reader: StateReader, state: State, group: Group, shape: tor
 def second_moment(
     stored: Tensor, reader: StateReader, state: State, group: Group, *, bias_correction: bool = True
 ) -> Tensor:
-    """v̂ from the stored statistic, in place: the table in `StateReader`.
-
-    With `bias_correction=False` an average is left as the optimiser keeps it.
-    """
+    """v̂ from the stored statistic, in place: the table in `StateReader`; without the correction, averages stay as stored."""
     steps = reader.steps(state, group)
     if reader.statistic == "root":
         return stored.square_()
@@ -153,8 +150,7 @@ def _factored(state: State, dtype: torch.dtype) -> Tensor:
         return state["variance"].detach().to(dtype, copy=True)  # type: ignore[no-any-return]
     rows, columns = state["row_var"].detach().to(dtype), state["col_var"].detach().to(dtype)
     scale = rows.mean(dim=-2, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-    estimate: Tensor = (rows / scale) @ columns
-    return estimate
+    return (rows / scale) @ columns  # type: ignore[no-any-return]
 
 
 # bitsandbytes has used these block lengths for its optimiser states.
@@ -173,19 +169,17 @@ def outline(state: State) -> State:
     return opened(getattr(state, "outline", state))
 
 
+def has_tensors(state: Any) -> bool:
+    """Whether a state holds anything but a counter."""
+    return isinstance(state, Mapping) and any(
+        (isinstance(value, Tensor) and key != "step") or has_tensors(value) for key, value in outline(state).items()
+    )
+
+
 # Entries that have the parameter's own shape, in every optimiser that has them.
 _SHAPED_KEYS = (
-    *(
-        "exp_avg",
-        "exp_avg_sq",
-        "rotated_exp_avg_sq",
-        "square_avg",
-        "sum",
-        "exp_inf",
-        "exp_avg_var",
-        "exp_hessian_diag_sq",
-    ),
-    *("variance", "state2", "state1"),
+    *("exp_avg", "exp_avg_sq", "rotated_exp_avg_sq", "square_avg", "sum", "exp_inf", "exp_avg_var"),
+    *("exp_hessian_diag_sq", "variance", "state2", "state1"),
 )
 
 
@@ -212,8 +206,7 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
             f"{key!r} is 8-bit without blocks (bitsandbytes with block_wise=False), a layout that is not read: "
             "train with block_wise=True, or with a 32-bit optimiser"
         )
-    codes: Tensor = state[f"qmap{suffix}"]
-    largest: Tensor = state[f"absmax{suffix}"]
+    codes, largest = state[f"qmap{suffix}"], state[f"absmax{suffix}"]
     lengths = [length for length in _BLOCK_LENGTHS if -(-stored.numel() // length) == largest.numel()]
     # Two lengths fit only a tensor of a single block, for which they say the same.
     if not lengths:

@@ -46,8 +46,7 @@ class Recorder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.optimizers = listed_optimizers(optimizer)
-        self.keep = keep
-        self.every = every
+        self.keep, self.every = keep, every
         self._steps = [0] * len(self.optimizers)
         self._rings: dict[Tensor, Tensor] = {}
         self._handles = [
@@ -91,10 +90,9 @@ class Recorder:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
         found = {}
         for entry in match.entries:
-            ring = self._rings.get(entry.parameter)
-            if ring is None:
+            if entry.parameter not in self._rings:
                 continue
-            found[entry.name] = ring[:count]
+            found[entry.name] = self._rings[entry.parameter][:count]
             if not bool(torch.isfinite(found[entry.name]).all()):
                 raise StateError(
                     f"a recorded gradient of {entry.name!r} is not finite: train on until it has left the last "
@@ -102,36 +100,28 @@ class Recorder:
                 )
         return found
 
-    # --- saving -------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` resumes from; tensors and plain data."""
-        return {
-            "keep": self.keep,
-            "every": self.every,
-            "steps": list(self._steps),
-            "rings": [self._rings.get(parameter) for parameter in self._parameters()],
-        }
+        rings = [self._rings.get(parameter) for parameter in self._parameters()]
+        return {"keep": self.keep, "every": self.every, "steps": list(self._steps), "rings": rings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
         try:
-            asked = {key: state[key] for key in ("keep", "every", "steps", "rings")}
+            keep, every, steps, saved = (state[key] for key in ("keep", "every", "steps", "rings"))
         except KeyError as missing:
             raise MatchError(f"not the state of a Recorder: it has no {missing}") from None
-        for name in ("keep", "every"):
-            if asked[name] != getattr(self, name):
-                raise MatchError(
-                    f"the state was recorded with {name}={asked[name]}, this recorder has {getattr(self, name)}"
-                )
+        for name, value, own in (("keep", keep, self.keep), ("every", every, self.every)):
+            if value != own:
+                raise MatchError(f"the state was recorded with {name}={value}, this recorder has {own}")
         parameters = self._parameters()
-        if len(asked["rings"]) != len(parameters) or len(asked["steps"]) != len(self._steps):
+        if len(saved) != len(parameters) or len(steps) != len(self._steps):
             raise MatchError(
-                f"the state is of {len(asked['rings'])} parameters of {len(asked['steps'])} optimisers, the recorder's have "
+                f"the state is of {len(saved)} parameters of {len(steps)} optimisers, the recorder's have "
                 f"{len(parameters)} of {len(self._steps)}"
             )
         rings = {}
-        for index, (parameter, ring) in enumerate(zip(parameters, asked["rings"], strict=True)):
+        for index, (parameter, ring) in enumerate(zip(parameters, saved, strict=True)):
             if ring is None:
                 continue
             if ring.shape != (self.keep, *parameter.shape):
@@ -139,9 +129,7 @@ class Recorder:
                     f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients {tuple(ring.shape[1:])}"
                 )
             rings[parameter] = ring.to(_place(parameter), copy=True)
-        self._rings, self._steps = rings, list(asked["steps"])
-
-    # --- inside -------------------------------------------------------------------------------------------------
+        self._rings, self._steps = rings, list(steps)
 
     def _parameters(self) -> list[Tensor]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -172,8 +160,7 @@ class Recorder:
                 "record with replicas, or use structure='diagonal'"
             )
         if ring is None:
-            like = _place(parameter)
-            ring = self._rings[parameter] = like.new_zeros(self.keep, *parameter.shape)
+            ring = self._rings[parameter] = _place(parameter).new_zeros(self.keep, *parameter.shape)
         ring[row].copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
         if scale is not None:
             ring[row].div_(scale.to(ring.device))
@@ -182,12 +169,11 @@ class Recorder:
 def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
     """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
     gradients = recorder.gradients_of(match)
-    found = [entry for entry in match.entries if entry.name in gradients]
     never = {entry.name: "no gradient was recorded" for entry in match.entries if entry.name not in gradients}
     curvature = Curvature(
         second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},
         steps=dict.fromkeys(gradients, float(recorder.recorded)),
-        weight_decay={entry.name: entry.weight_decay for entry in found},
+        weight_decay={entry.name: entry.weight_decay for entry in match.entries if entry.name in gradients},
         reader=dict.fromkeys(gradients, "recorder"),
         omitted={**match.omitted, **never},
     )
@@ -197,19 +183,14 @@ def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str
 def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
     """Record before a step; after it where the step calls a closure, which is what computes the gradients."""
 
-    def closure_of(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> object:
+    def hook(with_closure: bool, _: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         # A hook is given the arguments of the bound step, with the optimiser itself before them.
-        return named.get("closure", arguments[1] if len(arguments) > 1 else None)
-
-    def before(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if closure_of(arguments, named) is None:
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if (closure is not None) == with_closure:
             record()
 
-    def after(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if closure_of(arguments, named) is not None:
-            record()
-
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    return [before(partial(hook, False)), after(partial(hook, True))]
 
 
 def _place(parameter: Tensor) -> Tensor:

@@ -200,11 +200,8 @@ def reader_named(name: str) -> StateReader:
 def reader_of(optimizer: Optimizer) -> StateReader | None:
     """The reader for a live optimiser: the nearest class of its ancestry that a record names."""
     by_class = {name: reader for reader in _registry.values() for name in reader.class_names()}
-    for cls in type(optimizer).__mro__:
-        reader = by_class.get(f"{cls.__module__}.{cls.__qualname__}")
-        if reader is not None:
-            return reader
-    return None
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(optimizer).__mro__)
+    return next((by_class[name] for name in names if name in by_class), None)
 
 
 def readers_with_key(keys: Iterable[str]) -> list[str]:

@@ -68,9 +68,7 @@ class Rotation:
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
         """The same bases elsewhere."""
-        return Rotation(
-            *(None if basis is None else basis.to(device=device, dtype=dtype) for basis in (self.left, self.right))
-        )
+        return Rotation(*(basis if basis is None else basis.to(device, dtype) for basis in (self.left, self.right)))
 
 
 def _matrix(tensor: Tensor, dims: int) -> Tensor:
@@ -187,9 +185,8 @@ def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[
     known = reader.bases if isinstance(reader, RotatedReader) else ()
     if reader.statistic in ("identity", "none") or (reader.read is not None and not isinstance(reader, RotatedReader)):
         return []
-    return [
-        str(key) for key, value in outline(state).items() if key not in known and _like_bases(str(key), value, shape)
-    ]
+    held = {str(key): value for key, value in outline(state).items() if key not in known}
+    return [name for name, value in held.items() if _like_bases(name, value, shape)]
 
 
 def _like_bases(name: str, value: Any, shape: torch.Size) -> bool:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import match_optimizers
 from bayesadam.curvature.read import working_dtype
-from bayesadam.errors import MatchError, SettingError, StateError
-from bayesadam.optim._loading import keep_wide
+from bayesadam.errors import SettingError, StateError
+from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, positive, two_betas
 from bayesadam.posterior import Posterior
 from bayesadam.structures.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.structures.settings import Precision
 
-Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.
 _SHARED = ("n_data", "samples", "seed", "passes")
 
 
-class _Pass(NamedTuple):
-    """One parameter's part in a perturbed pass whose gradients are not averaged yet."""
-
-    parameter: Tensor
-    gradient: Tensor
-    noise: Tensor
-
-
-class PerturbedOptimizer(Optimizer, ABC):
+class PerturbedOptimizer(CheckedOptimizer):
     """An optimiser that holds q = N(μ, 1/ρ), one precision ρ a weight, and asks for gradients at draws from it.
 
     A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature, and
@@ -43,8 +32,8 @@ class PerturbedOptimizer(Optimizer, ABC):
     """
 
     reader: ClassVar[StateReader]
-    # The pass whose gradients are not in the sums yet, the sums of gradient and product, and the passes behind them.
-    _open: list[_Pass]
+    # The pass that is not in the sums yet, (parameter, gradient, noise); the sums of gradient and product; their passes.
+    _open: list[tuple[Tensor, Tensor, Tensor]]
     _sums: dict[Tensor, tuple[Tensor, Tensor]]
     _passes: int
 
@@ -62,11 +51,9 @@ class PerturbedOptimizer(Optimizer, ABC):
         self._start_over()
         self._inside = False
 
-    # --- the equations, by subclass -----------------------------------------------------------------------------
-
     @abstractmethod
-    def _check(self, settings: Group) -> None:
-        """Refuse settings of one group; a KeyError is an entry that is missing."""
+    def _check_own(self, settings: Group) -> None:
+        """Refuse the subclass's own settings."""
 
     @abstractmethod
     def _start(self, group: Group) -> float:
@@ -78,7 +65,7 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        """What is averaged over the samples beside the gradient, in new memory."""
+        """What is averaged over the samples with the gradient, in new memory."""
 
     @abstractmethod
     def _update(
@@ -89,8 +76,6 @@ class PerturbedOptimizer(Optimizer, ABC):
     @abstractmethod
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         """δ of `Posterior`, such that it has the precision ρ."""
-
-    # --- for the user -------------------------------------------------------------------------------------------
 
     @contextmanager
     def sampled_parameters(self) -> Iterator[None]:
@@ -112,7 +97,7 @@ class PerturbedOptimizer(Optimizer, ABC):
                 parameter.grad = None
                 parameter.data = (originals[parameter] + n).to(parameter.dtype)
             yield
-            self._open = [_Pass(p, _dense(p.grad, p), n) for p, n in noise.items() if p.grad is not None]
+            self._open = [(p, _dense(p.grad, p), n) for p, n in noise.items() if p.grad is not None]
         finally:
             for parameter, data in originals.items():
                 parameter.data = data
@@ -134,10 +119,7 @@ class PerturbedOptimizer(Optimizer, ABC):
             closure: opens `sampled_parameters()`, calls `backward()` and returns the loss; not needed.
         """
         self._require_outside("step()")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
             self._gather()
             self._require_samples()
@@ -161,50 +143,27 @@ class PerturbedOptimizer(Optimizer, ABC):
             reader=self.reader,
         )
 
-    # --- torch's contract ---------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; N, the samples and the noise are the optimiser's."""
         shared = {key: (self.param_groups[0] if self.param_groups else self.defaults)[key] for key in _SHARED}
-        settings = {**self.defaults, **shared, **param_group}
         for key, value in shared.items():
-            if settings[key] != value:
-                raise SettingError(
-                    f"{key} is one for all parameter groups: {value!r}, got {settings[key]!r} for a group"
-                )
-        self._check_all(settings)
+            if (given := param_group.get(key, value)) != value:
+                raise SettingError(f"{key} is one for all parameter groups: {value!r}, got {given!r} for a group")
         super().add_param_group({**param_group, **shared})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, noise included; samples without a step are dropped."""
-        for group in state_dict["param_groups"]:
-            try:
-                self._check_all(group)
-            except KeyError as missing:
-                raise MatchError(
-                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}, only "
-                    f"{sorted(map(str, group))}"
-                ) from None
-        super().load_state_dict(state_dict)
-        keep_wide(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start_over()
         self._inside = False
 
-    # --- inside -------------------------------------------------------------------------------------------------
-
-    def _check_all(self, settings: Group) -> None:
+    def _check(self, settings: Group) -> None:
         positive("n_data", settings["n_data"], "the number of training examples")
         samples = settings["samples"]
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise SettingError(f"samples must be a positive number of draws a step, got {samples!r}")
         not_negative("lr", settings["lr"])
-        betas = settings["betas"]
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
-        self._check(settings)
+        two_betas(settings["betas"])
+        self._check_own(settings)
 
     def _places(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
         """Every parameter with its place in the optimiser, which its noise goes by, and its group."""
@@ -218,9 +177,8 @@ class PerturbedOptimizer(Optimizer, ABC):
             if parameter.requires_grad:
                 curvature = self._state_of(parameter, group)[self.reader.key]
                 seed = stream_seed(group["seed"], "pass", group["passes"], place)
-                noise[parameter] = standard_normal(curvature.shape, curvature, seed).mul_(
-                    self._precision(curvature, group).rsqrt_()
-                )
+                scale = self._precision(curvature, group).rsqrt_()
+                noise[parameter] = standard_normal(curvature.shape, curvature, seed).mul_(scale)
         for group in self.param_groups:
             group["passes"] += 1
         return noise
@@ -285,18 +243,6 @@ class PerturbedOptimizer(Optimizer, ABC):
                 f"sampled_parameters() {expected} times a step with no zero_grad() between, or set "
                 f"samples={self._passes}"
             )
-
-
-def positive(name: str, value: object, meaning: str) -> None:
-    """Refuse what is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
-
-
-def not_negative(name: str, value: object) -> None:
-    """Refuse what is not a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise SettingError(f"{name} must be finite and at least 0, got {value!r}")
 
 
 def _seed(generator: torch.Generator | int | None) -> int:

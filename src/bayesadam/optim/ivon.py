@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature import StateReader
-from bayesadam.curvature.reader import Group as SavedGroup
 from bayesadam.curvature.reader import State
 from bayesadam.engine.rules.ivon import ivon_update
-from bayesadam.optim._perturbed import Group, PerturbedOptimizer, not_negative, positive
+from bayesadam.optim._checked import Group, not_negative, positive
+from bayesadam.optim._perturbed import PerturbedOptimizer
 from bayesadam.structures.settings import Precision
 
 
-def _upward(state: State, group: SavedGroup, shape: torch.Size) -> Tensor:
+def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:
     """max(h, 0): a posterior's curvature is not negative."""
     hessian: Tensor = state["hessian"]
     return hessian.clamp(min=0.0)
@@ -96,7 +96,7 @@ class IVON(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check(self, settings: Group) -> None:
+    def _check_own(self, settings: Group) -> None:
         positive("initial_hessian", settings["initial_hessian"], "what h starts from")
         not_negative("weight_decay", settings["weight_decay"])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.read import working_dtype
@@ -22,18 +21,16 @@ from bayesadam.curvature.rotated import (
     into_basis,
     out_of_basis,
 )
-from bayesadam.errors import MatchError, SettingError, StateError
-from bayesadam.optim._loading import keep_wide
-from bayesadam.optim._perturbed import not_negative
+from bayesadam.errors import SettingError, StateError
+from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, two_betas
 
-Group = Mapping[str, Any]
 _PLAIN_MOMENTUM = "exp_avg"
 _ROTATED_MOMENTUM = "rotated_exp_avg"
 # Where L and R are, and their bases.
 _SIDES = (("left", LEFT_KEY), ("right", RIGHT_KEY))
 
 
-class SOAP(Optimizer):
+class SOAP(CheckedOptimizer):
     r"""Adam, for matrices in the eigenbases of the gradient's two covariances.
 
     .. math::
@@ -112,18 +109,9 @@ class SOAP(Optimizer):
         max_side: int = 10_000,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_every": precondition_every,
-            "statistics_every": statistics_every,
-            "max_side": max_side,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        every = {"precondition_every": precondition_every, "statistics_every": statistics_every}
+        super().__init__(params, {**adam, "shampoo_beta": shampoo_beta, **every, "max_side": max_side})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter that has a gradient.
@@ -131,10 +119,7 @@ class SOAP(Optimizer):
         Args:
             closure: recomputes the loss and its gradients, and returns the loss; optional.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -142,26 +127,19 @@ class SOAP(Optimizer):
                         self._step(parameter, parameter.grad, group)
         return loss
 
-    # --- torch's contract ---------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with settings of its own."""
-        _check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume where `state_dict()` was taken."""
-        for group in state_dict["param_groups"]:
-            try:
-                _check(group)
-            except KeyError as missing:
-                raise MatchError(
-                    f"not the state dict of a SOAP: a parameter group has no {missing}, only {sorted(map(str, group))}"
-                ) from None
-        super().load_state_dict(state_dict)
-        keep_wide(self, state_dict)
-
-    # --- inside -------------------------------------------------------------------------------------------------
+    def _check(self, settings: Group) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            not_negative(name, settings[name])
+        two_betas(settings["betas"])
+        beta = settings["shampoo_beta"]
+        if beta is not None and not 0.0 <= beta < 1.0:
+            raise SettingError(f"shampoo_beta must be at least 0 and below 1, or None for betas[1], got {beta!r}")
+        for name, least in (("precondition_every", 1), ("statistics_every", 1), ("max_side", 0)):
+            value = settings[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if not isinstance(settings["maximize"], bool):
+            raise SettingError(f"maximize must be True or False, got {settings['maximize']!r}")
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         _require_usable(parameter, gradient)
@@ -272,24 +250,6 @@ def _refreshed(statistic: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def _shampoo_beta(group: Group) -> float:
     beta = group["shampoo_beta"]
     return float(group["betas"][1] if beta is None else beta)
-
-
-def _check(settings: Group) -> None:
-    """Refuse settings of one group; a KeyError is an entry that is missing."""
-    for name in ("lr", "eps", "weight_decay"):
-        not_negative(name, settings[name])
-    betas = settings["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
-    beta = settings["shampoo_beta"]
-    if beta is not None and not 0.0 <= beta < 1.0:
-        raise SettingError(f"shampoo_beta must be at least 0 and below 1, or None for betas[1], got {beta!r}")
-    for name, least in (("precondition_every", 1), ("statistics_every", 1), ("max_side", 0)):
-        value = settings[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SettingError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if not isinstance(settings["maximize"], bool):
-        raise SettingError(f"maximize must be True or False, got {settings['maximize']!r}")
 
 
 def _require_usable(parameter: Tensor, gradient: Tensor) -> None:

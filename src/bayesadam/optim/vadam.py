@@ -11,7 +11,8 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
-from bayesadam.optim._perturbed import Group, PerturbedOptimizer, positive
+from bayesadam.optim._checked import Group, positive
+from bayesadam.optim._perturbed import PerturbedOptimizer
 from bayesadam.structures.settings import Precision
 
 
@@ -88,7 +89,7 @@ class Vadam(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check(self, settings: Group) -> None:
+    def _check_own(self, settings: Group) -> None:
         prior, initial = settings["prior_precision"], settings["initial_precision"]
         positive("prior_precision", prior, "λ of the prior N(0, 1/λ)")
         positive("initial_precision", initial, "what q starts from")
