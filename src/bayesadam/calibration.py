@@ -152,13 +152,10 @@ class _Data:
                 found = moments(
                     call, params, variances, to_device(inputs, device), covariance, budget, bases, directions
                 )
-                shape = (found.mean.shape[0], *found.shape)
-                mean = found.mean.reshape(shape).to(found.variance.dtype)
-                variance = found.variance.reshape(-1, *shape)
-                y = record.matched(y.to(device), mean)
-                keep = record.counted(mean, y)
-                block = None if found.covariance is None else place_blocks(found.covariance, mean)[keep]
-                yield mean[keep], variance[:, keep], block, y[keep]
+                y = record.matched(y.to(device), found.mean)
+                keep = record.counted(found.mean, y)
+                block = None if found.covariance is None else place_blocks(found.covariance, found.mean)[keep]
+                yield found.mean[keep], found.variance[:, keep], block, y[keep]
 
     def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
         """Mean log-likelihood of the targets, −∞ where it is not finite."""

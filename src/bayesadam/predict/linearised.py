@@ -19,7 +19,6 @@ from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 from bayesadam.structures.structure import Directions
 
 DEFAULT_BUDGET = 1 << 30
-Cotangents = Callable[[int, int], Tensor]
 # What some uses of layers contribute: their numbers, and a function of D at each of them.
 _Share = tuple[Sequence[int], Callable[[Mapping[int, Tensor]], Tensor]]
 _OUTPUTS_AT_ONCE = 64
@@ -27,12 +26,11 @@ _OUTPUTS_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f(x; μ), (b, c), with either the variances for each variance, (k, b, c), or one covariance, (b, c, c)."""
+    """f(x; μ), (b, ...), its variances for each variance of the weights, (k, b, ...), and one covariance, (b, c, c)."""
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None
-    shape: torch.Size
 
 
 def moments(
@@ -70,7 +68,7 @@ def moments(
             found = projected_moments(
                 call, plain, variances, directions, inputs, outputs=plan.outputs, covariance=covariance, budget=budget
             )
-            return Moments(call.flat(plain, inputs), *found, plan.shape)
+            return _shaped(plan, call.flat(plain, inputs), *found)
     per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
@@ -81,8 +79,12 @@ def moments(
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
-    variance = torch.cat(parts, dim=1)
-    return Moments(torch.cat(means), variance, torch.cat(blocks) if covariance else None, plan.shape)
+    return _shaped(plan, torch.cat(means), torch.cat(parts, dim=1), torch.cat(blocks) if covariance else None)
+
+
+def _shaped(plan: Plan, mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Moments:
+    shape = (len(mean), *plan.shape)
+    return Moments(mean.reshape(shape).to(variance.dtype), variance.reshape(-1, *shape), covariance)
 
 
 def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
@@ -131,14 +133,11 @@ def _layerwise(
         layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
     shares = _shares(uses, layouts, variances, size, covariance)
     active = sorted({index for indices, _ in shares for index in indices})
-    if head is None:
-        source, cotangents = flat, _one_hot(size, flat)
-    else:
-        source, cotangents = head.input, _head_rows(size, head, leaves[head.name])
+    source, weight = (flat, None) if head is None else (head.input, leaves[head.name])
     outputs = [uses[i].output for i in active]
     # ∂f_c/∂(layer outputs) for some outputs c at a time; examples are independent, so their sum separates them.
     for first in range(0, plan.outputs if active else 0, at_once):
-        basis = cotangents(first, min(at_once, plan.outputs - first))
+        basis = _cotangents(flat, head, weight, first, min(at_once, plan.outputs - first))
         by_use = dict(zip(active, batched_grad(source, outputs, basis), strict=True))
         with torch.no_grad():
             for indices, share in shares:
@@ -275,22 +274,11 @@ def _general_share(
     return share
 
 
-def _one_hot(size: int, flat: Tensor) -> Cotangents:
-    """The outputs' own unit vectors, for every example."""
-
-    def rows(first: int, count: int) -> Tensor:
-        basis = torch.zeros(count, size, flat.shape[1], dtype=flat.dtype, device=flat.device)
+def _cotangents(flat: Tensor, head: MatrixUse | None, weight: Tensor | None, first: int, count: int) -> Tensor:
+    """Of `count` outputs, (count, b, ·): their own unit vectors, or ∂f/∂a = W, the same for every example."""
+    if head is None or weight is None:
+        basis = flat.new_zeros(count, *flat.shape)
         basis[torch.arange(count), :, first + torch.arange(count)] = 1.0
         return basis
-
-    return rows
-
-
-def _head_rows(size: int, head: MatrixUse, weight: Tensor) -> Cotangents:
-    """∂f/∂a = W, the same for every example."""
-
-    def rows(first: int, count: int) -> Tensor:
-        some = head.of(weight.detach())[first : first + count].to(head.input.dtype)
-        return some.unsqueeze(1).expand(-1, size, -1)
-
-    return rows
+    some = head.of(weight.detach())[first : first + count].to(head.input.dtype)
+    return some.unsqueeze(1).expand(-1, len(flat), -1)

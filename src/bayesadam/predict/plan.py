@@ -93,7 +93,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
     except BayesAdamError:
         raise
     except (RuntimeError, ValueError, IndexError):
-        # Told of by `make_plan`.
+        # Reported by `make_plan`.
         return ()
     names = {id(leaf): name for name, leaf in leaves.items()}
     seen: dict[Any, int] = {}

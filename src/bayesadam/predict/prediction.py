@@ -64,9 +64,7 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
                 gaussian.structure.bases,
                 [gaussian.directions],
             )
-            shape = (-1, *found.shape)
-            mean = found.mean.reshape(shape).to(found.variance.dtype)
-            variance, block = found.variance[0].reshape(shape), found.covariance
+            mean, variance, block = found.mean, found.variance[0], found.covariance
         else:
             draws, centre = _draws(gaussian, call, inputs, options)
     if draws is not None:

@@ -198,14 +198,10 @@ def _forward(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Tensor:
             handles.enter_context(weights)
             starts = module.register_forward_pre_hook(partial(_enter, weights, own, gather), prepend=True)
             handles.callback(starts.remove)
-            ends = module.register_forward_hook(partial(_leave, weights), always_call=True)
+            ends = module.register_forward_hook(lambda *_, own=weights: own.close(), always_call=True)
             handles.callback(ends.remove)
         return call({}, inputs)
 
 
 def _enter(weights: ExitStack, own: Mapping[str, Tensor], gather: Gather, module: nn.Module, _: Any) -> None:
     weights.enter_context(_holding(module, own, gather))
-
-
-def _leave(weights: ExitStack, *_: Any) -> None:
-    weights.close()
