@@ -37,13 +37,8 @@ class Statistics:
         shapes = ((width, width), (width,), ())
         return cls(*(torch.zeros(runs, arms, *shape, dtype=torch.float64, device=device) for shape in shapes))
 
-    def add(self, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
-        """Take in examples x (runs, k, features) with rewards (runs, k), to each arm with its weights (runs, k, arms)."""
-        for arm in range(self.gram.shape[1]):
-            self.add_to_arm(arm, x, rewards, weights[..., arm])
-
-    def add_to_arm(self, arm: int, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
-        """Take in examples of one arm, with weights (runs, k)."""
+    def add(self, arm: int, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
+        """Take in examples x (runs, k, features) of one arm, with rewards and weights (runs, k)."""
         weighted = x * weights.unsqueeze(2)
         self.gram[:, arm] += weighted.mT @ x
         self.cross[:, arm] += (weighted.mT @ rewards.unsqueeze(2)).squeeze(2)
@@ -127,8 +122,9 @@ class _OnStatistics(Learner):
         """Add the new observations to the statistics."""
         super().observe(places)
         chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms).double()
-        x = self._features(self.buffer.contexts[:, places])
-        self.statistics.add(x, self.buffer.rewards[:, places].double(), chosen)
+        x, rewards = self._features(self.buffer.contexts[:, places]), self.buffer.rewards[:, places].double()
+        for arm in range(self.n_arms):
+            self.statistics.add(arm, x, rewards, chosen[..., arm])
         self._linear = None
 
     def linear_posterior(self) -> LinearPosterior:
@@ -209,7 +205,7 @@ class NeuralLinear(_OnStatistics, Greedy):
             pulls = self._pulls[:, arm : arm + 1]
             contexts, _, rewards = self.buffer.at(self._newest[:, arm, :size])
             weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
-            self.statistics.add_to_arm(arm, self._features(contexts), rewards.double(), weights)
+            self.statistics.add(arm, self._features(contexts), rewards.double(), weights)
         self._linear = None
 
     def tensors(self) -> dict[str, Tensor]:

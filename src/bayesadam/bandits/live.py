@@ -297,8 +297,7 @@ class Agent:
         return torch.from_numpy(rows), array.ndim == 1
 
     def _checked_rewards(self, reward: Any, count: int, single: bool) -> Tensor:
-        _, narrow = _numbers(reward, "a reward must be a number")
-        narrow = np.atleast_1d(narrow)
+        narrow = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
         if narrow.shape != (count,) or not np.isfinite(narrow).all():
             wanted = "one finite number" if single else f"{count} finite numbers"
             raise MatchError(f"the reward must be {wanted}, got {reward!r}")
