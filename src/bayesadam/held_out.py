@@ -1,7 +1,5 @@
 """Held-out data: what a batch may look like, and which target belongs to which output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What learns, for a stack of runs at once: scores of every arm, and training on what was seen."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Methods that start from the optimum Adam found: MAP, Badam, Laplace with the GGN, and ensembles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
