@@ -1,7 +1,5 @@
 """`python -m bayesadam`, and the `bayesadam` command."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """One thread at a time with a model whose weights, buffers, hooks or modes are not its own for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Condition, get_ident

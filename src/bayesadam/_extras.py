@@ -1,7 +1,5 @@
 """Optional packages, and the extra that installs each."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

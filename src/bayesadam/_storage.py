@@ -1,7 +1,5 @@
 """Safetensors files: named tensors, and for files of our own a versioned JSON header in the metadata. No pickle."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

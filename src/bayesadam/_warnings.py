@@ -1,7 +1,5 @@
 """Warnings that point at the user's line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Calibration: the scale s, the prior precision δ and the observation noise, from held-out data."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command line. A command parses its options here and does its work in `bayesadam.experiments`."""
 
-from __future__ import annotations
-
 from ast import literal_eval
 from collections.abc import Callable
 from inspect import Signature, signature

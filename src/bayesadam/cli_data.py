@@ -1,7 +1,5 @@
 """`bayesadam data`: which data sets there are, where they are, and whether they are whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 Each error is also the built-in one that a Python user would catch: a bad value is a `ValueError`, a bad file an `OSError`.
 """
 
-from __future__ import annotations
-
 
 class BayesAdamError(Exception):
     """Base of every error raised on bad input."""

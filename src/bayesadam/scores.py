@@ -3,8 +3,6 @@
 Plain functions of tensors on any device. The tests hold them against scikit-learn and torchmetrics.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

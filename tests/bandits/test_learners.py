@@ -373,7 +373,9 @@ def test_linear_draws_are_students():
     source = torch.Generator().manual_seed(0)
     x = torch.randn(1, 12, 3, generator=source, dtype=torch.float64)
     x[..., 2] = 1
-    data.add(x, torch.randn(1, 12, generator=source, dtype=torch.float64), torch.ones(1, 12, 2).double())
+    rewards = torch.randn(1, 12, generator=source, dtype=torch.float64)
+    for arm in range(2):
+        data.add(arm, x, rewards, torch.ones(1, 12).double())
     posterior = LinearPosterior.of(data, precision=0.25, shape=6, scale=6)
     here = torch.tensor([0.5, -1.0, 1.0], dtype=torch.float64)
     n = 60_000

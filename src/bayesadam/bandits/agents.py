@@ -1,7 +1,5 @@
 """The registry of agents: for each name what learns, its settings, and the values that are tuned or the paper's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What learns, for a stack of runs at once: scores of every arm, and training on what was seen."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -107,8 +105,6 @@ class Uniform(Learner):
 
 # The first rewards' noise has this weight against what is observed, and each observation forgets this share of the others.
 _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
-# What a training writes before it reads it.
-_SCRATCH = ("scale", "std")
 
 
 class NetworkLearner(Learner):
@@ -235,7 +231,8 @@ class NetworkLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, the rule's memory, the counts, and what the noise is estimated from."""
-        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in _SCRATCH}
+        # A training writes the scale and the deviations before it reads them.
+        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in ("scale", "std")}
         own = {"shift": self._shift, "scale": self._scale, "errors": self._errors}
         return learnt | own | {"steps": torch.tensor(self.stack.done)}
 

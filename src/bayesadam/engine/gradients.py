@@ -1,7 +1,5 @@
 """Forward and backward passes of stacked networks, written out: the same few kernels every step, in memory taken once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Multi-layer perceptrons of one shape, many at a time: one batched computation for a whole stack of seeds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import OrderedDict

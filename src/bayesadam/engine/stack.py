@@ -1,7 +1,5 @@
 """A stack of small networks that learn by one rule: their memory, and the step, eager or captured as a CUDA graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

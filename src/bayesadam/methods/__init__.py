@@ -1,7 +1,5 @@
 """Every method of the paper, and more, behind one protocol: fit a problem, then predict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The reference of Figure 1: an exact Gaussian process whose hyperparameters maximise the marginal likelihood."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

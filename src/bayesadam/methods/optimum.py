@@ -1,7 +1,5 @@
 """Methods that start from the optimum Adam found: MAP, Badam, Laplace with the GGN, and ensembles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -125,12 +123,7 @@ def _linearised(posterior: Posterior, problem: Problem) -> Callable[[Tensor], Pr
 def _jacobian(network: nn.Module, x: Tensor) -> Tensor:
     """J of all examples and outputs, (b, outputs, weights), float64."""
     params = {name: p.detach().double() for name, p in network.named_parameters()}
-
-    def outputs(p: dict[str, Tensor]) -> Tensor:
-        found: Tensor = functional_call(network, p, (x.double(),))
-        return found
-
-    parts: dict[str, Tensor] = jacrev(outputs)(params)
+    parts: dict[str, Tensor] = jacrev(lambda p: functional_call(network, p, (x.double(),)))(params)
     return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
 
 

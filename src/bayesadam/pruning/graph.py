@@ -5,8 +5,6 @@ whose weights say which of them they read. At anything else, an addition, a soft
 ends and the layer is left as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import operator

@@ -1,7 +1,5 @@
 """Which weights to keep: masks by parameter name, True where a weight stays; on disk a bit for each weight."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Which parameters are meant: by name, by pattern, by kind, with tied ones known under each of their names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Scores that follow units from layer to layer: pruning whole units, so that `shrink` takes them out, and whole paths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores to prune by, lowest first: pure functions of one parameter's weights and their curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 

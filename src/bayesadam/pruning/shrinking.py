@@ -1,7 +1,5 @@
 """A smaller network of the same function: units that do nothing are taken out of its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which rows each network is trained on, in which batches, and when it stops; the engine trains them all at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """One module per rule, each with the same few functions; `RULES` is their registry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from bayesadam.engine.rules.adam import Adam

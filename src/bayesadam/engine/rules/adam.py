@@ -1,7 +1,5 @@
 """Adam and AdamW, by torch's own fused kernel: the rule whose state the paper reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

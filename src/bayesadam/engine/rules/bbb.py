@@ -1,7 +1,5 @@
 """Bayes by Backprop (Blundell et al. 2015): Adam on the evidence bound of q = N(μ, softplus(ρ)²)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

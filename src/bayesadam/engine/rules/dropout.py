@@ -1,7 +1,5 @@
 """Dropout: Adam at networks whose units are dropped at random, in prediction as in training (MC dropout)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

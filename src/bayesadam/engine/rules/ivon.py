@@ -1,7 +1,5 @@
 """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

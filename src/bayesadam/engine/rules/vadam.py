@@ -1,7 +1,5 @@
 """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
