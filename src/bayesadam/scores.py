@@ -74,14 +74,14 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
     n_in, n_out = inside.numel(), outside.numel()
     if not n_in or not n_out:
-        raise MatchError(f"AUROC needs scores of both kinds, got {n_in} inside and {n_out} outside")
+        raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {n_in} and {n_out}")
     return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
     """Share of in-distribution examples above the threshold that at least 95 % of the out-of-distribution ones reach."""
     if not inside.numel() or not outside.numel():
-        raise MatchError("FPR95 needs scores of both kinds")
+        raise MatchError("FPR95 needs in- and out-of-distribution scores")
     ordered = outside.flatten().double().sort(descending=True).values
     caught = -(-95 * ordered.numel() // 100)
     return float((inside.flatten().double() >= ordered[caught - 1]).double().mean())
