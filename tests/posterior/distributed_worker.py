@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingError, StateError
 from bayesadam.structures import noise, sharded
+from bayesadam.structures.formulas import PrecisionRule
 
 N_DATA = 321
 SETTINGS = {"form": "likelihood", "prior_precision": 1.5}
@@ -226,10 +228,11 @@ class Checks:
         """Parts that are no run of the flat tensor are parts of the same draw all the same."""
         torch.manual_seed(4)
         mode, v, delta = torch.randn(3, 6, 5), torch.rand(3, 6, 5), torch.rand(3, 6, 5)
-        options = {"weight": 10.0, "power": 0.5, "shrink": True, "seed": 3, "dtype": torch.float32}
+        options = {"seed": 3, "dtype": torch.float32}
+        rule = PrecisionRule(weight=10.0, delta=delta, power=0.5, shrink=True)
         flat, square = init_device_mesh("cpu", (self.world,)), init_device_mesh("cpu", (self.world, 1))
         for n in (None, 4):
-            expected = noise.draw(mode, v, delta=delta, n=n, **options)
+            expected = noise.draw(mode, v, rule, n=n, **options)
             for mesh, placements in [
                 (flat, [Shard(0)]),
                 (flat, [Shard(1)]),
@@ -240,7 +243,7 @@ class Checks:
                 (square, [Replicate(), Shard(0)]),
             ]:
                 mine = [distribute_tensor(t, mesh, placements) for t in (mode, v, delta)]
-                found = sharded.draw(mine[0], mine[1], delta=mine[2], n=n, **options)
+                found = sharded.draw(mine[0], mine[1], replace(rule, delta=mine[2]), n=n, **options)
                 assert found.shape == expected.shape
                 assert torch.equal(found.full_tensor(), expected), (n, placements)
 

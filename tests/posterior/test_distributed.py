@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from bayesadam.structures import noise
+from bayesadam.structures.formulas import PrecisionRule
 from posterior.distributed_worker import (
     N_DATA,
     NETWORKS,
@@ -245,10 +247,11 @@ def test_damage_is_told(saved, how):
 def test_parts_are_those_of_the_whole(total, cuts, n, dtype):
     generator = torch.Generator().manual_seed(0)
     mode, v, delta = (torch.rand(total, generator=generator) for _ in range(3))
-    options: dict[str, Any] = {"weight": 50.0, "power": 0.7, "shrink": True, "seed": 11, "n": n, "dtype": dtype}
-    expected = noise.draw(mode, v, delta=delta, **options)
+    options: dict[str, Any] = {"seed": 11, "n": n, "dtype": dtype}
+    rule = PrecisionRule(weight=50.0, delta=delta, power=0.7, shrink=True)
+    expected = noise.draw(mode, v, rule, **options)
     parts = [
-        noise.draw(mode[a:b], v[a:b], delta=delta[a:b], part=noise.Part(a, total), **options)
+        noise.draw(mode[a:b], v[a:b], replace(rule, delta=delta[a:b]), part=noise.Part(a, total), **options)
         for a, b in itertools.pairwise(cuts)
     ]
     assert torch.equal(torch.cat(parts, dim=-1), expected)
@@ -256,10 +259,10 @@ def test_parts_are_those_of_the_whole(total, cuts, n, dtype):
 
 def test_parts_are_those_of_the_whole_with_torchs_own_generator():
     mode, v = torch.rand(50), torch.rand(50)
-    options: dict[str, Any] = {"weight": 5.0, "delta": 1.0, "power": 0.5, "shrink": False, "seed": 2}
+    rule = PrecisionRule(weight=5.0, delta=1.0, power=0.5, shrink=False)
     whole = torch.empty(3, 50)
-    noise._fill_row_by_row(whole, mode, v, part=noise.Part(0, 50), **options)
+    noise._fill_row_by_row(whole, mode, v, rule, seed=2, part=noise.Part(0, 50))
     for cut in (slice(0, 20), slice(20, 50)):
         rows = torch.empty(3, cut.stop - cut.start)
-        noise._fill_row_by_row(rows, mode[cut], v[cut], part=noise.Part(cut.start, 50), **options)
+        noise._fill_row_by_row(rows, mode[cut], v[cut], rule, seed=2, part=noise.Part(cut.start, 50))
         assert torch.equal(rows, whole[:, cut])
