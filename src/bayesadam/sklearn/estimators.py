@@ -293,7 +293,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """The likeliest label for each row."""
-        labels: Array = self.classes_[self.predict_proba(X).argmax(axis=1)]
+        best = self.predict_proba(X).argmax(axis=1)
+        labels: Array = self.classes_[best]
         return labels
 
     def predict_proba(self, X: Any) -> Array:
