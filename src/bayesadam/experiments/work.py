@@ -191,10 +191,12 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
                 pass
             for future in done:
                 future.result()
+            # The pool may overlook the death of a worker that it started while it was already waiting for the others.
+            if any(worker.exitcode for worker in workers):
+                raise BrokenProcessPool
         pool.shutdown()
     except BrokenProcessPool:
-        pool.shutdown()
-        # The pool terminates the other workers.
+        # The pool, or the last lines here, end the other workers.
         code = next((w.exitcode for w in workers if w.exitcode not in (0, None, -signal.SIGTERM)), "unknown")
         raise BayesAdamError(
             f"a worker process ended with exit code {code} (-9 often means out of memory): the same command resumes "
