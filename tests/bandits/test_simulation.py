@@ -105,8 +105,8 @@ def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
     seeds = list(range(10, 14))
     played = [chosen.run(seed, 130) for seed in seeds]
     cpu = torch.device("cpu")
-    stack = _Lane(agent, settings, 3, seeds, played, cpu)
-    alone = _Lane(agent, settings, 3, seeds[2:3], played[2:3], cpu)
+    stack = _Lane(agent, settings, seeds, played, cpu)
+    alone = _Lane(agent, settings, seeds[2:3], played[2:3], cpu)
     for _ in range(6):
         stack.advance()
         alone.advance()
@@ -153,7 +153,7 @@ class Numbers(TorchDispatchMode):
 @pytest.mark.parametrize("agent", ["badam", "linear", "neural-linear", "bootstrap"])
 def test_cost_per_round_does_not_grow(agent):
     chosen = blobs(n=1500)
-    lane = _Lane(agent, small(agent, window=100), 3, [0], [chosen.run(0)], torch.device("cpu"))
+    lane = _Lane(agent, small(agent, window=100), [0], [chosen.run(0)], torch.device("cpu"))
     costs = []
     with Numbers() as numbers:
         while lane.buffer.count < 1500:
