@@ -25,7 +25,7 @@ from bayesadam.bandits.simulation import Playing
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 # The three seconds that users have are longer than an attempt lasts here.
-Playing.__init__.__kwdefaults__["checkpoint_seconds"] = 0.0
+Playing.__init__.__defaults__ = (*Playing.__init__.__defaults__[:-1], 0.0)
 
 
 def attempt(name, seconds=0.0):
