@@ -11,11 +11,10 @@ from processes import run_python
 
 KILLS = int(os.environ.get("BAYESADAM_TEST_KILLS", "20"))
 
-# Imports once, then forks a process for each attempt; no thread has run by then. The kernel ends an attempt after a random
-# share of the time that the command needs on a core: however busy the machine is, 20 of them leave some of the work to the
-# last one.
+# Imports once, then forks a process for each attempt; no thread has run by then. SIGPROF ends an attempt a random time after
+# a random number of trainings: how busy the machine is does not matter.
 KILLED = """
-import contextlib, json, os, random, resource, signal, sys
+import contextlib, json, os, random, signal, sys
 from pathlib import Path
 
 import bayesadam.cli, bayesadam.experiments.bandits
@@ -26,13 +25,21 @@ from bayesadam.bandits.simulation import Playing
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 # The three seconds that users have are longer than an attempt lasts here.
 Playing.__init__.__defaults__ = (*Playing.__init__.__defaults__[:-1], 0.0)
+advance, trainings = Playing.advance, folder / "trainings"
 
 
-def attempt(name, seconds=0.0):
-    # In a process of its own, which has so many seconds on a core until SIGPROF ends it; how it ended.
+def attempt(name, trainings_left=10**6, seconds=0.0):
+    # In a process of its own; after so many trainings it has so many seconds on a core. How it ended.
+    def counted(self):
+        nonlocal trainings_left
+        trainings_left -= 1
+        if not trainings_left:
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+        advance(self)
+
     child = os.fork()
     if not child:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        Playing.advance = counted
         code = 1
         try:
             code = main(
@@ -42,6 +49,7 @@ def attempt(name, seconds=0.0):
         except SystemExit as end:
             code = end.code
         finally:
+            trainings.write_text(str(10**6 - trainings_left))
             os._exit(code or 0)
     return os.waitpid(child, 0)[1]
 
@@ -53,13 +61,12 @@ def finished():
 
 
 assert attempt("whole") == 0
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-whole = used.ru_utime + used.ru_stime
+whole = int(trainings.read_text())
 
 choose = random.Random(5)
 struck = []
 for _ in range(kills):
-    status = attempt("killed", (0.2 + choose.random()) * whole / kills)
+    status = attempt("killed", 1 + int(choose.random() * 2 * whole / kills), 0.001 + 0.05 * choose.random())
     assert status in (0, signal.SIGPROF), status
     if not status:
         break
@@ -78,7 +85,7 @@ def test_a_killed_command_ends_with_the_same_numbers(tmp_path):
     done = run_python(KILLED, tmp_path, KILLS)
     assert done.returncode == 0, done.stderr
     struck = json.loads(done.stderr.splitlines()[-1])
-    # A core may have become faster since the undisturbed run, and the last kills have come too late.
+    # Trainings that a kill left unfinished are repeated; the last kills may come too late all the same.
     assert len(struck) >= KILLS / 2
     # Finished cells stay finished, and kills met cells half played.
     counts = [len(one["finished"]) for one in struck]
