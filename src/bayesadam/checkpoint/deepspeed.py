@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents, Recorded, contents_of, describe
+from bayesadam.checkpoint.files import load_tree
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format, refuse_keys
-from bayesadam.checkpoint.torch_file import load_tree
 from bayesadam.errors import FileError
 
 _MODEL = "mp_rank_00_model_states.pt"
