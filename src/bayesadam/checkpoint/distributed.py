@@ -24,6 +24,7 @@ from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.files import DAMAGED, damaged, load_plain
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.safe_globals import StandIn
 from bayesadam.errors import FileError
 
 _WRITER = "torch.distributed.checkpoint"
@@ -52,31 +53,12 @@ _RECORDS = {
 _PLAIN = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype) or name == "Size"}
 
 
-class _Record:
-    """Stands in for a class of the writer's: holds what was pickled, does nothing."""
-
-    state: Any = ()
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, key: str) -> Any:
-        return self.state[key]
-
-    def get(self, key: str) -> Any:
-        """An entry of what was pickled; None where there is none."""
-        return self.state.get(key)
-
-
 class _Unpickler(pickle.Unpickler):
     """Knows the writer's classes by name and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
-            return _Record
+            return StandIn
         if module == "torch" and name in _PLAIN:
             return _PLAIN[name]
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
@@ -139,7 +121,7 @@ def stored_entries(folder: Path) -> list[Stored]:
         raise damaged(source, _WRITER, error) from error
 
 
-def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[Any, _Record]) -> Stored:
+def _entry(folder: Path, key: str, path: Any, kind: StandIn, located: Mapping[Any, StandIn]) -> Stored:
     parts = tuple(path)
     if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
         raise ValueError(f"{key!r} has the path {path!r}")
@@ -165,7 +147,7 @@ def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[An
     return Stored(key, parts, pieces, shape, dtype)
 
 
-def _piece(folder: Path, key: str, place: _Record) -> Piece:
+def _piece(folder: Path, key: str, place: StandIn) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
     name, start, length = place["relative_path"], place["offset"], place["length"]
     if place.get("transform_descriptors"):
