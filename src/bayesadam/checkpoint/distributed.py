@@ -209,9 +209,6 @@ class _Slice(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._place
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._place = max(0, (0, self._place, self._length)[whence] + offset)
         return self._place

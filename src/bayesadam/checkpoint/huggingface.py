@@ -168,12 +168,10 @@ def _sharded(index: Path) -> dict[str, Tensor]:
             "names: copy the whole folder"
         )
     tensors = {shard: read_tensors(index.parent / shard)[0] for shard in shards}
-    lacking = [(name, shard) for name, shard in placed.items() if name not in tensors[shard]]
-    if lacking:
-        name, shard = lacking[0]
-        raise FileError(
-            f"{index.parent / shard} lacks {name!r}, which {index.name} says is there: copy the whole folder"
-        )
+    for name, shard in placed.items():
+        if name not in tensors[shard]:
+            described = f"{index.parent / shard} lacks {name!r}, which {index.name} says is there"
+            raise FileError(f"{described}: copy the whole folder")
     return {name: tensors[shard][name] for name, shard in placed.items()}
 
 
@@ -288,15 +286,12 @@ def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     # Attention may be asked for by the address of a kernel.
     plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
     try:
-        made = getattr(transformers, name, None)
-        if (
-            not isinstance(made, type)
-            or not issubclass(made, transformers.PreTrainedModel)
-            or not made.__module__.startswith("transformers.")
-        ):
+        made: Any = getattr(transformers, name, None)
+        ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+        if not ours or not made.__module__.startswith("transformers."):
             raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
         with torch.device("meta"):
-            model: nn.Module = made(made.config_class.from_dict(plain))  # type: ignore[attr-defined]
+            model: nn.Module = made(made.config_class.from_dict(plain))
     except MatchError:
         raise
     except Exception as error:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam._shards import is_sharded, placed_like
-from bayesadam.checkpoint.checkpoint import Checkpoint, clean_names
+from bayesadam.checkpoint.checkpoint import DEFAULTS, Checkpoint, CheckpointKeywords, CheckpointOptions, clean_names
 from bayesadam.checkpoint.identify import identify_reader, shape_behind
 from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
-from bayesadam.checkpoint.options import DEFAULTS, CheckpointKeywords, CheckpointOptions
 from bayesadam.curvature import Curvature, StateReader, reader_named
 from bayesadam.curvature.match import Match, match_state_dict, unwrap
 from bayesadam.curvature.read import read_match
@@ -41,8 +40,7 @@ def match_checkpoint(
 
     The model's own weights are neither used nor changed. `changes` are `options` as keywords.
     """
-    resolved = _resolve(checkpoint, model, replace(options, **changes))
-    return match_state_dict(resolved.model, resolved.state_dict, resolved.reader, resolved.names)
+    return match_state_dict(*_resolve(checkpoint, model, replace(options, **changes)))
 
 
 def read_curvature(
@@ -86,8 +84,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
 
 
-@dataclass(frozen=True)
-class _Resolved:
+class _Resolved(NamedTuple):
     """What `match_state_dict` needs."""
 
     model: nn.Module
