@@ -1,23 +1,59 @@
-"""A checkpoint: weights by name and the optimiser's state, whoever wrote them and in how many files."""
+"""A checkpoint, weights by name and the optimiser's state, whoever wrote them; and how to read it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents
 from bayesadam.checkpoint.lazy import renamed
-from bayesadam.checkpoint.options import DEFAULTS, CheckpointKeywords, CheckpointOptions
 from bayesadam.checkpoint.registry import format_of
+from bayesadam.curvature import StateReader
 from bayesadam.errors import FileError, SettingError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """The options that everything takes which reads a checkpoint.
+
+    Attributes:
+        optimizer_path: the file with the optimiser's state, where it is another than that of the weights; one next to the
+            weights is then not opened.
+        optimizer: the name of the optimiser that wrote the state, or a reader; None identifies it by the state's keys.
+        param_names: the parameter names in the optimiser's order, where the state has none of its own.
+        groups_in_order: whether each of several groups was filled in the model's order, which no file says.
+        weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`.
+        optimizer_key: which optimiser's state, where the file holds several; `"optimizer_states.0"`.
+    """
+
+    optimizer_path: str | os.PathLike[str] | None = None
+    optimizer: str | StateReader | None = None
+    param_names: Sequence[str] | None = None
+    groups_in_order: bool = False
+    weights_key: str | None = None
+    optimizer_key: str | None = None
+
+
+class CheckpointKeywords(TypedDict, total=False):
+    """The same as keyword arguments: `**options: Unpack[CheckpointKeywords]`."""
+
+    optimizer_path: str | os.PathLike[str] | None
+    optimizer: str | StateReader | None
+    param_names: Sequence[str] | None
+    groups_in_order: bool
+    weights_key: str | None
+    optimizer_key: str | None
+
+
+DEFAULTS = CheckpointOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +107,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint of any known format, identified by its content.
 
-    Args:
-        path: the file or folder with the weights, and with the optimiser's state unless that has a file of its own.
-        options: the state's file, and which weights and state where there are several.
-        **changes: the same as keywords.
+    `path` has the weights, and the optimiser's state unless that has a file of its own; `changes` are `options` as keywords.
     """
     options = replace(options, **changes)
     path = Path(path)

@@ -14,10 +14,8 @@ from bayesadam.errors import FileError
 
 # In lower case. A key that is not among them is taken where it is the only one that fits.
 _WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
-_OPTIMIZER_KEYS = (
-    *("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states"),
-    *("optim", "optim_state_dict", "opt"),
-)
+_STEMS = ("optimizer", "optim")
+_OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
 _N_DATA_KEYS = ("n_data", "num_train_examples", "n_train")

@@ -10,17 +10,17 @@ by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents, Recorded, contents_of, describe
+from bayesadam.checkpoint.files import load_tree
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format, refuse_keys
-from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.checkpoint.safe_globals import StandIn
 from bayesadam.errors import FileError
 
 _MODEL = "mp_rank_00_model_states.pt"
@@ -29,24 +29,17 @@ _STAGE_3 = "zero_pp_rank_*_model_states.pt"
 _RANK = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-class _Ignored:
-    """Stands in for what DeepSpeed saves with the tensors and is not needed here."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
-# DeepSpeed's own classes in its files; these have no behaviour, and DeepSpeed need not be there.
+# DeepSpeed's own classes in its files, which are not needed here; these have no behaviour.
 _STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Ignored, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (StandIn, f"deepspeed.{name}")
+    for name in (
+        *("utils.tensor_fragment.fragment_address", "runtime.zero.config.ZeroStageEnum"),
+        *("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler"),
+    )
 ]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A rank's part of one parameter: `numel` entries of its vectors from `start` on."""
 
     rank: int
@@ -72,8 +65,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    why = "DeepSpeed saves one model and its state"
-    refuse_keys(path, why, weights_key=weights_key, optimizer_key=optimizer_key)
+    refuse_keys(path, "DeepSpeed saves one model and its state", weights_key=weights_key, optimizer_key=optimizer_key)
     folder = step_folder(path) or path
     if any(folder.glob(_STAGE_3)):
         raise FileError(

@@ -8,6 +8,7 @@ tensor is put together when it is accessed, whatever the number of ranks and the
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 from collections import defaultdict
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents, contents_of
+from bayesadam.checkpoint.files import DAMAGED, damaged, load_plain
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format
-from bayesadam.checkpoint.torch_file import DAMAGED, damaged, load_plain
+from bayesadam.checkpoint.safe_globals import StandIn
 from bayesadam.errors import FileError
 
 _WRITER = "torch.distributed.checkpoint"
@@ -33,16 +35,12 @@ _SAVE = (
     "torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with "
     "what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
 )
-# --- the list of contents -------------------------------------------------------------------------------------------
-
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 # All that the writer pickles, besides plain data, torch.Size and dtypes.
 _META = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
-    *(
-        (_META, name)
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
-    ),
+    *((_META, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_META, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
     *((_META, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     # Where older releases had these two.
@@ -52,26 +50,7 @@ _RECORDS = {
     # Where the folder was when it was written.
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 }
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-class _Record:
-    """Stands in for a class of the writer's: holds what was pickled, does nothing."""
-
-    state: Any = ()
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, key: str) -> Any:
-        return self.state[key]
-
-    def get(self, key: str) -> Any:
-        """An entry of what was pickled; None where there is none."""
-        return self.state.get(key)
+_PLAIN = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype) or name == "Size"}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -79,11 +58,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
-            return _Record
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+            return StandIn
+        if module == "torch" and name in _PLAIN:
+            return _PLAIN[name]
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
@@ -135,7 +112,8 @@ def stored_entries(folder: Path) -> list[Stored]:
             f"one's own or flatten_state_dict=False. Save it with the default planner, {_SAVE}"
         )
     try:
-        located = {(index["fqn"], _corner(index.get("offset"))): place for index, place in places.items()}
+        corners = ((index, index.get("offset")) for index in places)
+        located = {(at["fqn"], None if low is None else tuple(low)): places[at] for at, low in corners}
         return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
     except FileError:
         raise
@@ -143,7 +121,7 @@ def stored_entries(folder: Path) -> list[Stored]:
         raise damaged(source, _WRITER, error) from error
 
 
-def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[Any, _Record]) -> Stored:
+def _entry(folder: Path, key: str, path: Any, kind: StandIn, located: Mapping[Any, StandIn]) -> Stored:
     parts = tuple(path)
     if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
         raise ValueError(f"{key!r} has the path {path!r}")
@@ -155,11 +133,11 @@ def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[An
         raise TypeError(f"{key!r} has the type {dtype!r}")
     # Where every rank has the whole, the same box is listed once for each.
     boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in kind["chunks"])
-    missing = [box for box in boxes if _volume(box[1]) and (key, box[0]) not in located]
+    missing = [box for box in boxes if math.prod(box[1]) and (key, box[0]) not in located]
     pieces = tuple(
         replace(_piece(folder, key, located[key, offsets]), offsets=offsets, sizes=sizes)
         for offsets, sizes in boxes
-        if _volume(sizes) and (key, offsets) in located
+        if math.prod(sizes) and (key, offsets) in located
     )
     if missing or not covers(shape, [(piece.offsets, piece.sizes) for piece in pieces]):
         raise FileError(
@@ -169,7 +147,7 @@ def _entry(folder: Path, key: str, path: Any, kind: _Record, located: Mapping[An
     return Stored(key, parts, pieces, shape, dtype)
 
 
-def _piece(folder: Path, key: str, place: _Record) -> Piece:
+def _piece(folder: Path, key: str, place: StandIn) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
     name, start, length = place["relative_path"], place["offset"], place["length"]
     if place.get("transform_descriptors"):
@@ -195,14 +173,6 @@ def _piece(folder: Path, key: str, place: _Record) -> Piece:
     return Piece(file, start, length)
 
 
-def _corner(offset: Any) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
-
-
 def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether boxes, by first corner and edges, lie in a tensor and fill it; they may overlap.
 
@@ -226,9 +196,6 @@ def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[i
     return bool(filled.all())
 
 
-# --- the pieces -----------------------------------------------------------------------------------------------------
-
-
 class _Slice(io.RawIOBase):
     """A part of an open file as a file of its own, so that nothing is read twice."""
 
@@ -241,9 +208,6 @@ class _Slice(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._place = max(0, (0, self._place, self._length)[whence] + offset)
@@ -286,9 +250,6 @@ def _tensor(entry: Stored, piece: Piece) -> Tensor:
             "not of one save. Copy the folder again"
         )
     return tensor.detach()
-
-
-# --- the dictionaries -----------------------------------------------------------------------------------------------
 
 
 def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
@@ -343,31 +304,27 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups: dict[str, dict[str, Any]] = {}
     states: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
+    # The groups first: they say which names there are.
+    for key, value in sorted(flat.items(), key=lambda item: item[0].startswith("state.")):
         section, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
         if section == "param_groups":
-            name, _, entry = rest.rpartition(".")
             groups.setdefault(name, {"params": [name]})[entry] = value
-    for key, value in flat.items():
-        section, _, rest = key.partition(".")
-        if section == "state":
-            name = _owner(rest, groups)
+        elif section == "state":
+            # The longest known name, as an entry may have levels of its own.
+            parts = rest.split(".")
+            prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+            name = next((prefix for prefix in prefixes if prefix in groups), name)
             states.setdefault(name, {})[rest.removeprefix(f"{name}.")] = value
     return {"state": states, "param_groups": list(groups.values())}
-
-
-def _owner(rest: str, names: Mapping[str, Any]) -> str:
-    """The parameter in `<parameter>.<entry>`: the longest known name, as an entry may have levels of its own."""
-    name, _, _ = rest.rpartition(".")
-    while name and name not in names:
-        name, _, _ = name.rpartition(".")
-    return name or rest.rpartition(".")[0]
 
 
 def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     entries = stored_entries(path)
     # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
-    leaves = [(entry, _outlined(entry)) for entry in entries]
+    leaves = [
+        (e, read_stored(e) if e.shape is None or math.prod(e.shape) == 1 else meta(e.shape, e.dtype)) for e in entries
+    ]
     behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
     try:
         tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
@@ -392,12 +349,6 @@ def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | 
         states = {key: lazy(held) if isinstance(held, Mapping) else held for key, held in optimizer["state"].items()}
         optimizer = {**optimizer, "state": states}
     return replace(contents, weights=None if weights is None else lazy(weights), optimizer=optimizer)
-
-
-def _outlined(entry: Stored) -> Any:
-    if entry.shape is None or _volume(entry.shape) == 1:
-        return read_stored(entry)
-    return meta(entry.shape, entry.dtype)
 
 
 def _is_distributed(path: Path, head: bytes) -> bool:

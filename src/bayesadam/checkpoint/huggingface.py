@@ -6,6 +6,7 @@ and the random states are pickles of classes, and are not opened.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,9 +23,8 @@ from bayesadam._extras import require
 from bayesadam._storage import map_tensors
 from bayesadam.checkpoint.checkpoint import clean_names
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of, keeps_order
-from bayesadam.checkpoint.registry import Format, refuse_keys
-from bayesadam.checkpoint.safetensors_file import is_safetensors
-from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.checkpoint.files import is_safetensors, load_tree
+from bayesadam.checkpoint.registry import Format, head_of, refuse_keys
 from bayesadam.curvature.reader import has_tensors
 from bayesadam.errors import FileError, MatchError
 
@@ -51,9 +51,6 @@ _UNDECAYED: tuple[tuple[re.Pattern[str], bool], ...] = (
 Orders = list[list[list[str]]]
 
 
-# --- files of a folder ----------------------------------------------------------------------------------------------
-
-
 def files_of(folder: Path) -> set[str]:
     """The names of what lies in a folder."""
     try:
@@ -74,10 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[str, Tensor], bool]:
-    """The weights of a folder, in one file or in shards, and whether they are in the model's order.
-
-    Of `names`, files that may hold them or say which do, the first that exists is taken.
-    """
+    """The weights in the first of these files, or in the shards it lists, and whether they are in the model's order."""
     there = files_of(folder)
     chosen = next((name for name in names if name in there), None)
     if chosen is None:
@@ -89,11 +83,7 @@ def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[st
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    head = head_of(path)
     if not head:
         raise FileError(f"{path} is empty: copy it again")
     if is_safetensors(path, head):
@@ -178,12 +168,10 @@ def _sharded(index: Path) -> dict[str, Tensor]:
             "names: copy the whole folder"
         )
     tensors = {shard: read_tensors(index.parent / shard)[0] for shard in shards}
-    lacking = [(name, shard) for name, shard in placed.items() if name not in tensors[shard]]
-    if lacking:
-        name, shard = lacking[0]
-        raise FileError(
-            f"{index.parent / shard} lacks {name!r}, which {index.name} says is there: copy the whole folder"
-        )
+    for name, shard in placed.items():
+        if name not in tensors[shard]:
+            described = f"{index.parent / shard} lacks {name!r}, which {index.name} says is there"
+            raise FileError(f"{described}: copy the whole folder")
     return {name: tensors[shard][name] for name, shard in placed.items()}
 
 
@@ -197,9 +185,6 @@ def _no_weights(folder: Path, names: Sequence[str], there: Collection[str]) -> s
     )
 
 
-# --- the Trainer ----------------------------------------------------------------------------------------------------
-
-
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group.
 
@@ -207,29 +192,16 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     [[['0.weight'], ['0.bias', '1.weight', '1.bias']], [['0.weight', '0.bias', '1.weight', '1.bias']]]
     """
     answers: Orders = []
+    modules = {place: module for place, module in model.named_modules(remove_duplicate=False) if place}
     for pattern, every_norm in _UNDECAYED:
-        norms = {
-            place
-            for place, module in model.named_modules(remove_duplicate=False)
-            if place and _is_norm(module, every_norm)
-        }
-        exempt = {name for name in names if pattern.search(name) or not norms.isdisjoint(_modules_above(name))}
+        norms = {place for place, module in modules.items() if _is_norm(module, every_norm)}
+        exempt = {name for name in names if pattern.search(name) or any(name.startswith(f"{n}.") for n in norms)}
         answers.append([[name for name in names if name not in exempt], [name for name in names if name in exempt]])
     return _distinct([*answers, [list(names)]])
 
 
 def _is_norm(module: nn.Module, every_norm: bool) -> bool:
     return isinstance(module, nn.LayerNorm) or (every_norm and type(module).__name__.endswith(("RMSNorm", "LayerNorm")))
-
-
-def _modules_above(name: str) -> list[str]:
-    """The modules that a parameter is in.
-
-    >>> _modules_above("h.0.weight")
-    ['h', 'h.0']
-    """
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _distinct(answers: Orders) -> Orders:
@@ -300,8 +272,7 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
     """Every key with something under it, at any depth."""
     found: set[str] = set()
     left: list[Any] = [config]
-    while left:
-        item = left.pop()
+    for item in left:
         if isinstance(item, dict):
             found |= {key for key, value in item.items() if value}
         left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else []
@@ -315,15 +286,12 @@ def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     # Attention may be asked for by the address of a kernel.
     plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
     try:
-        made = getattr(transformers, name, None)
-        if (
-            not isinstance(made, type)
-            or not issubclass(made, transformers.PreTrainedModel)
-            or not made.__module__.startswith("transformers.")
-        ):
+        made: Any = getattr(transformers, name, None)
+        ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+        if not ours or not made.__module__.startswith("transformers."):
             raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
         with torch.device("meta"):
-            model: nn.Module = made(made.config_class.from_dict(plain))  # type: ignore[attr-defined]
+            model: nn.Module = made(made.config_class.from_dict(plain))
     except MatchError:
         raise
     except Exception as error:
@@ -376,9 +344,6 @@ def _summary(folder: Path, weights: Mapping[str, Tensor]) -> str:
     described = _other_checkpoints(folder)
     files = sorted(name for name in files_of(folder) if not _SHARD.fullmatch(name))
     return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {described}" if described else "")
-
-
-# --- PEFT's adapters ------------------------------------------------------------------------------------------------
 
 
 def _adapters_in(path: Path) -> list[Path]:
@@ -480,27 +445,22 @@ def _adapter_orders(
     if optimizer is None:
         return answers
     groups = [group["params"] for group in optimizer["param_groups"]]
-    answers = [answer for answer in answers if [len(group) for group in answer] == [len(keys) for keys in groups]]
+    keys = [key for group in groups for key in group]
+    idle = {place for place, key in enumerate(keys) if not has_tensors(optimizer["state"].get(key))}
     answers = [
         answer
         for answer in answers
-        if all(
-            name in held or not has_tensors(optimizer["state"].get(key))
-            for names, keys in zip(answer, groups, strict=True)
-            for name, key in zip(names, keys, strict=True)
-        )
+        if list(map(len, answer)) == list(map(len, groups))
+        and all(name in held or place in idle for place, name in enumerate(itertools.chain(*answer)))
     ]
-    if not answers and not all(isinstance(key, str) for keys in groups for key in keys):
+    if not answers and not all(isinstance(key, str) for key in keys):
         raise MatchError(
-            f"{path}: the optimiser has groups of {' and '.join(str(len(keys)) for keys in groups)} parameters, the "
+            f"{path}: the optimiser has groups of {' and '.join(str(len(group)) for group in groups)} parameters, the "
             f"adapter {len(stored)} tensors: something was trained that is not in the file, or the optimiser was not "
             "the Trainer's own. Pass param_names=[...], the parameter names in the optimiser's order, or read it from "
             "the live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
-
-
-# --- several checkpoints --------------------------------------------------------------------------------------------
 
 
 def _checkpoints_in(path: Path) -> list[Path]:

@@ -135,13 +135,11 @@ def _misfit(run: Sequence[Slot], names: Sequence[str], shapes: Sequence[torch.Si
 
 def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) -> str:
     described = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
-    why = ""
+    why = hint = ""
     if not ordered:
         why = " (the file keeps no order of its tensors, as safetensors files do not)"
     elif groups > 1:
         why = f" ({groups} groups without names have no known order)"
-    hint = ""
-    if ordered and groups > 1:
         hint = (
             ", or groups_in_order=True if each group was filled in the model's order, as by "
             "[p for name, p in model.named_parameters() if ...]"

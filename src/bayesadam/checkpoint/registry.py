@@ -13,8 +13,6 @@ from torch import Tensor
 from bayesadam.checkpoint.contents import Contents
 from bayesadam.errors import FileError, MissingFileError, SettingError
 
-_HEAD = 16
-
 
 @dataclass(frozen=True)
 class Format:
@@ -62,9 +60,13 @@ def register_format(added: Format, *, replace: bool = False) -> Format:
     return added
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_HEAD)
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
@@ -72,10 +74,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     path = Path(path)
     if not path.exists():
         raise MissingFileError(f"no file at {path}")
-    try:
-        head = b"" if path.is_dir() else _head(path)
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    head = b"" if path.is_dir() else head_of(path)
     if not path.is_dir() and not head:
         raise FileError(f"{path} is empty")
     found = next((known for known in registered_formats() if known.recognises(path, head)), None)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam._shards import is_sharded, placed_like
-from bayesadam.checkpoint.checkpoint import Checkpoint, clean_names
+from bayesadam.checkpoint.checkpoint import DEFAULTS, Checkpoint, CheckpointKeywords, CheckpointOptions, clean_names
 from bayesadam.checkpoint.identify import identify_reader, shape_behind
 from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
-from bayesadam.checkpoint.options import DEFAULTS, CheckpointKeywords, CheckpointOptions
 from bayesadam.curvature import Curvature, StateReader, reader_named
 from bayesadam.curvature.match import Match, match_state_dict, unwrap
 from bayesadam.curvature.read import read_match
@@ -39,14 +38,9 @@ def match_checkpoint(
     where file and model have different orders, both must give the same answer. The model may be a part of what was trained,
     such as the network inside a LightningModule.
 
-    Args:
-        checkpoint: what `read_checkpoint` returned.
-        model: the model, whose weights are neither used nor changed.
-        options: the optimiser, the names and the order.
-        **changes: the same as keywords.
+    The model's own weights are neither used nor changed. `changes` are `options` as keywords.
     """
-    resolved = _resolve(checkpoint, model, replace(options, **changes))
-    return match_state_dict(resolved.model, resolved.state_dict, resolved.reader, resolved.names)
+    return match_state_dict(*_resolve(checkpoint, model, replace(options, **changes)))
 
 
 def read_curvature(
@@ -68,11 +62,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(tensors[name]) for name in weights if name in tensors}
-    missing = [
-        name
-        for name, tensor in tensors.items()
-        if name not in weights and memory_of(tensor) not in saved and not name.endswith("num_batches_tracked")
-    ]
+    counters = {name for name in tensors if name.endswith("num_batches_tracked")}
+    left = tensors.keys() - weights.keys() - counters
+    missing = [name for name in tensors if name in left and memory_of(tensors[name]) not in saved]
     unknown = [name for name in weights if name not in tensors]
     if (missing and not checkpoint.rules.partial) or unknown:
         raise MatchError(
@@ -92,8 +84,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
 
 
-@dataclass(frozen=True)
-class _Resolved:
+class _Resolved(NamedTuple):
     """What `match_state_dict` needs."""
 
     model: nn.Module
@@ -160,12 +151,8 @@ def _resolve(checkpoint: Checkpoint, model: nn.Module | None, options: Checkpoin
 def _require_stored(checkpoint: Checkpoint, resolved: _Resolved, stored: Container[str]) -> None:
     """What was trained must be in the file, or the posterior would be about weights that were never trained."""
     keys = [key for group in resolved.state_dict["param_groups"] for key in group["params"]]
-    states = resolved.state_dict["state"]
-    lost = [
-        name
-        for key, name in zip(keys, resolved.names, strict=True)
-        if name not in stored and has_tensors(states.get(key, {}))
-    ]
+    absent = [(key, name) for key, name in zip(keys, resolved.names, strict=True) if name not in stored]
+    lost = [name for key, name in absent if has_tensors(resolved.state_dict["state"].get(key))]
     if lost:
         raise MatchError(
             f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and use "
@@ -192,11 +179,8 @@ def _by_rules(checkpoint: Checkpoint, record: StateReader, model: nn.Module | No
         for order in rules.orders(whole)
         if [len(group) for group in order] == sizes
     }
-    fitting = sorted(
-        names
-        for names in answers
-        if all(slot.shape in (None, shapes[name]) for slot, name in zip(slots, names, strict=True))
-    )
+    wanted = [slot.shape for slot in slots]
+    fitting = sorted(n for n in answers if all(s in (None, shapes[name]) for s, name in zip(wanted, n, strict=True)))
     if len(fitting) > 1:
         place = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
         raise MatchError(
@@ -277,14 +261,10 @@ def _by_model(
 
 
 def _slots(state_dict: Mapping[str, Any], record: StateReader) -> list[Slot]:
-    states = state_dict["state"]
-    slots = []
-    for number, group in enumerate(state_dict["param_groups"]):
-        for key in group["params"]:
-            state = states.get(key, {})
-            shape = shape_behind(record, state)
-            slots.append(Slot(key, number, shape, has_tensors(state) or record.statistic == "identity"))
-    return slots
+    keys = [(key, number) for number, group in enumerate(state_dict["param_groups"]) for key in group["params"]]
+    held = [(key, number, state_dict["state"].get(key, {})) for key, number in keys]
+    always = record.statistic == "identity"
+    return [Slot(key, number, shape_behind(record, s), always or has_tensors(s)) for key, number, s in held]
 
 
 def _restricted(

@@ -29,6 +29,25 @@ _CODES = re.compile(r"[biufcSU]\d+")
 _lock = threading.RLock()
 
 
+class StandIn:
+    """Stands in for a class of the writer's: holds what was pickled, does nothing."""
+
+    state: Any = ()
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, key: str) -> Any:
+        return self.state[key]
+
+    def get(self, key: str) -> Any:
+        """An entry of what was pickled; None where there is none."""
+        return self.state.get(key)
+
+
 class Dtype:
     """Stands in for `numpy.dtype`; saved again, it is one."""
 

@@ -25,10 +25,8 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
     they nor masks that are made when asked for need fit into memory together.
 
-    Args:
-        checkpoint: what `read_checkpoint` returned; its file is read again, and may be the one written to.
-        masks: by parameter name, True where a weight stays; a tied tensor is pruned under all its names.
-        out: the file to write.
+    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read again,
+    and may be the one written to.
     """
     out = Path(out)
     weights = checkpoint.weights

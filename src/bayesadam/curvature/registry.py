@@ -7,10 +7,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from bayesadam.curvature.packages import PACKAGE_READERS
 from bayesadam.curvature.reader import StateReader
 from bayesadam.curvature.rotated import SOAP_READER, RotatedReader
-from bayesadam.curvature.shampoo import SHAMPOO_READERS
-from bayesadam.curvature.soap_packages import SOAP_PACKAGE_READERS
 from bayesadam.errors import SettingError
 
 _BETA2 = ("betas", 1)
@@ -50,8 +49,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     SOAP_READER,
-    *SOAP_PACKAGE_READERS,
-    *SHAMPOO_READERS,
+    *PACKAGE_READERS,
     StateReader(
         "adagrad",
         ("torch.optim.adagrad.Adagrad",),

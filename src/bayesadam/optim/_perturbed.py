@@ -220,9 +220,7 @@ class PerturbedOptimizer(CheckedOptimizer):
             parameter.copy_(mean)
 
     def _start_over(self) -> None:
-        self._open = []
-        self._sums = {}
-        self._passes = 0
+        self._open, self._sums, self._passes = [], {}, 0
 
     def _require_outside(self, what: str) -> None:
         if self._inside:

@@ -112,19 +112,9 @@ class IVON(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        ivon_update(
-            mean,
-            gradient,
-            product,
-            state["momentum"],
-            state["hessian"],
-            lr=group["lr"],
-            betas=group["betas"],
-            correction=1 - group["betas"][0] ** float(state["step"]),
-            n_data=group["n_data"],
-            decay=group["weight_decay"],
-            initial_hessian=group["initial_hessian"],
-        )
+        moments, correction = (state["momentum"], state["hessian"]), 1 - group["betas"][0] ** float(state["step"])
+        settings = {key: group[key] for key in ("lr", "betas", "n_data", "initial_hessian")}
+        ivon_update(mean, gradient, product, *moments, correction=correction, decay=group["weight_decay"], **settings)
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         kappa, decay = group["n_data"], group["weight_decay"]

@@ -112,18 +112,10 @@ class Vadam(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        betas, steps = group["betas"], float(state["step"])
-        vadam_update(
-            mean,
-            gradient,
-            product,
-            state["momentum"],
-            state["second_moment"],
-            lr=group["lr"],
-            betas=betas,
-            corrections=(1 - betas[0] ** steps, 1 - betas[1] ** steps),
-            pull=group["prior_precision"] / group["n_data"],
-        )
+        (beta1, beta2), steps = group["betas"], float(state["step"])
+        moments, pull = (state["momentum"], state["second_moment"]), group["prior_precision"] / group["n_data"]
+        rates = {"lr": group["lr"], "betas": (beta1, beta2), "corrections": (1 - beta1**steps, 1 - beta2**steps)}
+        vadam_update(mean, gradient, product, *moments, pull=pull, **rates)
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bayesadam._extras import require
-from bayesadam.checkpoint.torch_file import load_tree
+from bayesadam.checkpoint.files import load_tree
 from bayesadam.curvature.match import unwrap
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError

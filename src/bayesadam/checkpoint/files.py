@@ -1,4 +1,4 @@
-"""Files of `torch.save`: the weights and the optimiser's state somewhere in a dictionary."""
+"""Single files: those of `torch.save`, a dictionary with weights and state somewhere in it, and of safetensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from bayesadam._storage import map_tensors, write_tensors
 from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.names import memory_of
-from bayesadam.checkpoint.registry import Format
+from bayesadam.checkpoint.registry import Format, refuse_keys
 from bayesadam.checkpoint.safe_globals import plain_data_allowed
 from bayesadam.errors import FileError
 
@@ -88,5 +89,25 @@ def _read_old_torch(path: Path, weights_key: str | None, optimizer_key: str | No
     )
 
 
+def is_safetensors(path: Path, head: bytes) -> bool:
+    """Eight bytes of length, then JSON."""
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 100_000_000
+
+
+def _read_safetensors(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    refuse_keys(path, "a safetensors file has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+    weights, _ = map_tensors(path)
+    # The file is sorted: the order of the model's modules is lost.
+    return Contents(weights or None, None, f"{len(weights)} tensors in a safetensors file")
+
+
+def _rewrite_safetensors(
+    source: Path, weights_at: tuple[str, ...], weights: Mapping[str, Tensor], target: Path
+) -> None:
+    old, metadata = map_tensors(source)
+    write_tensors(target, old, lambda name: weights[name] if name in weights else old[name], metadata)
+
+
 TORCH = Format("torch", lambda path, head: head.startswith(b"PK\x03\x04"), _read_torch, _rewrite_torch)
 OLD_TORCH = Format("torch before 1.6", lambda path, head: head[:1] == b"\x80", _read_old_torch)
+SAFETENSORS = Format("safetensors", is_safetensors, _read_safetensors, _rewrite_safetensors)

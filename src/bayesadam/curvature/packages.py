@@ -1,6 +1,6 @@
-"""The second moments of other packages' SOAPs: Adam's, in the eigenbases of every dimension of a weight.
+"""The second moments of other packages' SOAPs, Adam's in the eigenbases of every dimension of a weight, and of Shampoo.
 
-All of them store V with V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, one orthogonal Q a dimension, eigenvectors as columns, and
+All SOAPs store V with V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, one orthogonal Q a dimension, eigenvectors as columns, and
 let V's entries go with the columns of Q when a basis is refreshed. Entry (i, j, …) of V thus belongs to column i of Q₁, column j
 of Q₂, and so on, and the curvature of a weight seen as the matrix (first dimension, all others) is
 
@@ -12,12 +12,13 @@ The first gradient only finds the bases. What differs is where V, Q and the coun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.reader import Group, State
+from bayesadam.curvature.reader import Group, State, StateReader
 from bayesadam.curvature.rotated import Factors, RotatedReader, require_shape
 from bayesadam.errors import StateError
 
@@ -25,6 +26,9 @@ _MOMENT, _BASES, _STATISTICS = "exp_avg_sq", "Q", "GG"
 # heavyball names an entry after the function that keeps it and its place in the chain.
 _HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
 _LEAST_TOLERANCE = 1e-2
+_MOST_DIMENSIONS = 8
+# Sums of the same squares, added up in another order.
+_TRACE_TOLERANCE = 1e-3
 
 
 def checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | None]:
@@ -54,13 +58,10 @@ def checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | N
 
 
 def _is_orthogonal(basis: Tensor) -> bool:
-    wide = basis.detach().to(torch.promote_types(basis.dtype, torch.float32))
+    wide = _wide(basis)
     gap = wide.mT @ wide - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
     # NaN is within no tolerance.
     return bool((gap.abs() < max(_LEAST_TOLERANCE, 4 * torch.finfo(basis.dtype).eps)).all())
-
-
-# --- the authors' soap.py, and pytorch_optimizer ------------------------------------------------------------------------
 
 
 def _listed(state: State, group: Group, shape: torch.Size) -> Factors:
@@ -77,9 +78,6 @@ def _listed(state: State, group: Group, shape: torch.Size) -> Factors:
     moment: Tensor = state[_MOMENT]
     require_shape(moment, moment.shape == shape, shape)
     return _wide(moment), checked_bases(state[_BASES], shape)
-
-
-# --- heavyball ------------------------------------------------------------------------------------------------------------
 
 
 def _bucketed(state: State, group: Group, shape: torch.Size) -> Factors:
@@ -111,30 +109,93 @@ def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 
-_BETA2 = ("betas", 1)
+def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Tensor]:
+    r"""The factors of V, one a dimension, V = M_1 ⊗ M_2 ⊗ … for weights in row-major order.
 
-SOAP_PACKAGE_READERS = (
-    RotatedReader(
+    Shampoo keeps :math:`S_k = \epsilon I + \sum_t G_t^{(k)} G_t^{(k)\top}`, with :math:`G^{(k)}` the gradient unfolded along
+    dimension k; for a matrix L and R. All of them have the same trace, :math:`\tau = \sum_t \lVert G_t \rVert^2`. Where the
+    gradient's covariance is a Kronecker product, it is
+
+    .. math::
+        V = \frac{(S_1 - \epsilon I) \otimes (S_2 - \epsilon I) \otimes \cdots}{t\, \tau^{d - 1}}
+
+    in expectation, so for a matrix :math:`v_{ij} = \lambda_i \mu_j / (t\, \tau)` with the eigenvalues of L and of R; for a
+    vector it is :math:`\frac 1 t \sum_t g_t g_t^\top`, as it is. The trace of V is the mean of ‖G‖² always.
+
+    Raises:
+        StateError: the statistics are of something else than the gradients, or of another parameter.
+    """
+    if not 1 <= len(shape) <= _MOST_DIMENSIONS:
+        raise StateError(f"Shampoo keeps no statistic for a parameter of shape {tuple(shape)}: use Adam for it")
+    if float(group["momentum"]) != 0.0:
+        raise StateError(
+            f"with momentum={group['momentum']} Shampoo mixes its last steps into the gradients before it sums their squares: "
+            "train with momentum=0"
+        )
+    start, steps = float(group["matrix_eps"]), float(group["step"])
+    factors = []
+    for dim, side in enumerate(shape):
+        stored: Tensor = state[f"pre_cond_{dim}"]
+        if stored.shape != (side, side):
+            raise StateError(
+                f"dimension {dim} of a parameter of shape {tuple(shape)} has a statistic of shape {tuple(stored.shape)}: the "
+                "state belongs to another model"
+            )
+        wide = _wide(stored, copy=True)
+        wide.diagonal().sub_(start).clamp_(min=0.0)
+        factors.append(wide)
+    traces = torch.stack([factor.trace() for factor in factors])
+    total = float(traces[0])
+    if not float((traces - total).abs().max()) <= _TRACE_TOLERANCE * total:
+        raise StateError(
+            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which are equal "
+            "where all are of the gradients themselves: before version 4.1 pytorch_optimizer took those after the first of "
+            "gradients that it had preconditioned already, which are no second moments; upgrade it and train again, or train "
+            "with SOAP"
+        )
+    if total > 0:
+        factors[0] /= steps
+        for factor in factors[1:]:
+            factor /= total
+    return factors
+
+
+def _diagonal(state: State, group: Group, shape: torch.Size) -> Tensor:
+    return _product([factor.diagonal() for factor in kronecker_factors(state, group, shape)])
+
+
+def _factors(state: State, group: Group, shape: torch.Size) -> Factors:
+    found = [torch.linalg.eigh(factor) for factor in kronecker_factors(state, group, shape)]
+    # Rounding can leave an eigenvalue slightly below zero.
+    values = _product([pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found])
+    return values, [pair.eigenvectors.flip(1).contiguous() for pair in found]
+
+
+def _product(vectors: list[Tensor]) -> Tensor:
+    """x₁ ⊗ x₂ ⊗ …, with a dimension for each."""
+    return reduce(lambda product, vector: product.unsqueeze(-1) * vector, vectors)
+
+
+def _listed_reader(name: str, source: str, mark: str, **fields: Any) -> RotatedReader:
+    """An optimiser with the layout of the authors' soap.py."""
+    layout: dict[str, Any] = {"key": _MOMENT, "factors": _listed, "bases": (_BASES, _STATISTICS), "mark": mark}
+    return RotatedReader(name, (source,), decay=("betas", 1), bias_correction=True, **layout, **fields)
+
+
+_TRAIN_WITH = "train with a SOAP, which keeps a second moment in the same bases, or with Adam"
+
+PACKAGE_READERS = (
+    _listed_reader(
         "soap-reference",
-        ("soap.SOAP",),
-        key=_MOMENT,
-        decay=_BETA2,
-        bias_correction=True,
-        mark="max_precond_dim",
-        factors=_listed,
-        bases=(_BASES, _STATISTICS),
+        "soap.SOAP",
+        "max_precond_dim",
         note="The soap.py of SOAP's authors, and copies of it. Its count leaves out the first gradient, as V does.",
     ),
-    RotatedReader(
+    _listed_reader(
         "soap-pytorch-optimizer",
-        ("pytorch_optimizer.optimizer.soap.SOAP",),
-        key=_MOMENT,
-        decay=_BETA2,
-        bias_correction=True,
+        "pytorch_optimizer.optimizer.soap.SOAP",
+        "max_precondition_dim",
         step="group",
-        mark="max_precondition_dim",
-        factors=_listed,
-        bases=(_BASES, _STATISTICS),
         idle_steps=1,
         note="One count for all parameters of a group: v of one that missed steps is taken for smaller than it is.",
     ),
@@ -147,5 +208,31 @@ SOAP_PACKAGE_READERS = (
         idle_steps=1,
         counter="step_count",
         note="Its average is free of bias: β₂ grows with the steps. SOAP itself alone, not its relatives (KLSOAP, SOLP, …).",
+    ),
+    RotatedReader(
+        "shampoo",
+        ("pytorch_optimizer.optimizer.shampoo.Shampoo",),
+        key="pre_cond_0",
+        step="group",
+        coupled_decay=True,
+        decoupled_flag="weight_decouple",
+        mark="matrix_eps",
+        read=_diagonal,
+        factors=_factors,
+        bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(_MOST_DIMENSIONS)),
+        note="A mean over all steps, as Adagrad's. The Kronecker product that L and R give, not a moment of its own.",
+    ),
+    StateReader(
+        "scalable-shampoo",
+        ("pytorch_optimizer.optimizer.shampoo.ScalableShampoo",),
+        statistic="none",
+        advice=f"its statistics are of blocks, inside objects that no state dict should hold; {_TRAIN_WITH}",
+    ),
+    StateReader(
+        "torch-optimizer-shampoo",
+        ("torch_optimizer.shampoo.Shampoo",),
+        statistic="none",
+        advice="its statistics, after that of the first dimension, are of gradients that it has preconditioned already; "
+        f"{_TRAIN_WITH}",
     ),
 )
