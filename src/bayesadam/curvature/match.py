@@ -190,8 +190,9 @@ def _take(
     group: Group,
     reader: StateReader,
 ) -> None:
-    # Some optimisers fill in counters, or sums at step 0, before the first gradient.
-    untrained = not has_tensors(state) or reader.steps(state, group) == 0
+    # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing beside
+    # it is no such state: the reader says what is missing.
+    untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
     if not parameter.requires_grad:
         omitted[name] = _FROZEN
     elif untrained and reader.statistic != "identity":
