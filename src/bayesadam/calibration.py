@@ -246,18 +246,20 @@ def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
 
     def residuals(
         at: Posterior, variances: Sequence[VarianceOf], directions: Sequence[Directions | None] = ()
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         parts = list(data.moments(at, variances, directions=directions))
-        square = torch.cat([(y - mean).square() for mean, _, _, y in parts])
-        return square.clamp(min=torch.finfo(square.dtype).tiny), torch.cat([v for _, v, _, _ in parts], dim=1)
+        mean, square = (torch.cat(part) for part in zip(*((m, (y - m).square()) for m, _, _, y in parts), strict=True))
+        variance = torch.cat([v for _, v, _, _ in parts], dim=1)
+        return mean, square.clamp(min=torch.finfo(square.dtype).tiny), variance
 
-    square, (reach,) = residuals(posterior, [ones])
+    mean, square, (reach,) = residuals(posterior, [ones])
     noise = square.mean(dim=0)
     for _ in range(_NOISE_ROUNDS):
-        found = _at_evidence(posterior, float((reach.mean(dim=0) / noise).sum())).replace(noise_variance=noise)
+        curvature = (reach * record.hessian_diagonal(mean, noise)).mean(dim=0).sum()
+        found = _at_evidence(posterior, float(curvature)).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
         variances = [ones, found.coordinate_variance.__getitem__]
-        square, (reach, uncertain) = residuals(found, variances, [None, found.directions])
+        mean, square, (reach, uncertain) = residuals(found, variances, [None, found.directions])
         # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
         # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
         fresh = (square / (1 + uncertain / noise)).mean(dim=0)

@@ -26,46 +26,45 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def _halves(f: Tensor) -> torch.distributions.Distribution:
+    mean, log_variance = f.chunk(2, dim=-1)
+    return torch.distributions.Normal(mean, (log_variance / 2).exp())
+
+
+# p(y | f) by torch.distributions, observation noise of variance 1/2 where there is one; how many outputs two targets need.
+EXAMPLES = {
+    "regression": (lambda f: torch.distributions.Normal(f, 0.5**0.5), TARGETS),
+    "classification": (lambda f: torch.distributions.Categorical(logits=f), 3),
+    "binary": (lambda f: torch.distributions.Bernoulli(logits=f), TARGETS),
+    "heteroscedastic": (_halves, 2 * TARGETS),
+    "poisson": (lambda f: torch.distributions.Poisson(f.exp()), TARGETS),
+}
+
+
 def draw(name: str, outputs: Tensor, seed: int = 0) -> Tensor:
-    """Targets that a network with these outputs would have made, written down here a second time; noise of variance 1/2."""
+    """Targets that a network with these outputs would have made."""
     torch.manual_seed(seed)
-    if name == "regression":
-        return torch.normal(outputs, 0.5**0.5)
-    if name == "classification":
-        return torch.distributions.Categorical(logits=outputs).sample()
-    if name == "binary":
-        return torch.bernoulli(outputs.sigmoid())
-    if name == "heteroscedastic":
-        mean, log_variance = outputs.chunk(2, dim=-1)
-        return torch.normal(mean, (log_variance / 2).exp())
-    return torch.poisson(outputs.exp())
+    return EXAMPLES[name][0](outputs).sample()
 
 
 def width(record: Likelihood) -> int:
-    return {"classification": 3, "heteroscedastic": 2 * TARGETS}.get(record.name, TARGETS)
+    return EXAMPLES[record.name][1]
 
 
 def log_density(name: str, outputs: Tensor, y: Tensor) -> Tensor:
-    """log p(y | f) of one example by torch.distributions."""
-    if name == "classification":
-        return torch.distributions.Categorical(logits=outputs).log_prob(y)
-    if name == "binary":
-        return torch.distributions.Bernoulli(logits=outputs).log_prob(y).sum()
-    if name == "poisson":
-        return torch.distributions.Poisson(outputs.exp()).log_prob(y).sum()
-    mean, log_variance = outputs.chunk(2) if name == "heteroscedastic" else (outputs, outputs.new_tensor(0.5).log())
-    return torch.distributions.Normal(mean, (log_variance / 2).exp()).log_prob(y).sum()
+    """log p(y | f) of one example."""
+    return EXAMPLES[name][0](outputs).log_prob(y).sum()
 
 
 def expected_hessian(name: str, f: Tensor) -> Tensor:
     """−E[∂² log p(y | f)] by autograd: at y = m ± σ the average of anything quadratic in y is its expectation.
 
-    Other Hessians than the heteroscedastic one do not depend on y.
+    For a likelihood that is not a Gaussian of y, give here another rule unless its Hessian does not depend on y.
     """
+    distribution = EXAMPLES[name][0](f)
     targets = [draw(name, f)]
-    if name == "heteroscedastic":
-        mean, log_variance = f.chunk(2)
-        targets = [mean + sign * (log_variance / 2).exp() for sign in (-1, 1)]
+    if isinstance(distribution, torch.distributions.Normal):
+        targets = [distribution.mean + sign * distribution.stddev for sign in (-1, 1)]
     hessians = [torch.autograd.functional.hessian(lambda g, t=t: -log_density(name, g, t), f) for t in targets]
     return torch.stack(hessians).mean(dim=0)
 
@@ -80,7 +79,7 @@ def predictive(record: Likelihood, mean: Tensor, variance: Tensor, **options: Te
 def test_names_are_the_registrys():
     assert tuple(LIKELIHOODS) == get_args(LikelihoodName)
     assert all(likelihood(name).name == name for name in LIKELIHOODS)
-    assert [name for name, record in LIKELIHOODS.items() if record.noise] == ["regression"]
+    assert set(EXAMPLES) == set(LIKELIHOODS)
     with pytest.raises(SettingError, match=r"likelihood must be one of \('regression', .*got 'gamma'"):
         likelihood("gamma")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -34,33 +35,26 @@ _LARGEST_SEED = 2**31 - 1
 _WEIGHT_DECAY = {"regression": 0.01, "heteroscedastic": 0.1, "poisson": 0.01, "classification": 0.3}
 
 
+# Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
+@dataclass(eq=False, repr=False)
 class _Badam(BaseEstimator):  # type: ignore[misc]
     """What the two estimators share: arguments, training, posteriors."""
 
-    def __init__(
-        self,
-        hidden: Sequence[int] = (50, 50),
-        *,
-        activation: str = "relu",
-        lr: float = 1e-2,
-        schedule: Schedule = "cosine",
-        weight_decay: float | Literal["auto"] = "auto",
-        batch_size: int | Literal["auto"] = "auto",
-        max_epochs: int = 300,
-        patience: int | None = 30,
-        validation_fraction: float = 0.2,
-        n_ensemble: int = 5,
-        calibration: Calibration | None = "auto",
-        power: float = 0.5,
-        random_state: Any = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self._take(locals())
-
-    def _take(self, given: dict[str, Any]) -> None:
-        """Keep every argument of `__init__` as it is, under its name, as scikit-learn wants it."""
-        for name in self._get_param_names():
-            setattr(self, name, given[name])
+    hidden: Sequence[int] = (50, 50)
+    _: KW_ONLY
+    activation: str = "relu"
+    lr: float = 1e-2
+    schedule: Schedule = "cosine"
+    weight_decay: float | Literal["auto"] = "auto"
+    batch_size: int | Literal["auto"] = "auto"
+    max_epochs: int = 300
+    patience: int | None = 30
+    validation_fraction: float = 0.2
+    n_ensemble: int = 5
+    calibration: Calibration | None = "auto"
+    power: float = 0.5
+    random_state: Any = None
+    device: str | torch.device = "cpu"
 
     def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
@@ -123,6 +117,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         return self.posterior_.predict(inputs, likelihood=name, generator=generator, **options)
 
 
+@dataclass(eq=False, repr=False)
 class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[misc]
     """Regression by small networks under AdamW, with the posterior over their weights in AdamW's state.
 
@@ -172,26 +167,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         feature_names_in_: their names, where X had them.
     """
 
-    def __init__(
-        self,
-        hidden: Sequence[int] = (50, 50),
-        *,
-        likelihood: RegressionLikelihood = "regression",
-        activation: str = "relu",
-        lr: float = 1e-2,
-        schedule: Schedule = "cosine",
-        weight_decay: float | Literal["auto"] = "auto",
-        batch_size: int | Literal["auto"] = "auto",
-        max_epochs: int = 300,
-        patience: int | None = 30,
-        validation_fraction: float = 0.2,
-        n_ensemble: int = 5,
-        calibration: Calibration | None = "auto",
-        power: float = 0.5,
-        random_state: Any = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self._take(locals())
+    likelihood: RegressionLikelihood = field(default="regression", kw_only=True)
 
     def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""

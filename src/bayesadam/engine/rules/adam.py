@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from bayesadam.engine.network import Network, unflatten
+from bayesadam.engine.rules.laplace_prior import shrink
 from bayesadam.engine.rules.rule import Number, Rule, State, Step
 
 EPS = 1e-8
@@ -41,16 +42,8 @@ class Adam(Rule):
         decay, decoupled = self.weight_decay, self.decoupled
         adam_update(weights, gradient, state, lr=step.lr, betas=self.betas, weight_decay=decay, decoupled=decoupled)
         if self.sparsity:
-            shrink(weights, state["exp_avg_sq"], lr=step.lr, second=step.second, sparsity=self.sparsity)
-
-
-def shrink(weights: Tensor, exp_avg_sq: Tensor, *, lr: Number, second: Number, sparsity: float) -> None:
-    """The proximal step of the penalty λ|θ|₁ in Adam's own metric, in place: |θ| loses α λ/(√v̂ + ε), not below 0.
-
-    With v̂ = v/`second`, `second` = 1 − β₂ᵗ.
-    """
-    loss = (exp_avg_sq / second).sqrt_().add_(EPS).reciprocal_().mul_(lr * sparsity)
-    weights.copy_(weights.sign() * (weights.abs() - loss).clamp_(min=0))
+            metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
+            shrink(weights, metric, lr=step.lr, sparsity=self.sparsity)
 
 
 def adam_state(weights: Tensor) -> State:
