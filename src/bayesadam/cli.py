@@ -253,10 +253,10 @@ def prune(
     quiet: Quiet = False,
 ) -> None:
     """Prune a saved network by its optimiser's state, without the model and without data."""
-    from bayesadam.experiments.saved_file import PruneSettings, run_prune
+    from bayesadam.experiments.saved_file import run_prune
 
-    settings = PruneSettings(checkpoint, options, fraction, ranking, scope, _names(exclude))
-    run_prune(seed=seed, out=out, quiet=quiet, settings=settings)
+    settings: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _names(exclude)}
+    run_prune(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
 @app.command()
@@ -273,9 +273,10 @@ def sample(
     quiet: Quiet = False,
 ) -> None:
     """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
-    from bayesadam.experiments.saved_file import SampleSettings, run_sample
+    from bayesadam.experiments.saved_file import run_sample
 
-    run_sample(seed=seed, out=out, quiet=quiet, settings=SampleSettings(checkpoint, options, n_data, prior_precision))
+    settings: Any = {"n_data": n_data, "prior_precision": prior_precision}
+    run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
 _NData = Option(help="Training examples; without them only the order of SNR means something.")
@@ -294,9 +295,9 @@ def inspect(
 ) -> None:
     """Report what a saved optimiser state says about the weights, without the model and without data."""
     require("matplotlib")
-    from bayesadam.experiments.inspection import InspectSettings, run_inspect
+    from bayesadam.experiments.inspection import run_inspect
 
-    run_inspect(seed=seed, out=out, quiet=quiet, settings=InspectSettings(checkpoint, options, n_data, snr))
+    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, snr=snr)
 
 
 @app.command()
