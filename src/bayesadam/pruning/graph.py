@@ -87,6 +87,10 @@ class Reader:
         """A tensor of its weight's shape as (outputs, outer, units, the rest)."""
         return tensor.reshape(len(tensor), self.layout.outer, width, -1)
 
+    def scaled(self, tensor: Tensor, factors: Tensor) -> Tensor:
+        """A tensor of its weight's shape times the factor of the unit that each entry reads."""
+        return (self.by_unit(tensor, len(factors)) * factors[:, None]).reshape(tensor.shape)
+
 
 @dataclass(frozen=True, eq=False)
 class Units:
