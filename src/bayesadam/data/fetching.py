@@ -119,14 +119,14 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     record = data_set(name)
     target = cache_folder() if folder is None else Path(folder)
     paths, users = [], data_folder()
-    for check in verify(name, None if folder is None else (Path(folder),)):
+    for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             damage = f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
             raise DataError(f"{damage}: replace it, or remove it to have it fetched")
         if check.status == "ok" and check.path is not None:
             paths.append(check.path)
         else:
-            paths.append(_download(record, record.file(check.file), target, progress))
+            paths.append(_download(record, file, target, progress))
     return tuple(paths)
 
 

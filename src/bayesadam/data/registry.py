@@ -57,10 +57,6 @@ class DataSet:
         """Whether it needs no file."""
         return not self.files
 
-    def file(self, name: str) -> DataFile:
-        """The file of that published name."""
-        return next(file for file in self.files if file.name == name)
-
 
 # Folder and name, bytes, sha256.
 _COPIES = """

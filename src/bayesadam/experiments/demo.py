@@ -66,6 +66,7 @@ class Demo:
 
     Attributes:
         predictive: of the linearised network on the grid, whose y has no noise.
+        noise_std: σ of the observations, as calibrated.
         draws: functions drawn from it, (draws, grid points).
         summaries: by parameter, see `summarise`.
         scores: in-range RMSE, NLL and coverage on the test points.
@@ -76,6 +77,7 @@ class Demo:
     grid: ToyData
     predictive: RegressionPredictive
     draws: Tensor
+    noise_std: float
     posterior: Posterior
     second_moment: Mapping[str, Tensor]
     diagnosis: Diagnosis
@@ -145,15 +147,16 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     source = generator(seed, "draws")
     drawn = posterior.predict(grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=source)
     assert drawn.draws is not None  # by predictive=
-    tested = posterior.predict(test.x)
+    predictive, tested = posterior.predict(grid.x), posterior.predict(test.x)
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
     rmse, nll, coverage = scores.rmse(tested.mean, test.y), scores.nll(tested, test.y), scores.coverage(tested, test.y)
     function_std = float(tested.variance.sqrt().mean())
     return Demo(
         train=train,
         grid=grid,
-        predictive=posterior.predict(grid.x),
+        predictive=predictive,
         draws=drawn.draws.squeeze(-1),
+        noise_std=math.sqrt(float(predictive.noise_variance)),
         posterior=posterior,
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
@@ -167,7 +170,7 @@ def results(demo: Demo) -> dict[str, Any]:
     """The numbers for `metrics.json`."""
     return {
         "in_range": dict(demo.scores),
-        "noise_std": noise_std(demo),
+        "noise_std": demo.noise_std,
         "n_data": demo.posterior.n_data,
         "scale": demo.posterior.settings.scale,
         "prior_precision": demo.posterior.prior_precision,
@@ -175,11 +178,6 @@ def results(demo: Demo) -> dict[str, Any]:
         "pruning": {"fractions": _FRACTIONS, "rmse": dict(demo.pruning)},
         "doctor": demo.diagnosis.codes(),
     }
-
-
-def noise_std(demo: Demo) -> float:
-    """σ of the observations, as calibrated."""
-    return math.sqrt(float(demo.predictive.noise_variance))
 
 
 def table(demo: Demo) -> Table:
@@ -198,7 +196,7 @@ def score_line(demo: Demo) -> str:
     found, delta = demo.scores, next(iter(demo.posterior.prior_precision.values()))
     return (
         f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
-        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {noise_std(demo):.3f}, "
+        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {demo.noise_std:.3f}, "
         f"scale {demo.posterior.settings.scale:.3g}, prior precision {float(delta):.3g}"
     )
 

@@ -70,7 +70,7 @@ def prune_checkpoint(
     masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in entries)
-    return PruningReport(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
+    return PruningReport.total(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
 
 
 Rank = Callable[[Weights], Tensor]
