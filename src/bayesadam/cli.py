@@ -45,14 +45,13 @@ Device = Annotated[str, Option(help="cpu or cuda; by default cuda where there is
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
 Methods = Annotated[str | None, Option(help="Which methods, separated by commas; all by default.")]
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
+_OptimizerFile = Option(help="The optimiser's state, where it has a file of its own.")
 _InOrder = Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
 _OptimizerKey = Option(help="Which optimiser's state, where the file holds several: optimizer_states.0.")
 
 
 def _checkpoint_options(
-    optimizer_file: Annotated[
-        Path | None, Option(help="The optimiser's state, where it has a file of its own.")
-    ] = None,
+    optimizer_file: Annotated[Path | None, _OptimizerFile] = None,
     optimizer: Annotated[
         str, Option(help="The optimiser that wrote the state; identified by its keys if absent.")
     ] = "",
@@ -181,12 +180,11 @@ def pruning(
     from bayesadam.experiments import pruning as experiment
 
     where = _device(device)
-    shared: Any = {"seed": seed, "out": out, "quiet": quiet, "device": where, "jobs": jobs if where == "cpu" else 1}
-    if sparse:
-        experiment.run_sparse(settings=experiment.SparseSettings(data, seeds, epochs), **shared)
-        return
-    asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs, "activation": activation}
-    experiment.run_pruning(settings=experiment.PruningSettings(**asked, **_chosen(methods=methods)), **shared)
+    asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs}
+    own: Any = {} if sparse else {"activation": activation, **_chosen(methods=methods)}
+    settings = experiment.SparseSettings(**asked) if sparse else experiment.PruningSettings(**asked, **own)
+    shared: Any = {"device": where, "jobs": jobs if where == "cpu" else 1}
+    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, **shared)
 
 
 _Set = Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable.")
@@ -253,10 +251,13 @@ def prune(
     quiet: Quiet = False,
 ) -> None:
     """Prune a saved network by its optimiser's state, without the model and without data."""
-    from bayesadam.experiments.saved_file import PruneSettings, run_prune
+    from bayesadam.experiments.saved_file import run_prune
 
-    settings = PruneSettings(checkpoint, options, fraction, ranking, scope, _names(exclude))
-    run_prune(seed=seed, out=out, quiet=quiet, settings=settings)
+    settings: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _names(exclude)}
+    run_prune(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
+
+
+_Prior = Option(min=0, help="Of the prior; N × the weight decay by default.")
 
 
 @app.command()
@@ -266,16 +267,15 @@ def sample(
     out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
     options: CheckpointOptions,
     n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
-    prior_precision: Annotated[
-        float | None, Option(min=0, help="Of the prior; N × the weight decay by default.")
-    ] = None,
+    prior_precision: Annotated[float | None, _Prior] = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
-    from bayesadam.experiments.saved_file import SampleSettings, run_sample
+    from bayesadam.experiments.saved_file import run_sample
 
-    run_sample(seed=seed, out=out, quiet=quiet, settings=SampleSettings(checkpoint, options, n_data, prior_precision))
+    settings: Any = {"n_data": n_data, "prior_precision": prior_precision}
+    run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
 _NData = Option(help="Training examples; without them only the order of SNR means something.")
@@ -294,9 +294,9 @@ def inspect(
 ) -> None:
     """Report what a saved optimiser state says about the weights, without the model and without data."""
     require("matplotlib")
-    from bayesadam.experiments.inspection import InspectSettings, run_inspect
+    from bayesadam.experiments.inspection import run_inspect
 
-    run_inspect(seed=seed, out=out, quiet=quiet, settings=InspectSettings(checkpoint, options, n_data, snr))
+    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, snr=snr)
 
 
 @app.command()

@@ -101,15 +101,15 @@ class Inspection:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table as text, its heading first and its total last."""
-        heading = ["parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %"]
-        counted = self.threshold is not None
-        table = [(*heading, f"< {self.threshold:g}") if counted else tuple(heading)]
+        heading = ("parameter", "shape", "weights", "v = 0", "5 %", "median", "95 %", f"< {self.threshold or 0:g}")
+        table: list[tuple[str, ...]] = [heading]
         for row in self.parameters:
             quantiles = [f"{value:.2g}" for value in (row.snr_q05, row.snr_q50, row.snr_q95)]
             cells = [row.name, "×".join(map(str, row.shape)), f"{row.weights:,}", _share(row.dead, row.weights)]
-            table.append((*cells, *quantiles, *([_share(row.below or 0, row.weights)] if counted else [])))
-        total = ["total", "", f"{self.weights:,}", _share(self.dead, self.weights), "", "", ""]
-        return [*table, (*total, *([_share(self.below or 0, self.weights)] if counted else []))]
+            table.append((*cells, *quantiles, _share(row.below or 0, row.weights)))
+        dead, below = _share(self.dead, self.weights), _share(self.below or 0, self.weights)
+        table.append(("total", "", f"{self.weights:,}", dead, "", "", "", below))
+        return [row if self.threshold is not None else row[:-1] for row in table]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; the histograms are left out."""

@@ -73,16 +73,18 @@ def test_the_demo_learns(small):
 
 
 def test_summaries_are_the_posteriors(small):
-    assert [row.name for row in small.summaries] == list(small.posterior.mean)
+    assert [row["name"] for row in small.summaries] == list(small.posterior.mean)
     for row in small.summaries:
-        mean, variance = small.posterior.mean[row.name], small.posterior.variance[row.name]
+        mean, variance = small.posterior.mean[row["name"]], small.posterior.variance[row["name"]]
         snr = (mean.double().abs() / variance.double().sqrt()).numpy().ravel()
-        assert row.shape == tuple(mean.shape)
-        assert row.weights == mean.numel()
+        assert row["shape"] == tuple(mean.shape)
+        assert row["weights"] == mean.numel()
         np.testing.assert_allclose(
-            (row.snr_q05, row.snr_median, row.snr_q95), np.quantile(snr, (0.05, 0.5, 0.95)), rtol=1e-4
+            (row["snr_q05"], row["snr_median"], row["snr_q95"]), np.quantile(snr, (0.05, 0.5, 0.95)), rtol=1e-4
         )
-        assert row.share_v_zero == pytest.approx((small.second_moment[row.name] == 0).double().mean().item(), abs=1e-6)
+        assert row["share_v_zero"] == pytest.approx(
+            (small.second_moment[row["name"]] == 0).double().mean().item(), abs=1e-6
+        )
 
 
 def test_the_seed_decides_everything():
@@ -117,9 +119,9 @@ def test_the_table_has_a_row_for_every_parameter(small):
         console.print(module.table(small))
     text = captured.get()
     for row in small.summaries:
-        line = next(line for line in text.splitlines() if row.name in line)
-        assert f"{row.snr_median:.3g}" in line
-        assert f"{row.share_v_zero:.0%}" in line
+        line = next(line for line in text.splitlines() if row["name"] in line)
+        assert f"{row['snr_median']:.3g}" in line
+        assert f"{row['share_v_zero']:.0%}" in line
 
 
 def test_the_picture_is_ours_whatever_the_users_style(small):

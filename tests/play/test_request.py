@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from bayesadam.play.examples import examples
-from bayesadam.play.request import MOST_POINTS, SLIDERS, UNITS, RequestError, describe, parse
+from bayesadam.play.request import MOST_POINTS, SLIDERS, UNITS, RequestError, describe, examples, parse
 
 
 def body(**changes):

@@ -12,9 +12,10 @@ import os
 import time
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -81,9 +82,16 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str) -> dict[str, Found]:
-    """The files of a data set that are on this machine, by published name; nothing is read or fetched."""
-    return _find(data_set(name), _folders())
+def find(name: str, folders: Collection[Path] | None = None) -> dict[str, Found]:
+    """The files of a data set in some folders, by default the usual ones, by published name; nothing is read or fetched."""
+    record, found = data_set(name), dict[str, Found]()
+    for file, folder in product(record.files, _folders() if folders is None else folders):
+        for copy in file.copies:
+            path = folder / record.folder / copy.name
+            if path.is_file():
+                # The first that is there counts: setdefault keeps it.
+                found.setdefault(file.name, Found(copy, path))
+    return found
 
 
 def locate(name: str, files: Collection[str] | None = None, *, progress: bool = False) -> dict[str, Path]:
@@ -111,40 +119,20 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     record = data_set(name)
     target = cache_folder() if folder is None else Path(folder)
     paths, users = [], data_folder()
-    for check in _verify(record, _folders() if folder is None else (Path(folder),)):
+    for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             damage = f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
             raise DataError(f"{damage}: replace it, or remove it to have it fetched")
         if check.status == "ok" and check.path is not None:
             paths.append(check.path)
         else:
-            paths.append(_download(record, record.file(check.file), target, progress))
+            paths.append(_download(record, file, target, progress))
     return tuple(paths)
 
 
-def verify(name: str) -> list[FileCheck]:
-    """Read every file of a data set and compare its sha256 with the published one; nothing is fetched."""
-    return _verify(data_set(name), _folders())
-
-
-def _folders() -> tuple[Path, ...]:
-    return tuple(folder for folder in (data_folder(), cache_folder()) if folder is not None)
-
-
-def _find(record: DataSet, folders: Collection[Path]) -> dict[str, Found]:
-    # The first that is there counts: setdefault keeps it.
-    found: dict[str, Found] = {}
-    for file, folder in product(record.files, folders):
-        for copy in file.copies:
-            path = folder / record.folder / copy.name
-            if path.is_file():
-                found.setdefault(file.name, Found(copy, path))
-    return found
-
-
-def _verify(record: DataSet, folders: Collection[Path]) -> list[FileCheck]:
-    present = _find(record, folders)
-    checks = []
+def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck]:
+    """Read every file of a data set, as `find` does, and compare its sha256 with the published one; nothing is fetched."""
+    record, present, checks = data_set(name), find(name, folders), []
     for file in record.files:
         found = present.get(file.name)
         if found is None:
@@ -154,6 +142,10 @@ def _verify(record: DataSet, folders: Collection[Path]) -> list[FileCheck]:
         status: Literal["ok", "wrong checksum"] = "ok" if digest == found.copy.sha256 else "wrong checksum"
         checks.append(FileCheck(record.name, file.name, status, found.copy.sha256, digest, found.path))
     return checks
+
+
+def _folders() -> tuple[Path, ...]:
+    return tuple(folder for folder in (data_folder(), cache_folder()) if folder is not None)
 
 
 def _sized(record: DataSet, found: Found) -> Path:
@@ -222,15 +214,18 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
     raise DataError(f"{_absent(record, file, folder)}; no source delivered it ({answers})")
 
 
-def _get(url: str, target: Path, bar: Any) -> None:
-    # It comes with pooch, which downloads through it.
+def _get(url: str, target: Path, bar: Callable[..., object]) -> None:
+    # It comes with pooch.
     requests = require("requests")
     # A server that packs what it sends would have it unpacked on arrival, .gz files included.
-    download = require("pooch").HTTPDownloader(
-        progressbar=bar, chunk_size=_CHUNK, timeout=TIMEOUT, headers={"Accept-Encoding": "identity"}
-    )
+    asked: Any = {"stream": True, "timeout": TIMEOUT, "headers": {"Accept-Encoding": "identity"}}
     try:
-        download(url, str(target), None)
+        with requests.get(url, **asked) as answer, target.open("wb") as file:
+            answer.raise_for_status()
+            bar(total=int(answer.headers.get("content-length", 0)) or None)
+            for chunk in answer.iter_content(_CHUNK):
+                file.write(chunk)
+                bar(advance=len(chunk))
     except requests.RequestException as error:
         answer = error.response if isinstance(error, requests.HTTPError) else None
         if answer is not None and 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
@@ -287,38 +282,13 @@ def _first_cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _bar(name: str, shown: bool) -> Iterator[Any]:
-    """What pooch asks of a progress bar, drawn by rich on standard error; False where none is to be shown."""
+def _bar(name: str, shown: bool) -> Iterator[Callable[..., object]]:
+    """What is told the total and each advance in bytes; with `shown`, rich draws it on standard error."""
     if not shown:
-        yield False
+        yield lambda **_: None
         return
     rich = require("rich.progress")
     console = require("rich.console").Console(stderr=True)
     kinds = (rich.BarColumn, rich.DownloadColumn, rich.TransferSpeedColumn, rich.TimeRemainingColumn)
     with rich.Progress("{task.description}", *(kind() for kind in kinds), console=console) as bars:
-        yield _Bar(bars, bars.add_task(name, total=None))
-
-
-class _Bar:
-    """The names pooch uses, on one task of rich's bars."""
-
-    def __init__(self, bars: Any, task: Any) -> None:
-        self._bars = bars
-        self._task = task
-
-    @property
-    def total(self) -> int:
-        return int(self._bars.tasks[self._task].total or 0)
-
-    @total.setter
-    def total(self, total: int) -> None:
-        self._bars.update(self._task, total=total or None)
-
-    def update(self, n_bytes: int) -> None:
-        self._bars.update(self._task, advance=n_bytes)
-
-    def reset(self) -> None:
-        self._bars.reset(self._task)
-
-    def close(self) -> None:
-        """The bars are stopped by `_bar`, whether the download succeeds or not."""
+        yield partial(bars.update, bars.add_task(name, total=None))

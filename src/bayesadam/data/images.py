@@ -98,8 +98,7 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
         raise FileError(f"{path} is damaged: {error}") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         raise FileError(f"{path} is not an IDX file: it starts with {raw[:4]!r}")
-    dims = raw[3]
-    body = 4 + 4 * dims
+    dims, body = raw[3], 4 + 4 * raw[3]
     shape = struct.unpack(f">{dims}I", raw[4:body]) if len(raw) >= body else ()
     dtype = np.dtype(_TYPES[raw[2]])
     if len(shape) != dims or len(raw) - body != math.prod(shape) * dtype.itemsize:

@@ -57,15 +57,6 @@ class DataSet:
         """Whether it needs no file."""
         return not self.files
 
-    def file(self, name: str) -> DataFile:
-        """The file of that published name."""
-        return next(file for file in self.files if file.name == name)
-
-
-_UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases"
-_SHOWDOWN = "https://storage.googleapis.com/bandits_datasets"
-_GITHUB = "https://raw.githubusercontent.com"
-
 
 # Folder and name, bytes, sha256.
 _COPIES = """
@@ -99,9 +90,42 @@ _KNOWN = {
 }
 
 
-def _record(name: str, title: str, *sources: str) -> DataSet:
-    """A set by the name of its folder; a source that ends in "/" has every file under its published name."""
+_TITLES = {
+    "mnist": "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
+    "fashion-mnist": "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
+    "mushroom": "UCI Mushroom: 8,124 mushrooms, edible or not",
+    "financial": "The Showdown's stocks: 3,713 days of price changes of 21 stocks",
+    "jester": "Jester: ratings of 40 jokes by the 19,181 users who rated them all",
+    "statlog": "UCI Statlog (Shuttle): 43,500 states of a shuttle's radiators in 7 classes",
+    "adult": "UCI Adult: 45,222 complete rows of a census, 14 occupations",
+    "covertype": "UCI Covertype: 581,012 patches of forest in 7 classes",
+    "census": "UCI US Census 1990: 2,458,285 people, 9 kinds of occupation",
+}
+# A source that ends in "/" has every file under its published name. Jester's authors have a spreadsheet, which is not this
+# file; UCI has statlog as .Z, which Python cannot unpack.
+_SOURCES = """
+mnist https://ossci-datasets.s3.amazonaws.com/mnist/
+mnist https://storage.googleapis.com/cvdf-datasets/mnist/
+fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
+fashion-mnist http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/
+mushroom https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/
+mushroom https://storage.googleapis.com/bandits_datasets/mushroom.data
+financial https://storage.googleapis.com/bandits_datasets/
+financial https://raw.githubusercontent.com/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7/bandits/data/selected_datasets/
+jester https://raw.githubusercontent.com/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip
+statlog https://storage.googleapis.com/bandits_datasets/
+adult https://archive.ics.uci.edu/ml/machine-learning-databases/adult/
+covertype https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz
+covertype https://storage.googleapis.com/bandits_datasets/
+census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
+census https://storage.googleapis.com/bandits_datasets/
+"""
+
+
+def _record(name: str, title: str) -> DataSet:
+    """A set by the name of its folder."""
     files = []
+    sources = [url for known, url in map(str.split, _SOURCES.strip().splitlines()) if known == name]
     for path, copy in _KNOWN.items():
         if path.split("/")[-2] == name and path.rpartition(".")[0] not in _KNOWN:
             packed = _KNOWN.get(f"{path}.gz") or _KNOWN.get(f"{path}.xz")
@@ -113,49 +137,7 @@ def _record(name: str, title: str, *sources: str) -> DataSet:
 
 
 _RECORDS = (
-    _record(
-        "mnist",
-        "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    ),
-    _record(
-        "fashion-mnist",
-        "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
-        f"{_GITHUB}/zalandoresearch/fashion-mnist/master/data/fashion/",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    ),
-    _record(
-        "mushroom", "UCI Mushroom: 8,124 mushrooms, edible or not", f"{_UCI}/mushroom/", f"{_SHOWDOWN}/mushroom.data"
-    ),
-    _record(
-        "financial",
-        "The Showdown's stocks: 3,713 days of price changes of 21 stocks",
-        f"{_SHOWDOWN}/",
-        f"{_GITHUB}/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7"
-        "/bandits/data/selected_datasets/",
-    ),
-    _record(
-        "jester",
-        "Jester: ratings of 40 jokes by the 19,181 users who rated them all",
-        # The authors' own site has a spreadsheet, which is not this file.
-        f"{_GITHUB}/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip",
-    ),
-    # UCI has it as .Z, which Python cannot unpack.
-    _record("statlog", "UCI Statlog (Shuttle): 43,500 states of a shuttle's radiators in 7 classes", f"{_SHOWDOWN}/"),
-    _record("adult", "UCI Adult: 45,222 complete rows of a census, 14 occupations", f"{_UCI}/adult/"),
-    _record(
-        "covertype",
-        "UCI Covertype: 581,012 patches of forest in 7 classes",
-        f"{_UCI}/covtype/covtype.data.gz",
-        f"{_SHOWDOWN}/",
-    ),
-    _record(
-        "census",
-        "UCI US Census 1990: 2,458,285 people, 9 kinds of occupation",
-        f"{_UCI}/census1990-mld/",
-        f"{_SHOWDOWN}/",
-    ),
+    *(_record(name, title) for name, title in _TITLES.items()),
     DataSet("digits", "scikit-learn's 1,797 handwritten digits of 8 × 8 pixels"),
     DataSet("wheel", "the wheel bandit, drawn by the simulation"),
     DataSet("toy", "the paper's toy regression, drawn from a generator"),

@@ -10,7 +10,7 @@ import lzma
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,40 +69,38 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool =
 
 def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
-    path = Path(path)
     columns = _columns(path, _fields(path, ",", width=23))
-    labels = _codes(path, columns[0], ("p", "e"), "class")
-    return Table("mushroom", _one_hot(columns[1:], dtype), labels, 2)
+    wrong = np.flatnonzero(~np.isin(columns[0], ("p", "e")))
+    if len(wrong):
+        raise DataError(f"{path}, line {wrong[0] + 1}: class {str(columns[0][wrong[0]])!r}, expected one of ('p', 'e')")
+    return Table("mushroom", _one_hot(columns[1:], dtype), (columns[0] == "e").astype(np.int64), 2)
 
 
 def read_financial(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
-    path = Path(path)
     return Table("financial", _numbers(path, None, width=21, dtype=np.float64, skip=1).astype(dtype))
 
 
 def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """The 40 jokes with the most ratings, in order of joke number, by the users who rated them all, in file order."""
-    path = Path(path)
     ratings = _numbers(path, ",", width=101, dtype=np.float64)[:, 1:]
     rated = ratings != JESTER_UNRATED
-    most = np.argsort(-rated.sum(axis=0), kind="stable")[:JESTER_JOKES]
-    jokes = np.sort(most)
+    jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:JESTER_JOKES])
     users = rated[:, jokes].all(axis=1)
     return Table("jester", ratings[np.ix_(users, jokes)].astype(dtype))
 
 
 def read_statlog(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """9 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("statlog", Path(path), None, width=10, dtype=dtype)
+    return _with_class_last("statlog", path, None, width=10, dtype=dtype)
 
 
 def read_covertype(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """54 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("covertype", Path(path), ",", width=55, dtype=dtype)
+    return _with_class_last("covertype", path, ",", width=55, dtype=dtype)
 
 
-def _with_class_last(name: str, path: Path, separator: str | None, width: int, dtype: npt.DTypeLike) -> Table:
+def _with_class_last(name: str, path: str | Path, separator: str | None, width: int, dtype: npt.DTypeLike) -> Table:
     rows = _numbers(path, separator, width, np.int32)
     return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
@@ -113,14 +111,13 @@ def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.
     Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: it would make two more
     values of the income, and the 94 columns of the Showdown.
     """
-    files = (Path(data), Path(test))
     rows = [
         (*fields[:ADULT_INCOME], fields[ADULT_INCOME].removesuffix("."))
-        for path in files
+        for path in (data, test)
         for fields in _fields(path, ",", ADULT_COLUMNS, comment="|", numbers=ADULT_NUMBERS)
         if "?" not in fields
     ]
-    columns = _columns(files[0], rows)
+    columns = _columns(data, rows)
     numbers = np.stack([columns[index].astype(dtype) for index in ADULT_NUMBERS], axis=1)
     others = [index for index in range(ADULT_COLUMNS) if index not in (*ADULT_NUMBERS, ADULT_OCCUPATION)]
     contexts = np.concatenate([numbers, _one_hot([columns[index] for index in others], dtype)], axis=1)
@@ -130,7 +127,6 @@ def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.
 
 def read_census(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """67 categorical columns one-hot. The label is dOccup, 0 to 8; caseid is left out."""
-    path = Path(path)
     header = next(_fields(path, ",", CENSUS_COLUMNS), ())
     if not {CENSUS_KEY, CENSUS_LABEL} <= {*header}:
         wanted = f"{CENSUS_KEY} and {CENSUS_LABEL} among them"
@@ -156,10 +152,10 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[TextIO]:
+def _open(path: str | Path) -> Iterator[TextIO]:
     """The text of a plain, .gz or .xz file; what is wrong with the file names it."""
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="ascii") as stream:
+        with _OPENERS.get(Path(path).suffix, open)(path, "rt", encoding="ascii") as stream:
             yield stream
     except DataError:
         raise
@@ -170,7 +166,13 @@ def _open(path: Path) -> Iterator[TextIO]:
 
 
 def _fields(
-    path: Path, separator: str | None, width: int, *, skip: int = 0, comment: str = "", numbers: Sequence[int] = ()
+    path: str | Path,
+    separator: str | None,
+    width: int,
+    *,
+    skip: int = 0,
+    comment: str = "",
+    numbers: Sequence[int] = (),
 ) -> Iterator[tuple[str, ...]]:
     """Every line below the first `skip` that is neither empty nor a comment, as `width` fields, `numbers` of them numbers."""
     with _open(path) as stream:
@@ -186,14 +188,14 @@ def _fields(
             yield fields
 
 
-def _columns(path: Path, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> list[npt.NDArray[np.str_]]:
+def _columns(path: str | Path, rows: Iterable[tuple[str, ...]]) -> list[npt.NDArray[np.str_]]:
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     if not columns:
         raise DataError(f"cannot read {path}: it holds no rows")
     return columns
 
 
-def _numbers(path: Path, separator: str | None, width: int, dtype: npt.DTypeLike, *, skip: int = 0) -> Numbers:
+def _numbers(path: str | Path, separator: str | None, width: int, dtype: npt.DTypeLike, *, skip: int = 0) -> Numbers:
     """A table of `width` columns of numbers, below `skip` lines of something else."""
     problem: object = "it holds no rows"
     try:
@@ -213,21 +215,12 @@ def _numbers(path: Path, separator: str | None, width: int, dtype: npt.DTypeLike
     raise DataError(f"cannot read {path}: {problem}")
 
 
-def _classes(path: Path, labels: Numbers, n_labels: int, *, first_line: int = 1) -> Labels:
+def _classes(path: str | Path, labels: Numbers, n_labels: int, *, first_line: int = 1) -> Labels:
     """The labels, if each lies in 0 … n_labels − 1."""
     wrong = np.flatnonzero((labels < 0) | (labels >= n_labels))
     if len(wrong):
         raise DataError(f"{path}, line {wrong[0] + first_line}: no such class; there are {n_labels}")
     return labels.astype(np.int64)
-
-
-def _codes(path: Path, column: npt.NDArray[np.str_], values: Sequence[str], what: str) -> Labels:
-    """The place of each entry in `values`."""
-    wrong = np.flatnonzero(~np.isin(column, values))
-    if len(wrong):
-        entry = str(column[wrong[0]])
-        raise DataError(f"{path}, line {wrong[0] + 1}: {what} {entry!r}, expected one of {tuple(values)}")
-    return np.array([values.index(entry) for entry in column.tolist()], dtype=np.int64)
 
 
 def _one_hot(columns: Sequence[Numbers], dtype: npt.DTypeLike) -> Numbers:

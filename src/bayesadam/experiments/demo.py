@@ -18,6 +18,7 @@ from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, 
 from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run, Track, generator, new_table, silent
+from bayesadam.inspect import quantiles
 from bayesadam.predict import RegressionPredictive
 from bayesadam.pruning import Ranking
 
@@ -59,26 +60,15 @@ class DemoSettings:
             raise SettingError(f"n_points ({self.n_points}) must exceed n_held_out ({self.n_held_out})")
 
 
-@dataclass(frozen=True)
-class ParameterSummary:
-    """The signal-to-noise ratio |μ|/σ of one parameter's weights, and the share of them with v = 0."""
-
-    name: str
-    shape: tuple[int, ...]
-    weights: int
-    snr_median: float
-    snr_q05: float
-    snr_q95: float
-    share_v_zero: float
-
-
 @dataclass(frozen=True, eq=False)
 class Demo:
     """What the demo found: all that its picture, its table and its metrics show.
 
     Attributes:
         predictive: of the linearised network on the grid, whose y has no noise.
+        noise_std: σ of the observations, as calibrated.
         draws: functions drawn from it, (draws, grid points).
+        summaries: by parameter, see `summarise`.
         scores: in-range RMSE, NLL and coverage on the test points.
         pruning: test RMSE at each of the fractions, by ranking.
     """
@@ -87,10 +77,11 @@ class Demo:
     grid: ToyData
     predictive: RegressionPredictive
     draws: Tensor
+    noise_std: float
     posterior: Posterior
     second_moment: Mapping[str, Tensor]
     diagnosis: Diagnosis
-    summaries: tuple[ParameterSummary, ...]
+    summaries: tuple[dict[str, Any], ...]
     scores: Mapping[str, float]
     pruning: Mapping[str, tuple[float, ...]]
 
@@ -119,13 +110,14 @@ def train_network(
     return optimizer
 
 
-def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tuple[ParameterSummary, ...]:
-    """Quantiles of the signal-to-noise ratio, by parameter."""
+def summarise(posterior: Posterior, second_moment: Mapping[str, Tensor]) -> tuple[dict[str, Any], ...]:
+    """Quantiles of the signal-to-noise ratio |μ|/σ of each parameter's weights, and the share of them with v = 0."""
     summaries = []
     for name, snr in posterior.snr().items():
-        low, median, high = torch.quantile(snr, torch.tensor([0.05, 0.5, 0.95])).tolist()
+        found = zip(("snr_median", "snr_q05", "snr_q95"), quantiles(snr.flatten(), (0.5, 0.05, 0.95)), strict=True)
         dead = float((second_moment[name] == 0).float().mean())
-        summaries.append(ParameterSummary(name, tuple(snr.shape), snr.numel(), median, low, high, dead))
+        shape = {"name": name, "shape": tuple(snr.shape), "weights": snr.numel()}
+        summaries.append({**shape, **dict(found), "share_v_zero": dead})
     return tuple(summaries)
 
 
@@ -155,15 +147,16 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     source = generator(seed, "draws")
     drawn = posterior.predict(grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=source)
     assert drawn.draws is not None  # by predictive=
-    tested = posterior.predict(test.x)
+    predictive, tested = posterior.predict(grid.x), posterior.predict(test.x)
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
     rmse, nll, coverage = scores.rmse(tested.mean, test.y), scores.nll(tested, test.y), scores.coverage(tested, test.y)
     function_std = float(tested.variance.sqrt().mean())
     return Demo(
         train=train,
         grid=grid,
-        predictive=posterior.predict(grid.x),
+        predictive=predictive,
         draws=drawn.draws.squeeze(-1),
+        noise_std=math.sqrt(float(predictive.noise_variance)),
         posterior=posterior,
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
@@ -177,19 +170,14 @@ def results(demo: Demo) -> dict[str, Any]:
     """The numbers for `metrics.json`."""
     return {
         "in_range": dict(demo.scores),
-        "noise_std": noise_std(demo),
+        "noise_std": demo.noise_std,
         "n_data": demo.posterior.n_data,
         "scale": demo.posterior.settings.scale,
         "prior_precision": demo.posterior.prior_precision,
-        "parameters": [asdict(summary) for summary in demo.summaries],
+        "parameters": demo.summaries,
         "pruning": {"fractions": _FRACTIONS, "rmse": dict(demo.pruning)},
         "doctor": demo.diagnosis.codes(),
     }
-
-
-def noise_std(demo: Demo) -> float:
-    """σ of the observations, as calibrated."""
-    return math.sqrt(float(demo.predictive.noise_variance))
 
 
 def table(demo: Demo) -> Table:
@@ -197,9 +185,9 @@ def table(demo: Demo) -> Table:
     headings = ("parameter", "shape", "weights", "median", "5 %", "95 %", "v = 0")
     view = new_table("Signal-to-noise ratio |μ|/σ of the weights", headings)
     for row in demo.summaries:
-        shape = " × ".join(map(str, row.shape))
-        numbers = (f"{value:.3g}" for value in (row.snr_median, row.snr_q05, row.snr_q95))
-        view.add_row(row.name, shape, f"{row.weights:,}", *numbers, f"{row.share_v_zero:.0%}")
+        numbers = (f"{row[name]:.3g}" for name in ("snr_median", "snr_q05", "snr_q95"))
+        cells = row["name"], " × ".join(map(str, row["shape"])), f"{row['weights']:,}"
+        view.add_row(*cells, *numbers, f"{row['share_v_zero']:.0%}")
     return view
 
 
@@ -208,7 +196,7 @@ def score_line(demo: Demo) -> str:
     found, delta = demo.scores, next(iter(demo.posterior.prior_precision.values()))
     return (
         f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
-        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {noise_std(demo):.3f}, "
+        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {demo.noise_std:.3f}, "
         f"scale {demo.posterior.settings.scale:.3g}, prior precision {float(delta):.3g}"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.experiments import plots
 from bayesadam.experiments.run import Run
-from bayesadam.experiments.saved_file import flat
+from bayesadam.experiments.saved_file import plain_settings
 from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, inspect_checkpoint
 
 if TYPE_CHECKING:
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
 
 # More rows than this cannot be read; the picture shows the largest parameters.
 _ROWS = 40
-
-
-@dataclass(frozen=True)
-class InspectSettings:
-    """What is inspected, and how: see `inspect_checkpoint`."""
-
-    path: Path
-    options: CheckpointOptions
-    n_data: float | None = None
-    snr: float | None = None
 
 
 def table(inspection: Inspection) -> Table:
@@ -102,13 +91,14 @@ def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
     axes.set(title="Weights, and the share with v = 0", xlabel="weights")
 
 
-def run_inspect(*, seed: int, out: Path, quiet: bool, settings: InspectSettings) -> tuple[Path, ...]:
-    """The `inspect` command."""
-    run = Run("inspect", seed, out, flat(settings), quiet=quiet)
+def run_inspect(
+    *, seed: int, out: Path, quiet: bool, path: Path, options: CheckpointOptions, **settings: Any
+) -> tuple[Path, ...]:
+    """The `inspect` command; the settings are those of `inspect_checkpoint`."""
+    run = Run("inspect", seed, out, plain_settings({"path": path, **settings}, options), quiet=quiet)
     run.prepare()
     with run.progress() as track:
-        given: Any = {"n_data": settings.n_data, "snr": settings.snr, "seed": seed, **vars(settings.options)}
-        inspection = inspect_checkpoint(settings.path, track=track, **given)
+        inspection = inspect_checkpoint(path, seed=seed, track=track, **settings, **vars(options))
         figure = picture(inspection)
     run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)
     return run.finish({"inspect.png": plots.png(figure)}, inspection.to_dict())

@@ -122,10 +122,6 @@ class Curve:
         """Over the seeds."""
         return [sum(column) / len(column) for column in zip(*self.accuracy, strict=True)]
 
-    def at(self, fraction: float) -> float:
-        """The mean accuracy at one of `FRACTIONS`."""
-        return self.mean()[FRACTIONS.index(fraction)]
-
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
     """All seeds on the same images, which lie on the device once; nothing is held out."""
@@ -186,19 +182,16 @@ _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
 
 def _curves(method: str, problem: Problem, posteriors: Sequence[Posterior], rankings: Sequence[str]) -> list[Curve]:
     found = []
+    example = torch.zeros(1, problem.data.x.shape[-1])
     for ranking in rankings:
-        scores = [_scores(posterior, ranking) for posterior in posteriors]
+        scores = [
+            path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking)
+            for p in posteriors
+        ]
         stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
         weights = {name: torch.stack([p.mean[name] for p in posteriors]) for name in scores[0]}
         found.append(Curve(method, ranking, pruned_accuracy(problem, weights, stacked)))
     return found
-
-
-def _scores(posterior: Posterior, ranking: str) -> dict[str, Tensor]:
-    if ranking == "path-snr":
-        width = next(iter(posterior.mean.values())).shape[1]
-        return path_scores(posterior, example_input=torch.zeros(1, width))
-    return weight_scores(posterior, ranking)
 
 
 @torch.no_grad()
@@ -234,8 +227,8 @@ def table(curves: Sequence[Curve], titles: Mapping[str, str]) -> Table:
     title, fractions = "Test accuracy in % after pruning this fraction, mean over the seeds", (f"{f:g}" for f in SHOWN)
     view = new_table(title, ("method", "ranking", *fractions), n_left=2)
     for curve in curves:
-        name = titles.get(curve.method, curve.method)
-        view.add_row(name, curve.ranking, *(f"{100 * curve.at(f):.2f}" for f in SHOWN))
+        name, mean = titles.get(curve.method, curve.method), dict(zip(FRACTIONS, curve.mean(), strict=True))
+        view.add_row(name, curve.ranking, *(f"{100 * mean[f]:.2f}" for f in SHOWN))
     return view
 
 
@@ -283,42 +276,25 @@ def recipe_curves(name: str, *, seed: int, settings: SparseSettings, device: str
 
 
 def run_pruning(
-    *, seed: int, out: Path, quiet: bool, settings: PruningSettings, device: str, jobs: int = 1
+    *, seed: int, out: Path, quiet: bool, settings: PruningSettings | SparseSettings, device: str, jobs: int = 1
 ) -> tuple[Path, ...]:
-    """The `pruning` command."""
-    run = Run("pruning", seed, out, asdict(settings), device=device, quiet=quiet)
-    units = f"{settings.activation} units, {settings.epochs} epochs"
-    title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
-    curves = partial(method_curves, seed=seed, settings=settings, device=device)
-    titles = {name: TITLES[name] for name in settings.methods}
-    return _run(run, titles, curves, jobs, "figure2.png", partial(picture, titles=TITLES, title=title))
-
-
-def run_sparse(
-    *, seed: int, out: Path, quiet: bool, settings: SparseSettings, device: str, jobs: int = 1
-) -> tuple[Path, ...]:
-    """The `pruning --sparse` command."""
-    run = Run("pruning", seed, out, {**asdict(settings), "sparse": True}, device=device, quiet=quiet)
-    title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-    curves = partial(recipe_curves, seed=seed, settings=settings, device=device)
-    titles = {recipe.name: recipe.name for recipe in RECIPES}
-    return _run(
-        run, titles, curves, jobs, "figure2-sparse.png", partial(picture, titles=titles, title=title, since=0.8)
-    )
-
-
-def _run(
-    run: Run,
-    titles: Mapping[str, str],
-    curves: Callable[[str], list[Curve]],
-    jobs: int,
-    file: str,
-    draw: Callable[[Sequence[Curve]], Figure],
-) -> tuple[Path, ...]:
-    """Train and prune every part of `titles`, show the table, write the figure."""
+    """The `pruning` command, and with `SparseSettings` `pruning --sparse`."""
+    curves: Callable[[str], list[Curve]]
+    if isinstance(settings, SparseSettings):
+        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
+        curves = partial(recipe_curves, seed=seed, settings=settings, device=device)
+        titles, recorded = {recipe.name: recipe.name for recipe in RECIPES}, {**asdict(settings), "sparse": True}
+        file, draw = "figure2-sparse.png", partial(picture, titles=titles, title=title, since=0.8)
+    else:
+        units = f"{settings.activation} units, {settings.epochs} epochs"
+        title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
+        curves = partial(method_curves, seed=seed, settings=settings, device=device)
+        titles, recorded = {name: TITLES[name] for name in settings.methods}, asdict(settings)
+        file, draw = "figure2.png", partial(picture, titles=TITLES, title=title)
+    run = Run("pruning", seed, out, recorded, device=device, quiet=quiet)
     run.prepare()
     # Here, so that missing data are reported, or fetched, before anything is trained.
-    load_images(run.settings["data"], progress=not run.quiet)
+    load_images(settings.data, progress=not quiet)
     run, ledger = resumed(run, "methods")
     rows = run_parts(run, ledger, list(titles), partial(_rows, curves=curves), jobs=jobs)
     found = [Curve(name, ranking, tuple(map(tuple, r))) for name in titles for ranking, r in rows[name].items()]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from bayesadam import scores
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
@@ -76,17 +75,6 @@ class RegressionSettings:
         return replace(self, n_seeds=2, epochs=500)
 
 
-@dataclass(frozen=True, eq=False)
-class Curves:
-    """One method's results: its scores seed by seed, and the first seed's mean and deviations on the grid."""
-
-    method: str
-    scores: Mapping[str, tuple[float, ...]]
-    mean: Tensor
-    function_std: Tensor
-    total_std: Tensor
-
-
 def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
     source = generator(seed, "toy")
@@ -98,13 +86,14 @@ def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, To
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
+# One method's results as plain data: its `"scores"` seed by seed, and the first seed's `SHOWN` curves on the grid.
 Row = dict[str, Any]
 
 
 def fit_group(
     methods: Sequence[str], *, seed: int, settings: RegressionSettings
 ) -> Iterator[tuple[str, Row | Failure]]:
-    """Fit some methods on every seed at once, on one core, and score them; each method's curves as plain data."""
+    """Fit some methods on every seed at once, on one core, and score them."""
     torch.set_num_threads(1)
     seeds = seeds_of(seed, settings.n_seeds)
     sets = [drawn(s, settings) for s in seeds]
@@ -115,33 +104,23 @@ def fit_group(
     problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
     for method in methods:
         try:
-            found: Row | Failure = _plain(_scored(METHODS[method](problem), sets))
+            found: Row | Failure = _scored(METHODS[method](problem), sets)
         except BayesAdamError as error:
             found = Failure(str(error))
         yield method, found
 
 
-def _plain(curves: Curves) -> Row:
-    return {"scores": dict(curves.scores), **{name: getattr(curves, name).tolist() for name in SHOWN}}
-
-
-def _read(method: str, row: Row) -> Curves:
-    scores_of = {name: tuple(values) for name, values in row["scores"].items()}
-    # float64 holds what was written, of either precision.
-    return Curves(method, scores_of, *(torch.tensor(row[name], dtype=torch.float64) for name in SHOWN))
-
-
-def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Curves:
-    grid = toy_grid()
+def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
     rows = []
     for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
         near, far = predictor(inside.x), predictor(outside.x)
         nlls = scores.nll(near, inside.y), scores.nll(far, outside.y)
         deviations = (float(found.variance.sqrt().mean()) for found in (near, far))
         rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
-    shown: Any = fitted.predictors[0](grid.x)
-    curves = (part.detach().squeeze(1) for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
-    return Curves(fitted.method, dict(zip(METRICS, zip(*rows, strict=True), strict=True)), *curves)
+    shown: Any = fitted.predictors[0](toy_grid().x)
+    curves = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
+    found = dict(zip(METRICS, zip(*rows, strict=True), strict=True))
+    return {"scores": found, **dict(zip(SHOWN, curves, strict=True))}
 
 
 def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
@@ -152,20 +131,20 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
     return [shared, *alone] if shared else alone
 
 
-def table(curves: Sequence[Curves]) -> Table:
+def table(rows: Mapping[str, Row]) -> Table:
     """Means over the seeds."""
     headings = ("method", "NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in")
     view = new_table("Means over the seeds; std is that of the function, without noise", headings)
-    for row in curves:
-        mean = {name: sum(values) / len(values) for name, values in row.scores.items()}
+    for method, row in rows.items():
+        mean = {name: sum(values) / len(values) for name, values in row["scores"].items()}
         ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
         scored = (f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out"))
         others = f"{ratio:.2f}", f"{mean['coverage95_in']:.3f}", f"{mean['rmse_in']:.4f}"
-        view.add_row(TITLES[row.method], *scored, *others)
+        view.add_row(TITLES[method], *scored, *others)
     return view
 
 
-def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> Figure:
+def picture(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
     """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
@@ -176,11 +155,11 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
     with plots.house_style():
         figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes, row in zip(panels.flat, curves, strict=False):
+        for axes, (method, row) in zip(panels.flat, curves.items(), strict=False):
             for interval in training_intervals(gap=settings.gap):
                 axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-            plots.predictive_panel(axes, grid.x.squeeze(1), row.mean, row.total_std, method=row.method, **shared)
-            axes.set(title=TITLES[row.method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+            plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["total_std"], method=method, **shared)
+            axes.set(title=TITLES[method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
         for axes in panels.flat[len(curves) - columns : len(curves)]:
             axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(curves) :]:
@@ -188,19 +167,19 @@ def picture(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -
     return figure
 
 
-def saved_curves(curves: Sequence[Curves], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+def saved_curves(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
-    def plain(values: Tensor) -> list[float | None]:
-        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.flatten().tolist()]
+    def plain(values: list[float]) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
     return {
-        "x": plain(grid.x),
-        "truth": plain(grid.y),
-        "train": {"x": plain(train.x), "y": plain(train.y)},
-        "methods": {row.method: {name: plain(getattr(row, name)) for name in SHOWN} for row in curves},
+        "x": plain(grid.x.flatten().tolist()),
+        "truth": plain(grid.y.flatten().tolist()),
+        "train": {"x": plain(train.x.flatten().tolist()), "y": plain(train.y.flatten().tolist())},
+        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in curves.items()},
     }
 
 
@@ -216,10 +195,10 @@ def run_regression(
     failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
     if len(failed) == len(found):
         raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
-    ordered = [_read(name, found[name]) for name in TITLES if name in found and name not in failed]
+    ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
     run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
     saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
     files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
-    paths = run.finish(files, {row.method: dict(row.scores) for row in ordered})
+    paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
     ledger.close()
     return paths

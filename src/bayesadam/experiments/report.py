@@ -63,6 +63,10 @@ class _Work:
         """Where a missing run goes, below the report's folder."""
         return f"{QUICK}/{experiment}" if self.asked.quick else experiment
 
+    def given(self, folder: str) -> dict[str, Any]:
+        """What every experiment is given, to be run in that folder."""
+        return {"seed": self.seed, "out": self.root / folder, "quiet": self.quiet}
+
 
 def run_report(
     *, seed: int, out: Path, quiet: bool, settings: ReportSettings, device: str, jobs: int = 2
@@ -120,28 +124,20 @@ def _require_settings(work: _Work, run: Finished) -> None:
 
 def _regression(work: _Work) -> str:
     settings = RegressionSettings().quick() if work.asked.quick else RegressionSettings()
-    out = work.root / work.folder("regression")
-    run_regression(seed=work.seed, out=out, quiet=work.quiet, settings=settings, jobs=work.jobs)
+    run_regression(**work.given(work.folder("regression")), settings=settings, jobs=work.jobs)
     return ""
 
 
-def _prune(work: _Work, settings: PruningSettings, folder: str) -> None:
-    shared: Any = {"seed": work.seed, "out": work.root / folder, "quiet": work.quiet, "device": work.device}
-    run_pruning(settings=settings, jobs=work.jobs if work.device == "cpu" else 1, **shared)
-
-
 def _pruning(work: _Work) -> str:
-    if work.asked.quick:
-        _prune(work, QUICK_PRUNING, work.folder("pruning"))
-        return ""
-    settings = PruningSettings()
-    reason = _unavailable(settings.data, progress=not work.quiet)
-    if not reason:
-        _prune(work, settings, "pruning")
-        return ""
-    instead = data_set(settings.data).instead
-    _prune(work, replace(settings, data=instead), f"pruning-{instead}")
-    return f"MNIST could not be had, so Figure 2 itself was not run; the embedded set {instead} stands below under its own name. {reason}"
+    settings, folder = (QUICK_PRUNING if work.asked.quick else PruningSettings()), work.folder("pruning")
+    reason = "" if work.asked.quick else _unavailable(settings.data, progress=not work.quiet)
+    if reason:
+        instead = data_set(settings.data).instead
+        settings, folder = replace(settings, data=instead), f"pruning-{instead}"
+        reason = f"MNIST could not be had, so Figure 2 itself was not run; the embedded set {instead} stands below under its own name. {reason}"
+    jobs = work.jobs if work.device == "cpu" else 1
+    run_pruning(**work.given(folder), settings=settings, device=work.device, jobs=jobs)
+    return reason
 
 
 def _bandits(work: _Work) -> str:
@@ -150,24 +146,19 @@ def _bandits(work: _Work) -> str:
     if begun is not None:
         # Killed before its last cell: it resumes with the settings it had.
         _require_settings(work, begun)
-        asked: Any = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in begun.settings.items()
-        }
-        _play(replace(work, seed=begun.metrics.get("seed", work.seed)), BanditSettings(**asked), folder)
+        asked: Any = {n: tuple(value) if isinstance(value, list) else value for n, value in begun.settings.items()}
+        given = {**work.given(folder), "seed": begun.metrics.get("seed", work.seed)}
+        run_bandits(**given, settings=BanditSettings(**asked), device=work.device)
         return ""
     settings = QUICK_BANDITS if work.asked.quick else BanditSettings()
     settings = replace(settings, settings=work.asked.settings or settings.settings)
     wanted = QUICK_PROBLEMS if work.asked.quick else tuple(PAPERS_TABLE["badam"])
     reasons = {name: _lacking(name, work) for name in wanted}
     there = tuple(name for name in wanted if not reasons[name])
-    _play(work, replace(settings, problems=there or ("wheel",)), folder if there else "bandits-wheel")
+    settings, given = replace(settings, problems=there or ("wheel",)), work.given(folder if there else "bandits-wheel")
+    run_bandits(**given, settings=settings, device=work.device)
     lead = "" if there else "No column of the table could be had; the embedded wheel stands below under its own name. "
     return lead + " ".join(f"Not played: {name}. {reason}" for name, reason in reasons.items() if reason)
-
-
-def _play(work: _Work, settings: BanditSettings, folder: str) -> None:
-    out = work.root / folder
-    run_bandits(seed=work.seed, out=out, quiet=work.quiet, settings=settings, device=work.device)
 
 
 def _lacking(name: str, work: _Work) -> str:

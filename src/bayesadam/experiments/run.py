@@ -140,12 +140,10 @@ class Run:
     def finish(
         self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"
     ) -> tuple[Path, ...]:
-        """Write the files and `metrics.json`, all or none, then print and return their paths.
+        """Write the files and `metrics.json`, or another name for it, all or none, then print and return their paths.
 
-        Args:
-            files: by name, such as `"demo.png"`, what writes each to the path it is given (see `plots.png`).
-            results: numbers, text, lists and mappings; what is not finite becomes null, as JSON has no word for it.
-            name: of the file for the results, where the folder is not the command's own.
+        By name, `files` has what writes each to the path it is given (see `plots.png`). Of the results, what is not finite
+        becomes null, as JSON has no word for it.
         """
         writers: dict[str, Writer] = {**files, name: self._metrics_writer(results)}
         paths = tuple(self.out / name for name in writers)

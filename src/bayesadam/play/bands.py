@@ -86,14 +86,8 @@ def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_preci
 
     Adam's c = √v̂ has the loss's units and shrinks as training goes on. s takes both out, so that N counts examples: the
     total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ². It is what `bayesadam.calibrate`
-    does for a regression, where the noise is known.
-
-    Args:
-        read: read off the optimiser, whatever its settings.
-        reach: `reach_of` the training inputs.
-        n_data: N.
-        prior_precision: δ.
-        noise: σ.
+    does for a regression, where the noise is known. `read` is read off the optimiser, whatever its settings; `reach` is
+    `reach_of` the training inputs.
     """
     total = sum(float(v.sqrt().sum(dtype=torch.float64)) for v in read.structure.second_moment.values())
     scale = reach / (noise**2 * max(total, 1e-30))

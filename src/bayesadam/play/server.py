@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +23,7 @@ import torch
 from bayesadam._version import __version__
 from bayesadam.errors import SettingError
 from bayesadam.play import learners
-from bayesadam.play.examples import examples
-from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, parse
+from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, examples, parse
 from bayesadam.play.session import Sessions
 
 HOST = "127.0.0.1"
@@ -66,11 +65,7 @@ class _Refused(Exception):
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1; a thread a connection, up to a number, and no connection that dawdles.
-
-    Args:
-        port: 0 takes any free one.
-    """
+    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, up to a number, and none that dawdles."""
 
     daemon_threads = True
     # On Windows the option would let two programs listen at one port.
@@ -195,13 +190,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Bands for a set of points, line by line as they are ready."""
         request = self._request()
         if not self.server.streams.acquire(blocking=False):
-            raise _Refused(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{MOST_STREAMS} trainings are under way: try again in a second",
-                **{"Retry-After": "1"},
-            )
+            busy = f"{MOST_STREAMS} trainings are under way: try again in a second"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, busy, **{"Retry-After": "1"})
         try:
-            self._stream(self.server.sessions.of(request.page).answer(request, _hung_up(self.connection)))
+            self._stream(self.server.sessions.of(request.page).answer(request, self._hung_up))
         finally:
             self.server.streams.release()
 
@@ -256,13 +248,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
         self.wfile.write(b"0\r\n\r\n")
 
-    def _send_json(
-        self, status: HTTPStatus, found: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _send_json(self, status: HTTPStatus, found: Mapping[str, Any], headers: Mapping[str, str] = {}) -> None:
         self._send(status, "application/json", json.dumps(found).encode() + b"\n", headers)
 
-    def _send(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self._send_head(status, kind, {**(headers or {}), "Content-Length": str(len(body))})
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self._send_head(status, kind, {**headers, "Content-Length": str(len(body))})
         if self.command != "HEAD":
             self.wfile.write(body)
 
@@ -282,25 +272,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.1"
         self._send_json(status, {"error": f"{status.phrase}: {message or explain or ''!s:.120}"})
 
+    def _hung_up(self) -> bool:
+        """Whether the other end has closed: there is something to read, and it is nothing."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
+
     @property
     def _path(self) -> str:
         return self.path.partition("?")[0]
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's."""
-
-
-def _hung_up(connection: socket.socket) -> Callable[[], bool]:
-    """Whether the other end has closed: there is something to read, and it is nothing."""
-
-    def gone() -> bool:
-        try:
-            readable, _, _ = select.select([connection], [], [], 0)
-            return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
-
-    return gone
 
 
 def _turn_away(request: socket.socket) -> None:
@@ -313,21 +298,14 @@ def _turn_away(request: socket.socket) -> None:
 
 def _warm_up() -> None:
     """One tiny answer: what torch imports at its first step, and libraries choose, is then not in the first click's time."""
-    for message in (
-        Sessions().of("warm").answer(parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}'), bool)
-    ):
+    request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
+    for message in Sessions().of("warm").answer(request, gone=bool):
         if message["type"] == "bands" and message["method"] == learners.PANELS[-1].method:
             return
 
 
 def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
-    """The `play` command: serve until Ctrl-C.
-
-    Args:
-        port: 0 takes any free one.
-        open_browser: show the page.
-        quiet: print the address alone.
-    """
+    """The `play` command: serve until Ctrl-C; `quiet` prints the address alone."""
     # Networks this small lose by being spread over cores.
     torch.set_num_threads(1)
     with Server(port) as server:

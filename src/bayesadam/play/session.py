@@ -12,7 +12,6 @@ import torch
 
 from bayesadam.errors import BayesAdamError
 from bayesadam.play import learners
-from bayesadam.play.bands import Bands
 from bayesadam.play.learners import Learner
 from bayesadam.play.request import N_GRID, X_INTERVAL, Request
 
@@ -28,8 +27,7 @@ Message = dict[str, Any]
 class Session:
     """The learners of one page; one request at a time, the newest: it waits until the older has let go.
 
-    Args:
-        turns: who trains now, of all pages: networks this small gain nothing from training side by side.
+    `turns` is held by who trains now, of all pages: networks this small gain nothing from training side by side.
     """
 
     def __init__(self, turns: threading.Lock) -> None:
@@ -42,9 +40,7 @@ class Session:
     def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
         """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
 
-        Args:
-            request: points and sliders.
-            gone: whether the page has hung up; asked between steps.
+        Between steps, `gone` says whether the page has hung up.
         """
         began = time.perf_counter()
         stop = threading.Event()
@@ -115,6 +111,7 @@ class Sessions:
 
 def _turn(learner: Learner, request: Request | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
     """Take up the request, where it is new, train until the deadline, and say what came of it; nothing if stopped."""
+    failed = {"type": "failed", "method": learner.panel.method}
     try:
         if request is not None:
             learner.accept(request)
@@ -126,23 +123,9 @@ def _turn(learner: Learner, request: Request | None, deadline: float, stopped: C
             return None
         bands = learner.bands(GRID)
     except (BayesAdamError, ArithmeticError, RuntimeError) as error:
-        return {"type": "failed", "method": learner.panel.method, "error": f"{error!s:.200}"}
+        return {**failed, "error": f"{error!s:.200}"}
     if not bands.finite:
         said = "its numbers are no longer finite: move the sliders from their ends, or restart the training"
-        return {"type": "failed", "method": learner.panel.method, "error": said}
-    return _said(learner, bands)
-
-
-def _said(learner: Learner, bands: Bands) -> Message:
-    return {
-        "type": "bands",
-        "method": learner.panel.method,
-        "steps": learner.taken,
-        "left": learner.left,
-        "mean": _rounded(bands.mean),
-        "std": _rounded(bands.std),
-    }
-
-
-def _rounded(values: torch.Tensor) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]
+        return {**failed, "error": said}
+    curves = {name: [round(value, 4) for value in getattr(bands, name).tolist()] for name in ("mean", "std")}
+    return {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left, **curves}

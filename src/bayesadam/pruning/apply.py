@@ -109,8 +109,7 @@ def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
     held = owners(inner)
     for name, mask in checked_masks(inner, masks).items():
         for module, key in {(owner.module, owner.key): None for owner in held[name]}:
-            parameter = getattr(module, key)
-            torch_prune.custom_from_mask(module, key, mask.to(parameter))  # type: ignore[no-untyped-call]
+            torch_prune.custom_from_mask(module, key, mask.to(getattr(module, key)))  # type: ignore[no-untyped-call]
     return model
 
 

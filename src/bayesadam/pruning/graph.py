@@ -87,6 +87,10 @@ class Reader:
         """A tensor of its weight's shape as (outputs, outer, units, the rest)."""
         return tensor.reshape(len(tensor), self.layout.outer, width, -1)
 
+    def scaled(self, tensor: Tensor, factors: Tensor) -> Tensor:
+        """A tensor of its weight's shape times the factor of the unit that each entry reads."""
+        return (self.by_unit(tensor, len(factors)) * factors[:, None]).reshape(tensor.shape)
+
 
 @dataclass(frozen=True, eq=False)
 class Units:
@@ -120,7 +124,7 @@ class Network:
 
     def seen(self, example: Any) -> dict[str, Seen]:
         """What each layer is given on an example, by layer."""
-        return _run(self.traced, example).seen
+        return _Run(self.traced, example).seen
 
 
 def understand(model: nn.Module, example: Any) -> Network:
@@ -137,7 +141,7 @@ def understand(model: nn.Module, example: Any) -> Network:
             if name not in given.arguments and parameter.default is not parameter.empty
         }
         traced = fx.GraphModule(model, fx.Tracer().trace(model, concrete_args=defaults or None))
-        shapes = _run(traced, example).shapes
+        shapes = _Run(traced, example).shapes
     except Exception as error:
         raise SettingError(
             f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads which is "
@@ -154,12 +158,17 @@ def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph, and notes the shapes of its tensors and what its layers are given."""
+    """Runs a graph on an example, and notes the shapes of its tensors and what its layers are given."""
 
-    def __init__(self, traced: fx.GraphModule) -> None:
+    def __init__(self, traced: fx.GraphModule, example: Any) -> None:
         super().__init__(traced)
         self.shapes: dict[fx.Node, torch.Size] = {}
         self.seen: dict[str, Seen] = {}
+        positional, named = arguments(example)
+        places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        rest = [named[p.target] if p.target in named else p.args[0] for p in places[len(positional) :]]
+        with torch.no_grad():
+            self.run(*positional, *rest)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -173,16 +182,6 @@ class _Run(fx.Interpreter):
             features = args[0].detach().movedim(_unit_dim(layer, args[0].dim()), 0).flatten(1)
             self.seen[target] = Seen(features[:, 0].clone(), (features == 0).all(1))
         return super().call_module(target, args, kwargs)
-
-
-def _run(traced: fx.GraphModule, example: Any) -> _Run:
-    run = _Run(traced)
-    positional, named = arguments(example)
-    places = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    rest = [named[p.target] if p.target in named else p.args[0] for p in places[len(positional) :]]
-    with torch.no_grad():
-        run.run(*positional, *rest)
-    return run
 
 
 def _unit_dim(layer: Layer, dims: int) -> int:

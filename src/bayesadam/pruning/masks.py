@@ -1,9 +1,9 @@
-"""Which weights to keep: masks by parameter name, True where a weight stays; on disk a bit for each weight."""
+"""Which weights remain: masks by parameter name, True where one does; on disk a bit for each weight."""
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Literal, get_args
 
@@ -50,37 +50,29 @@ def pruning_masks(
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
     require_one_network(posterior, "pruning")
-    check_scope(scope)
     excluded = matching(posterior.model, exclude)
     eligible = [name for name in posterior.mode if name not in excluded]
+    competing = compete(eligible, scope)
     if pattern is not None:
         if fraction is not None:
             raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
-        kept = _pattern_masks(posterior, _parsed(pattern), ranking, eligible)
+        remaining = _pattern_masks(posterior, _parsed(pattern), ranking, eligible)
     else:
         share = checked_fraction(fraction)
-        weights = {name: posterior.mode[name] for name in eligible}
-        kept = removing_lowest(weight_scores(posterior, ranking, eligible), weights, share, scope)
-    whole = all_kept(posterior)
-    return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
+        scores, remaining = weight_scores(posterior, ranking, eligible), {}
+        for names in competing:
+            weights = [posterior.mode[name] for name in names]
+            count = round(share * sum(theta.numel() for theta in weights))
+            removed = lowest([scores[name] for name in names], weights, count)
+            remaining |= {name: mask.logical_not_() for name, mask in zip(names, removed, strict=True)}
+    whole = nothing_removed(posterior)
+    return whole | {name: mask.to(whole[name].device) for name, mask in remaining.items()}
 
 
-def all_kept(posterior: Posterior) -> dict[str, Tensor]:
+def nothing_removed(posterior: Posterior) -> dict[str, Tensor]:
     """Masks that remove nothing, on the parameters' devices."""
     devices = {name: parameter.device for name, parameter in posterior.parameters().items()}
     return {n: torch.ones(t.shape, dtype=torch.bool, device=devices[n]) for n, t in posterior.mode.items()}
-
-
-def removing_lowest(
-    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], share: float, scope: Scope
-) -> dict[str, Tensor]:
-    """Masks that keep all but a share of the weights, those of the lowest scores."""
-    kept: dict[str, Tensor] = {}
-    for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
-        count = round(share * sum(weights[name].numel() for name in names))
-        removed = lowest([scores[name] for name in names], [weights[name] for name in names], count)
-        kept |= {name: mask.logical_not_() for name, mask in zip(names, removed, strict=True)}
-    return kept
 
 
 def checked_fraction(fraction: object) -> float:
@@ -90,10 +82,11 @@ def checked_fraction(fraction: object) -> float:
     return float(fraction)
 
 
-def check_scope(scope: object) -> None:
-    """Refuse a scope that is not one of `Scope`."""
+def compete(names: Iterable[str], scope: Scope) -> list[list[str]]:
+    """The names in groups whose weights compete: all of them, or each alone; another scope is refused."""
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
+    return [list(names)] if scope == "global" else [[name] for name in names]
 
 
 def _parsed(pattern: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from bayesadam._alone import in_eval_mode
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.graph import Units, understand
-from bayesadam.pruning.masks import Scope, all_kept, check_scope, checked_fraction
+from bayesadam.pruning.masks import Scope, checked_fraction, compete, nothing_removed
 from bayesadam.pruning.names import matching
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import lowest
@@ -50,19 +50,18 @@ def neuron_masks(
         exclude: layers whose units stay, by patterns of their weights' names.
         example_input: a batch that the model takes, to follow the units through it.
     """
-    check_scope(scope)
     share = checked_fraction(fraction)
     found = _removable(posterior, exclude, example_input)
     scores = dict(_ranked(posterior, ranking, found))
     removed: dict[str, Tensor] = {}
-    for names in [list(scores)] if scope == "global" else [[name] for name in scores]:
+    for names in compete(scores, scope):
         best = {name: scores[name].argmax() for name in names}
         # The best of a layer is put out of reach, and the count cut to what is left.
         ranked = [scores[name].index_fill(0, best[name], torch.inf) for name in names]
         total = sum(len(score) for score in ranked)
         count = min(round(share * total), total - len(names))
         removed |= zip(names, lowest(ranked, [scores[name] for name in names], count), strict=True)
-    masks = all_kept(posterior)
+    masks = nothing_removed(posterior)
     for units in found:
         gone = removed[f"{units.name}.weight"]
         for name in _own(units):
@@ -141,8 +140,7 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
         for reader in units.readers:
             read = f"{reader.name}.weight"
             if read in scores:
-                by_unit = reader.by_unit(scores[read], units.width) * arriving[units.name][:, None]
-                scores[read] = by_unit.reshape(scores[read].shape)
+                scores[read] = reader.scaled(scores[read], arriving[units.name])
     return scores
 
 
@@ -157,8 +155,7 @@ def _arriving(found: list[Units], own: dict[str, Tensor]) -> dict[str, Tensor]:
         for reader in units.readers:
             read = f"{reader.name}.weight"
             if read in strength:
-                by_unit = reader.by_unit(strength[read], units.width) * arriving[units.name].square()[:, None]
-                strength[read] = by_unit.reshape(strength[read].shape)
+                strength[read] = reader.scaled(strength[read], arriving[units.name].square())
     return arriving
 
 

@@ -19,7 +19,7 @@ from bayesadam.structures.formulas import precision
 
 @dataclass(frozen=True)
 class PrunedParameter:
-    """One row of a report: a parameter, its weights and those that stay, its bytes as it is and without the zeros."""
+    """One row of a report: a parameter, its weights and those that remain, its bytes as it is and without the zeros."""
 
     name: str
     weights: int
@@ -29,10 +29,10 @@ class PrunedParameter:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, mask: Tensor | None) -> PrunedParameter:
-        """Without its zeros a parameter has a bit for each weight and the values kept, where that is smaller."""
+        """Without its zeros a parameter has a bit for each weight and the remaining values, where that is smaller."""
         weights, size = parameter.numel(), parameter.element_size()
-        kept = weights if mask is None else int(mask.sum())
-        return cls(name, weights, kept, weights * size, min(weights * size, kept * size + (weights + 7) // 8))
+        remaining = weights if mask is None else int(mask.sum())
+        return cls(name, weights, remaining, weights * size, min(weights * size, remaining * size + (weights + 7) // 8))
 
     @property
     def sparsity(self) -> float:
@@ -41,8 +41,8 @@ class PrunedParameter:
 
 
 @dataclass(frozen=True)
-class PruningReport:
-    """What masks do to a model; prints as a table.
+class PruningReport(PrunedParameter):
+    """What masks do to a model: the row of all its parameters together, and each one's; prints as a table.
 
     Attributes:
         rows: one per parameter of the model.
@@ -55,30 +55,12 @@ class PruningReport:
     rows: tuple[PrunedParameter, ...]
     expected_loss_change: float | None = None
 
-    @property
-    def weights(self) -> int:
-        """Parameters of the model before."""
-        return sum(row.weights for row in self.rows)
-
-    @property
-    def kept(self) -> int:
-        """Parameters that are not removed."""
-        return sum(row.kept for row in self.rows)
-
-    @property
-    def sparsity(self) -> float:
-        """The share of all weights removed."""
-        return 1 - self.kept / self.weights if self.weights else 0.0
-
-    @property
-    def bytes_dense(self) -> int:
-        """The parameters' size as they are stored now; zeros take their place too."""
-        return sum(row.bytes_dense for row in self.rows)
-
-    @property
-    def bytes_sparse(self) -> int:
-        """An estimate of their size with zeros left out: a bit for each weight and the values kept."""
-        return sum(row.bytes_sparse for row in self.rows)
+    @classmethod
+    def total(cls, rows: tuple[PrunedParameter, ...], expected_loss_change: float | None = None) -> PruningReport:
+        """The sum of the rows."""
+        names = ("weights", "kept", "bytes_dense", "bytes_sparse")
+        weights, remaining, dense, sparse = (sum(getattr(row, name) for row in rows) for name in names)
+        return cls("total", weights, remaining, dense, sparse, rows, expected_loss_change)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -88,7 +70,7 @@ class PruningReport:
 
     def __str__(self) -> str:
         heading = ("parameter", "weights", "kept", "removed", "dense", "sparse")
-        lines = [heading, *(_cells(row.name, row) for row in self.rows), _cells("total", self)]
+        lines = [heading, *map(_cells, (*self.rows, self))]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
         table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         if self.expected_loss_change is not None:
@@ -106,7 +88,7 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
     model = unwrap(model_or_posterior.model if isinstance(model_or_posterior, Posterior) else model_or_posterior)
     found = checked_masks(model, masks)
     rows = tuple(PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters())
-    return PruningReport(rows, None if posterior is None else _expected_loss_change(posterior, found))
+    return PruningReport.total(rows, None if posterior is None else _expected_loss_change(posterior, found))
 
 
 @torch.no_grad()
@@ -124,9 +106,9 @@ def _expected_loss_change(posterior: Posterior, masks: Mapping[str, Tensor]) -> 
     return total
 
 
-def _cells(name: str, row: PrunedParameter | PruningReport) -> tuple[str, ...]:
+def _cells(row: PrunedParameter) -> tuple[str, ...]:
     counts = (f"{row.weights:,}", f"{row.kept:,}", f"{row.sparsity:.1%}")
-    return (name, *counts, _size(row.bytes_dense), _size(row.bytes_sparse))
+    return (row.name, *counts, _size(row.bytes_dense), _size(row.bytes_sparse))
 
 
 def _size(count: float) -> str:

@@ -16,7 +16,7 @@ from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import SettingError
-from bayesadam.pruning.masks import Scope, check_scope, checked_fraction
+from bayesadam.pruning.masks import Scope, checked_fraction, compete
 from bayesadam.pruning.names import matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
 from bayesadam.pruning.report import PrunedParameter, PruningReport
@@ -54,7 +54,6 @@ def prune_checkpoint(
     Returns:
         What was removed of the parameters with a state; buffers and frozen weights have no row.
     """
-    check_scope(scope)
     share = checked_fraction(fraction)
     if ranking not in RANKINGS:
         raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
@@ -62,15 +61,16 @@ def prune_checkpoint(
     checkpoint = read_checkpoint(path, reading)
     match = match_checkpoint(checkpoint, options=reading)
     entries = {entry.name: entry for entry in match.entries}
-    check_entries(match)
     whole = matching_names(entries.keys(), exclude)
     eligible = {name: entry for name, entry in entries.items() if name not in whole}
-    cuts = _cuts(eligible, RANKINGS[ranking], share, scope)
+    competing = compete(eligible, scope)
+    check_entries(match)
+    cuts = _cuts(eligible, competing, RANKINGS[ranking], share)
     outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
     masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in entries)
-    return PruningReport(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
+    return PruningReport.total(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
 
 
 Rank = Callable[[Weights], Tensor]
@@ -85,11 +85,13 @@ def _scored(entries: Sequence[Entry], rank: Rank) -> Iterator[tuple[Tensor, Tens
         yield rank(Weights(theta, v, 1.0, _POWER, 0.0, "map")).reshape(-1), theta.reshape(-1)
 
 
-def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) -> dict[str, Cut | None]:
+def _cuts(
+    entries: Mapping[str, Entry], competing: Sequence[Sequence[str]], rank: Rank, share: float
+) -> dict[str, Cut | None]:
     """Where the lowest scores end, for every parameter in turn; None where nothing is removed."""
     cuts: dict[str, Cut | None] = {}
     wide = any(entry.parameter.dtype == torch.float64 for entry in entries.values())
-    for names in [list(entries)] if scope == "global" else [[name] for name in entries]:
+    for names in competing:
         count = round(share * sum(entries[name].parameter.numel() for name in names))
         if not count:
             cuts |= dict.fromkeys(names)
@@ -104,11 +106,10 @@ def _cuts(entries: Mapping[str, Entry], rank: Rank, share: float, scope: Scope) 
 
 def _mask(entry: Entry, rank: Rank, cut: Cut | None) -> Tensor:
     """True where a weight stays."""
-    kept = torch.ones(entry.parameter.numel(), dtype=torch.bool)
-    first = 0
-    for score, weight in _scored([entry], rank) if cut is not None else ():
-        assert cut is not None
+    if cut is None:
+        return torch.ones(entry.parameter.shape, dtype=torch.bool)
+    remaining = []
+    for score, weight in _scored([entry], rank):
         taken, cut = cut.taken(score, weight)
-        kept[first : first + len(score)] = ~taken
-        first += len(score)
-    return kept.view(entry.parameter.shape)
+        remaining.append(taken.logical_not_())
+    return torch.cat(remaining).view(entry.parameter.shape)

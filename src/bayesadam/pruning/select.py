@@ -78,7 +78,7 @@ def _sizes(weights: Tensor) -> Tensor:
 
 
 def best_of_groups(scores: Tensor, weights: Tensor, keep: int) -> Tensor:
-    """True at the `keep` highest of each row of scores; equal ones by |weight|, then the later position is kept."""
+    """True at the `keep` highest of each row of scores; equal ones by |weight|, then the later position remains."""
     masks = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     rows = max(1, CHUNK // scores.shape[1])
     for score, weight, mask in zip(*(torch.split(tensor, rows) for tensor in (scores, weights, masks)), strict=True):

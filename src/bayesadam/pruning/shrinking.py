@@ -62,15 +62,15 @@ def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
         gone[0] = False
     if not bool(gone.any()):
         return False
-    kept = (~gone).nonzero()[:, 0]
+    remaining = (~gone).nonzero()[:, 0]
     folded = (gone & ~unread).nonzero()[:, 0]
     for reader in units.readers:
         if len(folded):
             _fold(reader, seen[reader.name], width, folded)
-        _keep_inputs(reader, kept, width)
+        _keep_inputs(reader, remaining, width)
     for norm, layout in units.norms:
-        _keep_channels(norm, layout, kept, width)
-    _keep_outputs(units.layer, kept)
+        _keep_channels(norm, layout, remaining, width)
+    _keep_outputs(units.layer, remaining)
     return True
 
 
@@ -100,22 +100,22 @@ def _fold(reader: Reader, seen: Seen, width: int, units: Tensor) -> None:
         layer.bias = _parameter(bias.to(weight), layer.weight if layer.bias is None else layer.bias)
 
 
-def _keep_inputs(reader: Reader, kept: Tensor, width: int) -> None:
+def _keep_inputs(reader: Reader, remaining: Tensor, width: int) -> None:
     layer = reader.layer
-    columns = reader.layout.positions(kept.to(layer.weight.device), width)
+    columns = reader.layout.positions(remaining.to(layer.weight.device), width)
     layer.weight = _parameter(layer.weight.detach()[:, columns], layer.weight)
     setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", len(columns))
 
 
-def _keep_outputs(layer: Layer, kept: Tensor) -> None:
-    layer.weight = _parameter(layer.weight.detach()[kept], layer.weight)
+def _keep_outputs(layer: Layer, remaining: Tensor) -> None:
+    layer.weight = _parameter(layer.weight.detach()[remaining], layer.weight)
     if layer.bias is not None:
-        layer.bias = _parameter(layer.bias.detach()[kept], layer.bias)
-    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", len(kept))
+        layer.bias = _parameter(layer.bias.detach()[remaining], layer.bias)
+    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", len(remaining))
 
 
-def _keep_channels(norm: nn.Module, layout: Layout, kept: Tensor, width: int) -> None:
-    channels = layout.positions(kept, width)
+def _keep_channels(norm: nn.Module, layout: Layout, remaining: Tensor, width: int) -> None:
+    channels = layout.positions(remaining, width)
     for key, parameter in norm._parameters.items():
         if parameter is not None:
             norm._parameters[key] = _parameter(parameter.detach()[channels.to(parameter.device)], parameter)

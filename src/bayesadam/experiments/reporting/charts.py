@@ -337,10 +337,10 @@ def regret(run: Finished, problem: str) -> Chart:
         points: Sequence[int] = next((cell["points"] for cell in cells.values()), ())
         for place in range(0, len(points), max(1, len(points) // 50)):
             there = {agent: cell for agent, cell in cells.items() if place < len(cell["points"])}
-            values = [
-                [significant(cell[name][place]) for name in ("regret_mean", "regret_sd")] for cell in there.values()
-            ]
-            rows = [(a, bandits.TITLES.get(a, a), " ± ".join(pair)) for a, pair in zip(there, values, strict=True)]
+            shown = {
+                a: [significant(c[name][place]) for name in ("regret_mean", "regret_sd")] for a, c in there.items()
+            }
+            rows = [(agent, bandits.TITLES.get(agent, agent), " ± ".join(pair)) for agent, pair in shown.items()]
             chart.stop(axes, points[place], f"round {points[place]:,}", rows)
     return chart
 

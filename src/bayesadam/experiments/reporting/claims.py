@@ -83,13 +83,7 @@ class Judged:
             "verdict": self.verdict.value,
             "reservation": self.reservation,
             "checks": [
-                {
-                    "what": c.what,
-                    "passed": c.passed,
-                    "shown": c.numbers,
-                    "values": list(c.values),
-                    "from": list(c.sources),
-                }
+                {"what": c.what, "passed": c.passed, "shown": c.numbers, "values": c.values, "from": c.sources}
                 for c in self.checks
             ],
         }
@@ -181,11 +175,10 @@ def _narrow_outside(run: Finished) -> list[Check]:
 
     found = []
     for method in ("bbb", "vadam"):
-        what, both = (
-            f"outside, {FITTED[method]} below half the GP's",
-            (run.sample(m, "std_out") for m in (method, "gp")),
+        both = (run.sample(m, "std_out") for m in (method, "gp"))
+        found += _compared(
+            f"outside, {FITTED[method]} below half the GP's", both, narrow, words="{} against the GP's {}"
         )
-        found += _compared(what, both, narrow, words="{} against the GP's {}")
     return found
 
 
@@ -247,10 +240,8 @@ def _column_by_column(
 
 def _vadam_leads(run: Finished) -> list[Check]:
     rewards = {agent: found for agent in PAPER if (found := _rewards(run, agent))}
-    if "vadam" not in rewards or len(rewards) < 2:
-        return []
-    problems = [problem for problem in rewards["vadam"] if all(problem in rows for rows in rewards.values())]
-    if not problems:
+    problems = [p for p in rewards.get("vadam", ()) if all(p in rows for rows in rewards.values())]
+    if not problems or len(rewards) < 2:
         return []
     led = [p for p in problems if max(rewards, key=lambda agent: rewards[agent][p].mean) == "vadam"]
     what, n_led, n = "Vadam has the highest mean in most columns", len(led), len(problems)

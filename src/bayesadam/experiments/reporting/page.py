@@ -92,6 +92,7 @@ def page(report: Report) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode("ascii")
+    style, script = (Markup(files(__package__).joinpath(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     return environment.get_template("page.html").render(
         report=report,
         charts=charts,
@@ -106,13 +107,9 @@ def page(report: Report) -> str:
         duration=duration,
         count=_count,
         version=__version__,
-        style=_asset("page.css"),
-        script=_asset("page.js"),
+        style=style,
+        script=script,
     )
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def _count(number: int, what: str) -> str:

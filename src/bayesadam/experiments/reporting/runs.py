@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def read(root: Path, name: str, experiment: str) -> Finished | None:
     if command != experiment:
         raise FileError(f"{path} is of `bayesadam {command}`, not {experiment}: move it, or report on another folder")
     try:
-        _CHECKS[experiment](metrics["settings"], metrics["results"])
+        _check(experiment, metrics["settings"], metrics["results"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run again") from None
     found = Finished(experiment, name, metrics, hashlib.sha256(raw).hexdigest())
@@ -150,56 +150,39 @@ def others(root: Path, experiment: str) -> list[Finished]:
     return [run for run in found if run is not None and run.complete]
 
 
-def _numbers(values: Any) -> None:
-    if not isinstance(values, list) or not {type(value) for value in values} <= {int, float, type(None)}:
-        raise ValueError(f"not a list of numbers: {str(values)[:60]}")
+def _numbers(*lists: Any, alike: bool = False) -> None:
+    """Refuse what is not a list of numbers and, if they must be alike, lists of unequal length."""
+    for values in lists:
+        if not isinstance(values, list) or not {type(value) for value in values} <= {int, float, type(None)}:
+            raise ValueError(f"not a list of numbers: {str(values)[:60]}")
+    if alike and len({len(values) for values in lists}) > 1:
+        raise ValueError("lists of unequal length")
 
 
-def _check_regression(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    _counts(settings, "epochs", "n_seeds")
-    for scores in results.values():
-        for name in METRICS:
-            _numbers(scores[name])
-
-
-def _check_pruning(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    _counts(settings, "epochs", "n_seeds")
-    _texts([settings["data"]])
-    for rankings in results.values():
-        for found in rankings.values():
-            _numbers(found["fractions"])
-            for row in found["accuracy"]:
-                _numbers(row)
-                if len(row) != len(found["fractions"]):
-                    raise ValueError(f"{len(row)} accuracies for {len(found['fractions'])} fractions")
-
-
-def _check_bandits(settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    _counts(settings, "runs")
-    _texts([settings["settings"], *settings["problems"], *settings["agents"]])
-    if settings["rounds"] is not None:
-        _counts(settings, "rounds")
-    for agents in results.values():
-        for cell in agents.values():
-            for name in ("reward_ratio", "regret_ratio", "points", "regret_mean", "regret_sd"):
-                _numbers(cell[name])
-            if not len(cell["points"]) == len(cell["regret_mean"]) == len(cell["regret_sd"]):
-                raise ValueError("curves of unequal length")
-            _counts(cell, "rounds")
-
-
-def _counts(holder: Mapping[str, Any], *names: str) -> None:
-    for name in names:
+def _check(experiment: str, settings: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Refuse settings and results that lack what the page shows, or have it in another form."""
+    names: list[Any] = []
+    counts = [(settings, name) for name in (("runs",) if experiment == "bandits" else ("epochs", "n_seeds"))]
+    parts = list(results.values())
+    if experiment == "regression":
+        for values in (scores[name] for scores in parts for name in METRICS):
+            _numbers(values)
+    elif experiment == "pruning":
+        names = [settings["data"]]
+        for found in (found for rankings in parts for found in rankings.values()):
+            _numbers(found["fractions"], *found["accuracy"], alike=True)
+    else:
+        names = [settings["settings"], *settings["problems"], *settings["agents"]]
+        counts += [] if settings["rounds"] is None else [(settings, "rounds")]
+        for cell in (cell for agents in parts for cell in agents.values()):
+            _numbers(cell["reward_ratio"], cell["regret_ratio"])
+            _numbers(cell["points"], cell["regret_mean"], cell["regret_sd"], alike=True)
+            counts.append((cell, "rounds"))
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a name is not text")
+    for holder, name in counts:
         if type(holder[name]) is not int:
             raise ValueError(f"{name} is not a whole number")
-
-
-def _texts(values: Sequence[Any]) -> None:
-    if not all(isinstance(value, str) for value in values):
-        raise ValueError("a name is not text")
-
-
-_CHECKS = {"regression": _check_regression, "pruning": _check_pruning, "bandits": _check_bandits}
 
 
 def _curves(path: Path, results: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -207,8 +190,8 @@ def _curves(path: Path, results: Mapping[str, Any]) -> Mapping[str, Any] | None:
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         curves = [found["methods"][method][name] for method in results for name in SHOWN]
-        for values in (found["x"], found["truth"], *found["train"].values(), *curves):
-            _numbers(values)
+        _numbers(found["truth"], *found["train"].values())
+        _numbers(found["x"], *curves, alike=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if all(len(curve) == len(found["x"]) for curve in curves) else None
+    return found

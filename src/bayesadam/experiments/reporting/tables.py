@@ -121,11 +121,8 @@ def regression_curves(run: Finished) -> Table:
 
     places = range(0, len(curves["x"]), _GRID_STEP)
     rows = tuple((fixed(curves["x"][place], 2), tuple(cell(m, place) for m in methods)) for place in places)
-    title, columns = (
-        "Mean ± standard deviation, noise included, first seed",
-        (regression.TITLES.get(m, m) for m in methods),
-    )
-    return Table(f"{run.name}/curves", title, "x", tuple(columns), rows)
+    columns = tuple(regression.TITLES.get(method, method) for method in methods)
+    return Table(f"{run.name}/curves", "Mean ± standard deviation, noise included, first seed", "x", columns, rows)
 
 
 RANKINGS = {"snr": "signal-to-noise ratio", "magnitude": "magnitude", "path-snr": "path scores"}
@@ -199,11 +196,11 @@ def rewards(run: Finished) -> Table:
 def regrets(run: Finished) -> Table:
     """Regret in percent of Uniform's expected regret: the other normalisation in use."""
     problems = problems_of(run)
-    rows = []
-    for agent in agents_of(run):
-        samples = [run.sample(problem, agent, "regret_ratio") for problem in problems]
-        cells = tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.sd)}") for s in samples)
-        rows.append((bandits.TITLES.get(agent, agent), cells))
+    samples = {agent: [run.sample(problem, agent, "regret_ratio") for problem in problems] for agent in agents_of(run)}
+    rows = (
+        (bandits.TITLES.get(agent, agent), tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.sd)}") for s in found))
+        for agent, found in samples.items()
+    )
     title = "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better"
     return Table(f"{run.name}/regrets", title, "agent", tuple(problems), tuple(rows))
 
@@ -226,6 +223,6 @@ def regret_curve(run: Finished, problem: str) -> Table:
     rows = tuple((f"{points[place]:,}", tuple(cell(agent, place) for agent in agents)) for place in places)
     title, columns = (
         f"{problem}: cumulative regret, mean ± standard deviation",
-        (bandits.TITLES.get(a, a) for a in agents),
+        tuple(bandits.TITLES.get(a, a) for a in agents),
     )
-    return Table(f"{run.name}/regret/{problem}", title, "round", tuple(columns), rows)
+    return Table(f"{run.name}/regret/{problem}", title, "round", columns, rows)
