@@ -333,10 +333,11 @@ def test_a_draw_is_one_function_over_all_rows():
     X, y = sine(noise=0.5)
     model = BadamRegressor(**SMALL).fit(X, y)
     # The same row twice: one function has one value there, and only the noise differs.
-    draws = model.sample_y(X[[0, 0]], 20_000)
+    n = 16_000
+    draws = model.sample_y(X[[0, 0]], n)
     _, std = model.predict(X[:1], return_std=True)
-    assert np.var(draws[0] - draws[1]) == pytest.approx(2 * model.noise_variance_, rel=0.05)
-    function_variance, error = std[0] ** 2 - model.noise_variance_, std[0] ** 2 / np.sqrt(20_000)
+    assert np.var(draws[0] - draws[1]) == pytest.approx(2 * model.noise_variance_, rel=0.1)
+    function_variance, error = std[0] ** 2 - model.noise_variance_, std[0] ** 2 / np.sqrt(n)
     assert np.cov(draws)[0, 1] == pytest.approx(function_variance, abs=4 * error)
     assert function_variance > 6 * error
 
@@ -424,10 +425,10 @@ def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     assert np.allclose(std, found.stddev.numpy()[:, 0] * scale, rtol=1e-12)
     scaled = torch.from_numpy((y[:6, None] - shift) / scale)
     assert np.allclose(model.log_likelihood(X[:6], y[:6]), found.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
-    draws = model.sample_y(X[:6], 4000, random_state=1)
-    assert draws.shape == (6, 4000)
-    assert np.abs((draws.mean(axis=-1) - mean) / std).max() < 5 / np.sqrt(4000)
-    assert np.abs(draws.std(axis=-1) / std - 1).max() < 0.15
+    draws = model.sample_y(X[:6], 1500, random_state=1)
+    assert draws.shape == (6, 1500)
+    assert np.abs((draws.mean(axis=-1) - mean) / std).max() < 5 / np.sqrt(1500)
+    assert np.abs(draws.std(axis=-1) / std - 1).max() < 0.2
     assert (name == "poisson") == bool((draws == draws.round()).all())
     assert hasattr(model, "noise_variance_") == (name == "regression")
 
