@@ -17,11 +17,11 @@ from bayesadam.structures.noise import stream_seed
 from bayesadam.structures.padding import keep_row
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.sharded import draw
-from bayesadam.structures.structure import Named, Plain, StructureSpec
+from bayesadam.structures.structure import Named, Structure, StructureSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Plain):
+class Diagonal(Structure):
     """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
 
     second_moment: Mapping[str, Tensor]
