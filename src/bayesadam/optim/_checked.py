@@ -58,12 +58,6 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def positive(name: str, value: object, meaning: str) -> None:
-    """Refuse what is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
-
-
 def not_negative(name: str, value: object) -> None:
     """Refuse what is not a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:

@@ -11,9 +11,9 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.reader import State
 from bayesadam.engine.rules.ivon import ivon_update
-from bayesadam.optim._checked import Group, not_negative, positive
+from bayesadam.optim._checked import Group, not_negative
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, positive
 
 
 def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:

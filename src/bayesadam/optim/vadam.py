@@ -11,9 +11,9 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
-from bayesadam.optim._checked import Group, positive
+from bayesadam.optim._checked import Group
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, positive
 
 
 class Vadam(PerturbedOptimizer):
