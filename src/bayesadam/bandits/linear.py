@@ -104,8 +104,9 @@ class _OnStatistics(Learner):
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         self.statistics = Statistics.zeros(buffer.runs, n_arms, self._width() + 1, self.device)
+        self._memory |= vars(self.statistics)
         self._linear: LinearPosterior | None = None
-        self._linear_noise = Streams(seeds, "linear", self.device)
+        self._linear_noise = self._stream("linear", seeds)
 
     @abstractmethod
     def _width(self) -> int:
@@ -134,14 +135,6 @@ class _OnStatistics(Learner):
             data = self.statistics.standardised(*self.buffer.moments()) if s.standardise else self.statistics
             self._linear = LinearPosterior.of(data, precision=s.precision, shape=s.shape, scale=s.scale)
         return self._linear
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The statistics."""
-        return {**super().tensors(), **vars(self.statistics)}
-
-    def streams(self) -> dict[str, Streams]:
-        """The posterior draws' too."""
-        return super().streams() | {"linear": self._linear_noise}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The posterior follows from the statistics."""
@@ -172,6 +165,7 @@ class NeuralLinear(_OnStatistics, Greedy):
         super().__init__(settings, buffer, n_arms, seeds)
         self._newest = torch.zeros(buffer.runs, n_arms, self.settings.window, dtype=torch.int64, device=self.device)
         self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
+        self._memory |= {"newest": self._newest, "pulls": self._pulls}
 
     def _width(self) -> int:
         return self.settings.hidden[-1]
@@ -207,7 +201,3 @@ class NeuralLinear(_OnStatistics, Greedy):
             weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
             self.statistics.add(arm, self._features(contexts), rewards.double(), weights)
         self._linear = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The windows too."""
-        return {**super().tensors(), "newest": self._newest, "pulls": self._pulls}
