@@ -29,7 +29,7 @@ class PredictOptions(TypedDict, total=False):
     method: PredictiveKind | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Options:
     """The keywords of `predict`; `method` is the old name of `predictive`."""
 

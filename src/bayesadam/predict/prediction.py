@@ -54,16 +54,8 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
     with evaluating(gaussian.model):
         if kind == "linearised":
             params, variances = parameters_at_mean(gaussian), [gaussian.coordinate_variance.__getitem__]
-            found = moments(
-                call,
-                params,
-                variances,
-                inputs,
-                options.covariance,
-                budget,
-                gaussian.structure.bases,
-                [gaussian.directions],
-            )
+            bases, directions = gaussian.structure.bases, [gaussian.directions]
+            found = moments(call, params, variances, inputs, options.covariance, budget, bases, directions)
             mean, variance, block = found.mean, found.variance[0], found.covariance
         else:
             draws, centre = _draws(gaussian, call, inputs, options)
