@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bayesadam._storage import check_owner
 from bayesadam.curvature.read import read_match, working_dtype
-from bayesadam.curvature.rotated import Rotation
+from bayesadam.curvature.rotated import Rotation, is_orthonormal
 from bayesadam.errors import ImproperError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.structure import Directions, Named, Reading, Stored, Structure, StructureSpec, is_orthonormal
+from bayesadam.structures.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5

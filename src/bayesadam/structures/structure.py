@@ -163,12 +163,6 @@ class Stored:
         return FileError(f"{self.path} is damaged: {why}")
 
 
-def is_orthonormal(columns: Tensor) -> bool:
-    """Whether the columns of a matrix are, within rounding."""
-    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
-    return bool(((columns.mT @ columns - identity).abs() < 1e-2).all())
-
-
 @dataclass(frozen=True, eq=False)
 class Reading:
     """What a structure is built from: the optimiser's state, matched once.
