@@ -103,14 +103,11 @@ class _OnStatistics(Learner):
 
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self.statistics = Statistics.zeros(buffer.runs, n_arms, self._width() + 1, self.device)
+        width = self._features(buffer.contexts[:, :0]).shape[2]
+        self.statistics = Statistics.zeros(buffer.runs, n_arms, width, self.device)
         self._memory |= vars(self.statistics)
         self._linear: LinearPosterior | None = None
         self._linear_noise = self._stream("linear", seeds)
-
-    @abstractmethod
-    def _width(self) -> int:
-        """How many features there are besides the constant."""
 
     @abstractmethod
     def _features(self, contexts: Tensor) -> Tensor:
@@ -145,9 +142,6 @@ class _OnStatistics(Learner):
 class Linear(_OnStatistics):
     """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed."""
 
-    def _width(self) -> int:
-        return self.buffer.contexts.shape[2]
-
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts)
 
@@ -166,9 +160,6 @@ class NeuralLinear(_OnStatistics, Greedy):
         self._newest = torch.zeros(buffer.runs, n_arms, self.settings.window, dtype=torch.int64, device=self.device)
         self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
         self._memory |= {"newest": self._newest, "pulls": self._pulls}
-
-    def _width(self) -> int:
-        return self.settings.hidden[-1]
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
