@@ -320,9 +320,7 @@ def _recorded(folder: Path) -> Recorded:
 
 
 def _is_trainer(path: Path, head: bytes) -> bool:
-    if not path.is_dir():
-        return False
-    there = files_of(path)
+    there = files_of(path) if path.is_dir() else set()
     weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
     return _STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
 
@@ -483,9 +481,7 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 
 def _is_accelerate(path: Path, head: bytes) -> bool:
-    if not path.is_dir():
-        return False
-    there = files_of(path)
+    there = files_of(path) if path.is_dir() else set()
     # The Trainer of transformers may leave an optimizer.bin, too.
     return _STATE not in there and any(
         _ACCELERATE_OPTIMIZER.fullmatch(name) or _ACCELERATE_RANDOM.fullmatch(name) for name in there

@@ -19,7 +19,7 @@ from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
-from bayesadam.structures.structure import Directions
+from bayesadam.structures.structure import Directions, Named
 
 VarianceOf = Callable[[str], Tensor]
 
@@ -29,7 +29,7 @@ class Task:
     """What is asked of the linearised network, whatever the inputs; the fields are the arguments of `linearised.moments`."""
 
     call: Call
-    params: Mapping[str, Tensor]
+    params: Named
     variances: Sequence[VarianceOf]
     covariance: bool
     budget: int
@@ -76,7 +76,7 @@ def projected_moments(
     return torch.cat(variance, dim=1), torch.cat(blocks) if task.covariance else None
 
 
-def _parts(rows: Mapping[str, Tensor], variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
+def _parts(rows: Named, variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
     """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
     white = {name: row * variance(name).sqrt().to(row) for name, row in rows.items()}
     if directions is None:
@@ -125,9 +125,7 @@ def jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], in
     return {name: torch.stack([row[name] for row in loop]) for name in mine}
 
 
-def _confirmed(
-    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, found: Mapping[str, Tensor]
-) -> bool:
+def _confirmed(call: Call, mine: Named, others: Named, inputs: Any, found: Named) -> bool:
     """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
     with torch.enable_grad():
