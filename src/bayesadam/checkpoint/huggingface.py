@@ -4,8 +4,6 @@ What is read: safetensors, JSON, and files of `torch.save` as far as they hold t
 and the random states are pickles of classes, and are not opened.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

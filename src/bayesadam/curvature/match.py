@@ -1,7 +1,5 @@
 """Which state belongs to which parameter: by identity for a live optimiser, by name or checked order for a saved one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

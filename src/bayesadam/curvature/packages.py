@@ -9,8 +9,6 @@ of Q₂, and so on, and the curvature of a weight seen as the matrix (first dime
 The first gradient only finds the bases. What differs is where V, Q and the count of steps are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any

@@ -1,7 +1,5 @@
 """What the optimisers of this package share: settings that are checked, and a state that survives saving."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

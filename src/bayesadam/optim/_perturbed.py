@@ -1,7 +1,5 @@
 """What Vadam and IVON share: gradients at weights drawn from the optimiser's own Gaussian, and the care around them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

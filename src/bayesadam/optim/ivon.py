@@ -1,7 +1,5 @@
 r"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step with a Hessian estimated from the noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 r"""Vadam (Khan et al. 2018, arXiv 1806.04854): Adam at perturbed weights, whose second moment is q's precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

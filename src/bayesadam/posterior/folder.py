@@ -4,8 +4,6 @@ Each process writes its shards; any number of processes reads them. The one pick
 read by `checkpoint.distributed`, which makes nothing but plain records of it, before torch is let near it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 where Σ is narrower along a few directions over all weights together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -4,8 +4,6 @@ Notation: b examples, c outputs of the network, p positions at which a weight is
 sequence, the places of a convolution), D = ∂f/∂(layer output).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a Gaussian posterior: diag or all of J Σ Jᵀ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

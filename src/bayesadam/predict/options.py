@@ -1,7 +1,5 @@
 """The options of a prediction, checked once."""
 
-from __future__ import annotations
-
 from dataclasses import InitVar, dataclass
 from typing import Literal, TypedDict, get_args
 

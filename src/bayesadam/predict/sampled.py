@@ -1,7 +1,5 @@
 """Draws of the network's outputs: from weight draws, from activations, or from the linearised network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

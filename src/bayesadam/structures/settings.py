@@ -1,7 +1,5 @@
 """The numbers that turn curvature into precision, checked once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the callbacks share: how N is found, and the posterior read, calibrated, logged and saved."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
