@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, TypeGuard, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bayesadam.errors import MatchError
@@ -17,6 +19,8 @@ from bayesadam.errors import MatchError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -133,3 +137,25 @@ def recover(model: nn.Module) -> None:
         if module not in inner and hasattr(module, "reset_iter_state"):
             cast("FSDPModule", module).reset_iter_state()
         inner.update(module.modules())
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that logs and writes."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """`work` done by the first rank alone, its result or its failure given to all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return work()
+    box: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            box[0] = work()
+        except Exception as error:
+            # Raised below on every rank: the others would wait for ever.
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesadam.bandits.agents import AGENTS, agent_settings, entry, learner_of
+from bayesadam.bandits.agents import AGENTS, agent_settings, entry
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Badam, Bootstrap, Greedy, MCDropout, Variational, initial_weights
 from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
@@ -225,7 +225,7 @@ def test_dropout_in_training_alone_for_those_who_choose_without():
 @pytest.mark.parametrize("kind", ["greedy", "badam", "bbb", "vadam", "ivon"])
 def test_the_average_of_the_weights_acts(kind):
     own = {**SMALL, "train_steps": 1, "lr": 0.05, "average": 0.6, **({"form": "map"} if kind == "badam" else {})}
-    learner = learner_of(kind, entry(kind).settings(**own), filled(), 4, [3, 4])
+    learner = entry(kind).learner(entry(kind).settings(**own), filled(), 4, [3, 4])
     seen, expected = [], None
     for t in range(5):
         learner.train()

@@ -28,7 +28,7 @@ _NONE: Values = MappingProxyType({})
 
 
 class Entry(NamedTuple):
-    """An agent: what learns, the class of its settings, and how both differ from the values that all agents share."""
+    """An agent: what learns (see `Learner`), the class of its settings, and how it differs from what all agents share."""
 
     learner: Callable[[AgentSettings, Buffer, int, Sequence[int]], Learner]
     settings: type[AgentSettings]
@@ -103,8 +103,3 @@ def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **change
     shared, single = (_PAPER, own.paper) if settings == "paper" else (_TUNED, own.tuned)
     values = {name: value for name, value in shared.items() if name in known}
     return own.settings(**{**values, **single, **changes})
-
-
-def learner_of(agent: str, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> Learner:
-    """What learns for an agent; arguments as in `Learner`."""
-    return entry(agent).learner(settings, buffer, n_arms, seeds)

@@ -24,7 +24,7 @@ from bayesadam.engine.rules import Adam, Dropout, Gaussian, Rule
 from bayesadam.engine.rules.adam import second_moment
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
-from bayesadam.structures.formulas import precision, shrunk_mean
+from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.noise import stream_seed
 
 
@@ -39,7 +39,15 @@ class Learner(ABC):
         self.settings, self.buffer, self.n_arms = settings, buffer, n_arms
         self.device = buffer.contexts.device
         self.seeds = tuple(seeds)
-        self._explore = Streams(seeds, "explore", self.device)
+        # What makes up the learner besides its networks, by name.
+        self._memory: dict[str, Tensor] = {}
+        self._streams: dict[str, Streams] = {}
+        self._explore = self._stream("explore", seeds)
+
+    def _stream(self, purpose: str, seeds: Sequence[int]) -> Streams:
+        """A new source of random numbers, part of the state."""
+        self._streams[purpose] = Streams(seeds, purpose, self.device)
+        return self._streams[purpose]
 
     def scores(self, contexts: Tensor) -> Tensor:
         """(runs, k, features) → (runs, k, arms); the arm to choose is the largest."""
@@ -60,16 +68,12 @@ class Learner(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The memory that makes up what was learnt, by name."""
-        return {}
-
-    def streams(self) -> dict[str, Streams]:
-        """The sources of random numbers, by name."""
-        return {"explore": self._explore}
+        return self._memory
 
     def state(self) -> dict[str, Tensor]:
         """A copy of the whole state, on the CPU."""
         state = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors().items()}
-        return state | {f"stream.{name}": stream.state() for name, stream in self.streams().items()}
+        return state | {f"stream.{name}": stream.state() for name, stream in self._streams.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what was learnt, but no random numbers, from the `tensors` of a learner with the same settings."""
@@ -79,7 +83,7 @@ class Learner(ABC):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken, with the same settings and seeds."""
         self.load(state)
-        for name, stream in self.streams().items():
+        for name, stream in self._streams.items():
             stream.restore(state[f"stream.{name}"])
 
 
@@ -139,13 +143,15 @@ class NetworkLearner(Learner):
             steps_per_graph=own.train_steps,
         )
         self.params = self.stack.params
-        self._batches = Streams(self.owners, "batches", self.device)
-        self._posterior = Streams(seeds, "posterior", self.device)
+        self._batches = self._stream("batches", self.owners)
+        self._posterior = self._stream("posterior", seeds)
+        self._streams["training"] = self.stack.streams
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         networks = len(self.owners)
         self._shift = torch.zeros(networks, 1, device=self.device)
         self._scale = torch.ones(networks, 1, device=self.device)
         self._errors = torch.full((networks, 2), _NOISE_START, device=self.device)
+        self._memory |= {"shift": self._shift, "scale": self._scale, "errors": self._errors}
 
     @abstractmethod
     def _rule(self) -> Rule:
@@ -233,13 +239,7 @@ class NetworkLearner(Learner):
         """Weights, the rule's memory, the counts, and what the noise is estimated from."""
         # A training writes the scale and the deviations before it reads them.
         learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in ("scale", "std")}
-        own = {"shift": self._shift, "scale": self._scale, "errors": self._errors}
-        return learnt | own | {"steps": torch.tensor(self.stack.done)}
-
-    def streams(self) -> dict[str, Streams]:
-        """Exploration, mini-batches, training noise and posterior draws."""
-        own = {"batches": self._batches, "training": self.stack.streams, "posterior": self._posterior}
-        return super().streams() | own
+        return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The count of steps and what follows from the weights too."""
@@ -278,11 +278,9 @@ class Badam(Greedy):
         """Read off Adam's second moment."""
         settings, mean = self.settings, self.stack.mean
         moment = second_moment(self.stack.state, settings.betas[1])
-        n, delta = self._n_data(), 1 / settings.prior_variance
-        variance = precision(moment, n, delta, settings.power).reciprocal_()
-        if settings.form == "map":
-            return Gaussian(mean, variance)
-        return Gaussian(shrunk_mean(mean, moment, n, delta, settings.power), variance)
+        shrink = settings.form == "likelihood"
+        rule = PrecisionRule(self._n_data(), 1 / settings.prior_variance, settings.power, shrink)
+        return Gaussian(rule.mean(mean, moment), rule.precision(moment).reciprocal_())
 
 
 class MCDropout(Greedy):
@@ -328,7 +326,8 @@ class Bootstrap(Greedy):
         super().__init__(settings, buffer, n_arms, seeds)
         room = buffer.contexts.shape[1]
         self._counts = torch.zeros(len(self.owners), room, dtype=torch.uint8, device=self.device)
-        self._bootstrap = Streams(self.owners, "bootstrap", self.device)
+        self._memory["counts"] = self._counts
+        self._bootstrap = self._stream("bootstrap", self.owners)
 
     def _owners(self) -> tuple[int, ...]:
         members = range(self.settings.members)
@@ -347,14 +346,6 @@ class Bootstrap(Greedy):
         every = forward(self.network, self.params, self._by_network(contexts)).view(runs, members, k, self.n_arms)
         chosen = self._posterior.rows(members, k)
         return every.gather(1, chosen[:, None, :, None].expand(-1, 1, -1, self.n_arms)).squeeze(1)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The members' weights of the observations too."""
-        return {**super().tensors(), "counts": self._counts}
-
-    def streams(self) -> dict[str, Streams]:
-        """The bootstrap's own too."""
-        return super().streams() | {"bootstrap": self._bootstrap}
 
 
 def initial_weights(network: Network, seeds: Sequence[int], span: float | None, device: torch.device) -> Tensor:

@@ -103,13 +103,11 @@ class _OnStatistics(Learner):
 
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self.statistics = Statistics.zeros(buffer.runs, n_arms, self._width() + 1, self.device)
+        width = self._features(buffer.contexts[:, :0]).shape[2]
+        self.statistics = Statistics.zeros(buffer.runs, n_arms, width, self.device)
+        self._memory |= vars(self.statistics)
         self._linear: LinearPosterior | None = None
-        self._linear_noise = Streams(seeds, "linear", self.device)
-
-    @abstractmethod
-    def _width(self) -> int:
-        """How many features there are besides the constant."""
+        self._linear_noise = self._stream("linear", seeds)
 
     @abstractmethod
     def _features(self, contexts: Tensor) -> Tensor:
@@ -135,14 +133,6 @@ class _OnStatistics(Learner):
             self._linear = LinearPosterior.of(data, precision=s.precision, shape=s.shape, scale=s.scale)
         return self._linear
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The statistics."""
-        return {**super().tensors(), **vars(self.statistics)}
-
-    def streams(self) -> dict[str, Streams]:
-        """The posterior draws' too."""
-        return super().streams() | {"linear": self._linear_noise}
-
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The posterior follows from the statistics."""
         super().load(tensors)
@@ -151,9 +141,6 @@ class _OnStatistics(Learner):
 
 class Linear(_OnStatistics):
     """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed."""
-
-    def _width(self) -> int:
-        return self.buffer.contexts.shape[2]
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts)
@@ -172,9 +159,7 @@ class NeuralLinear(_OnStatistics, Greedy):
         super().__init__(settings, buffer, n_arms, seeds)
         self._newest = torch.zeros(buffer.runs, n_arms, self.settings.window, dtype=torch.int64, device=self.device)
         self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
-
-    def _width(self) -> int:
-        return self.settings.hidden[-1]
+        self._memory |= {"newest": self._newest, "pulls": self._pulls}
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
@@ -207,7 +192,3 @@ class NeuralLinear(_OnStatistics, Greedy):
             weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
             self.statistics.add(arm, self._features(contexts), rewards.double(), weights)
         self._linear = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The windows too."""
-        return {**super().tensors(), "newest": self._newest, "pulls": self._pulls}

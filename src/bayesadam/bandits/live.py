@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam.bandits.agents import agent_settings, entry, learner_of
+from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Learner, NetworkLearner
 from bayesadam.bandits.settings import AgentSettings, is_count
@@ -79,7 +79,7 @@ class Agent:
         self._learning, self._acting = threading.RLock(), threading.RLock()
 
     def _learner(self) -> Learner:
-        return learner_of(self.name, self.settings, self._buffer, self.n_arms, [self.seed])
+        return entry(self.name).learner(self.settings, self._buffer, self.n_arms, [self.seed])
 
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._files import sweep
-from bayesadam.bandits.agents import agent_settings, learner_of
+from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
@@ -130,7 +130,7 @@ class Playing:
         self.rounds = chosen.checked_rounds(rounds)
         place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self._start, self._before = time.perf_counter(), 0.0
-        self._problem, self._agent, self._seed, self._settings = chosen.name, agent, seed, own
+        self._settings = own
         self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
@@ -140,7 +140,8 @@ class Playing:
             sweep(self._path)
             saved = storage.read(self._path, storage.SIMULATION) if self._path.exists() else None
         threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
-        sizes = _sizes(runs, threads) if saved is None else saved[1]["lanes"]
+        # Of the lanes, as even as can be.
+        sizes = [len(part) for part in np.array_split(seeds, threads)] if saved is None else saved[1]["lanes"]
         with torch.cuda.stream(self._stream):
             self._lanes = [
                 _Lane(agent, own, seeds[first:last], self._played[first:last], place)
@@ -204,10 +205,7 @@ class Playing:
         points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
         regret = optimum - reward
         return Simulation(
-            problem=self._problem,
-            agent=self._agent,
-            seed=self._seed,
-            rounds=self.rounds,
+            **{name: self._header[name] for name in ("problem", "agent", "seed", "rounds")},
             reward_ratio=reward[:, -1] / optimum[:, -1],
             regret_ratio=regret[:, -1] / (optimum[:, -1] - uniform),
             points=points,
@@ -269,7 +267,7 @@ class _Lane:
         self.buffer = Buffer(torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device))
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
         n_arms = self._pays.shape[2]
-        self.learner = learner_of(agent, settings, self.buffer, n_arms, seeds)
+        self.learner = entry(agent).learner(settings, self.buffer, n_arms, seeds)
         self._forced = settings.initial_pulls * n_arms
 
     @torch.no_grad()
@@ -294,15 +292,6 @@ class _Lane:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.buffer.restore(state)
         self.learner.restore(_under("learner.", state))
-
-
-def _sizes(runs: int, lanes: int) -> list[int]:
-    """How many runs each lane has.
-
-    >>> _sizes(10, 3)
-    [4, 3, 3]
-    """
-    return [runs // lanes + (number < runs % lanes) for number in range(lanes)]
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

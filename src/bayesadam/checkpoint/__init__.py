@@ -1,12 +1,11 @@
 """What others save → weights and optimiser state, by name: one record a format, one registry."""
 
-from bayesadam.checkpoint.accelerate import ACCELERATE
 from bayesadam.checkpoint.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules
 from bayesadam.checkpoint.deepspeed import DEEPSPEED
 from bayesadam.checkpoint.distributed import DISTRIBUTED
 from bayesadam.checkpoint.files import OLD_TORCH, SAFETENSORS, TORCH
-from bayesadam.checkpoint.huggingface import ADAPTER, PARENT, TRAINER
+from bayesadam.checkpoint.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
 from bayesadam.checkpoint.identify import identify_reader
 from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature

@@ -7,8 +7,6 @@ which is wrong where `round_robin_gradients` is on; the order of the shapes is r
 by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

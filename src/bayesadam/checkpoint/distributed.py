@@ -5,8 +5,6 @@ it is read by an unpickler that makes nothing but records without behaviour. The
 tensor is put together when it is accessed, whatever the number of ranks and the dimension it was cut along.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Single files: those of `torch.save`, a dictionary with weights and state somewhere in it, and of safetensors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

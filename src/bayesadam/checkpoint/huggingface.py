@@ -1,10 +1,8 @@
-"""Folders of Hugging Face: the Trainer's checkpoints, PEFT's adapters, and a folder of several of them.
+"""Folders of Hugging Face: the Trainer's checkpoints, PEFT's adapters, a folder of several of them, Accelerate's `save_state`.
 
 What is read: safetensors, JSON, and files of `torch.save` as far as they hold tensors and plain data. `training_args.bin`
 and the random states are pickles of classes, and are not opened.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -34,6 +32,9 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG = "adapter_config.json"
 _STATE = "trainer_state.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_ACCELERATE_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+_ACCELERATE_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
+_ACCELERATE_RANDOM = re.compile(r"random_states_\d+\.pkl")
 _SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
 _CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
 
@@ -115,13 +116,10 @@ def read_optimizer(folder: Path, names: Collection[str], wanted: str | None) -> 
     return found.optimizer
 
 
-ReadWith = Callable[[Path, str | None, Mapping[str, Any] | None], Contents]
-
-
 def folder_format(
     name: str,
     recognises: Callable[[Path, bytes], bool],
-    read_with: ReadWith,
+    read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents],
     is_optimizer: Callable[[str], object] = _OPTIMIZERS.__contains__,
 ) -> Format:
     """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
@@ -320,9 +318,7 @@ def _recorded(folder: Path) -> Recorded:
 
 
 def _is_trainer(path: Path, head: bytes) -> bool:
-    if not path.is_dir():
-        return False
-    there = files_of(path)
+    there = files_of(path) if path.is_dir() else set()
     weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
     return _STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
 
@@ -482,6 +478,34 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
     )
 
 
+def _is_accelerate(path: Path, head: bytes) -> bool:
+    there = files_of(path) if path.is_dir() else set()
+    # The Trainer of transformers may leave an optimizer.bin, too.
+    return _STATE not in there and any(
+        _ACCELERATE_OPTIMIZER.fullmatch(name) or _ACCELERATE_RANDOM.fullmatch(name) for name in there
+    )
+
+
+def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+    """One model of those that were prepared; the others are `model_1`, …, as their optimisers are `optimizer_1`, …"""
+    there = sorted(files_of(path))
+    models = [name for name in there if _ACCELERATE_MODEL.fullmatch(name)]
+    if len(models) > 1 or weights_key is not None:
+        chosen = choose(path, models, weights_key, "weights_key", "the weights of a model")
+        weights, ordered = read_tensors(path / (chosen or ""))
+    else:
+        weights, ordered = read_weights(path)
+    return Contents(
+        weights=weights,
+        optimizer=optimizer,
+        summary=f"{len(weights)} tensors, {there[:12]}",
+        ordered=ordered,
+        # The user's script made the optimiser: its order follows no rule.
+        rules=Rules(names=partial(own_names, list(weights))),
+    )
+
+
 PARENT = Format("folder of checkpoints", lambda path, head: path.is_dir() and bool(_checkpoints_in(path)), _read_parent)
 TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
 ADAPTER = folder_format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _adapter_with)
+ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _ACCELERATE_OPTIMIZER.fullmatch)

@@ -1,7 +1,5 @@
 """Which optimiser wrote a state: by its keys, against the registry of readers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Dictionaries whose tensors stay on the disk until they are accessed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ model's parameters in the model's order: all of them, or those that were not fro
 the first and the last selection whose shapes agree put it in the same place. Otherwise it is refused, never guessed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kinds of files and folders that are known: one record each, distinguished by their content."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

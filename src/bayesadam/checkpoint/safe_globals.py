@@ -5,8 +5,6 @@ type that holds data and does nothing else when it is built, or a stand-in. nump
 a file's word for what memory holds.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import math

@@ -1,7 +1,5 @@
 """A checkpoint with some of its weights set to zero, and otherwise as it was."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

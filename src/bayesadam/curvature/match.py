@@ -1,7 +1,5 @@
 """Which state belongs to which parameter: by identity for a live optimiser, by name or checked order for a saved one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,8 +72,7 @@ def match_optimizers(
         raise MatchError(f"{type(model).__name__} has no parameters")
     optimizer_list = listed_optimizers(optimizers)
     classes = " and ".join(type(optimizer).__name__ for optimizer in optimizer_list)
-    entries: dict[str, Entry] = {}
-    omitted: dict[str, str] = {}
+    taken: dict[str, Entry | str] = {}
     refusals: list[str] = []
     owners: dict[str, int] = {}
     foreign = 0
@@ -95,10 +92,10 @@ def match_optimizers(
                         "moment is to be used"
                     )
                 elif refusal:
-                    omitted[name] = f"trained by {type(optimizer).__name__}, which keeps no second moment per weight"
+                    taken[name] = f"trained by {type(optimizer).__name__}, which keeps no second moment per weight"
                 else:
-                    _take(entries, omitted, name, parameter, optimizer.state.get(parameter, {}), group, record)
-    if foreign and not entries and not omitted:
+                    taken[name] = _entry_or_reason(name, parameter, optimizer.state.get(parameter, {}), group, record)
+    if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {classes} belongs to this "
             f"{type(model).__name__}: pass the model that this optimiser trained (a copied or re-created model has "
@@ -106,7 +103,7 @@ def match_optimizers(
         )
     if len(refusals) == len(optimizer_list):
         raise StateError(refusals[0])
-    return _finished(model, entries, omitted, tuple(type(o).__name__ for o in optimizer_list), classes, foreign)
+    return _finished(model, taken, tuple(type(o).__name__ for o in optimizer_list), classes, foreign)
 
 
 def match_state_dict(
@@ -131,12 +128,12 @@ def match_state_dict(
     parameters = own_parameters(model)
     states: Mapping[Any, State] = state_dict["state"]
     named = _names_of(state_dict["param_groups"], states, parameters, param_names)
-    entries: dict[str, Entry] = {}
-    omitted: dict[str, str] = {}
-    for group in state_dict["param_groups"]:
-        for key in group["params"]:
-            _take(entries, omitted, named[key], parameters[named[key]], states.get(key, {}), group, record)
-    return _finished(model, entries, omitted, (record.name,), f"this {record.name!r} state dict")
+    taken = {
+        named[key]: _entry_or_reason(named[key], parameters[named[key]], states.get(key, {}), group, record)
+        for group in state_dict["param_groups"]
+        for key in group["params"]
+    }
+    return _finished(model, taken, (record.name,), f"this {record.name!r} state dict")
 
 
 def refuse(reader: StateReader, class_name: str) -> str:
@@ -181,29 +178,18 @@ def _resolve(optimizer: Optimizer, reader: str | StateReader | None) -> StateRea
     return found
 
 
-def _take(
-    entries: dict[str, Entry],
-    omitted: dict[str, str],
-    name: str,
-    parameter: nn.Parameter,
-    state: State,
-    group: Group,
-    reader: StateReader,
-) -> None:
+def _entry_or_reason(
+    name: str, parameter: nn.Parameter, state: State, group: Group, reader: StateReader
+) -> Entry | str:
+    """The parameter with its state, or why it is omitted."""
     # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing beside
     # it is no such state: the reader says what is missing.
     untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
     if not parameter.requires_grad:
-        omitted[name] = _FROZEN
-    elif untrained and reader.statistic != "identity":
-        omitted[name] = _UNTRAINED
-    else:
-        check_parameter(name, parameter)
-        _refuse_bases(name, parameter, state, reader)
-        entries[name] = Entry(name, parameter, state, group, reader)
-
-
-def _refuse_bases(name: str, parameter: nn.Parameter, state: State, reader: StateReader) -> None:
+        return _FROZEN
+    if untrained and reader.statistic != "identity":
+        return _UNTRAINED
+    check_parameter(name, parameter)
     if unknown := unknown_bases(reader, state, parameter.shape):
         similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
         raise StateError(
@@ -212,6 +198,7 @@ def _refuse_bases(name: str, parameter: nn.Parameter, state: State, reader: Stat
             + (f", perhaps {' or '.join(map(repr, similar))}" if similar else "")
             + "; or describe it with bayesadam.curvature.register(StateReader(...)) and a `read` function"
         )
+    return Entry(name, parameter, state, group, reader)
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -232,26 +219,22 @@ def check_parameter(name: str, parameter: Tensor) -> None:
 
 
 def _finished(
-    model: nn.Module,
-    entries: Mapping[str, Entry],
-    omitted: Mapping[str, str],
-    optimizers: tuple[str, ...],
-    source: str,
-    foreign: int = 0,
+    model: nn.Module, taken: Mapping[str, Entry | str], optimizers: tuple[str, ...], source: str, foreign: int = 0
 ) -> Match:
-    named = dict(unwrap(model).named_parameters())
-    omitted = {
-        name: omitted.get(name, "not in the optimiser" if parameter.requires_grad else _FROZEN)
-        for name, parameter in named.items()
-        if name not in entries
-    }
+    entries, omitted = [], {}
+    for name, parameter in unwrap(model).named_parameters():
+        found = taken.get(name, "not in the optimiser" if parameter.requires_grad else _FROZEN)
+        if isinstance(found, Entry):
+            entries.append(found)
+        else:
+            omitted[name] = found
     if not entries:
         reasons = Counter(omitted.values())
         if _UNTRAINED in reasons:
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(tuple(entries[name] for name in named if name in entries), omitted, foreign, optimizers)
+    return Match(tuple(entries), omitted, foreign, optimizers)
 
 
 def _names_of(

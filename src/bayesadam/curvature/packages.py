@@ -9,8 +9,6 @@ of Q₂, and so on, and the curvature of a weight seen as the matrix (first dime
 The first gradient only finds the bases. What differs is where V, Q and the count of steps are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -19,13 +17,12 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature.reader import Group, State, StateReader
-from bayesadam.curvature.rotated import Factors, RotatedReader, require_shape
+from bayesadam.curvature.rotated import Factors, RotatedReader, is_orthonormal, require_shape
 from bayesadam.errors import StateError
 
 _MOMENT, _BASES, _STATISTICS = "exp_avg_sq", "Q", "GG"
 # heavyball names an entry after the function that keeps it and its place in the chain.
 _HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
-_LEAST_TOLERANCE = 1e-2
 _MOST_DIMENSIONS = 8
 # Sums of the same squares, added up in another order.
 _TRACE_TOLERANCE = 1e-3
@@ -48,20 +45,13 @@ def checked_bases(found: Sequence[Any], shape: Sequence[int]) -> list[Tensor | N
             "expected: the state belongs to another model, or its dimensions were merged; train with merge_dims=False"
         )
     for basis in bases:
-        if basis is not None and not _is_orthogonal(basis):
+        if basis is not None and not is_orthonormal(_wide(basis), max(1e-2, 4 * torch.finfo(basis.dtype).eps)):
             raise StateError(
                 f"a basis of shape {tuple(basis.shape)}, of a parameter whose second moment is {tuple(shape)}, is not "
                 "orthogonal: the file is damaged, or training met a non-finite gradient; use a checkpoint before that"
             )
     # Copies: heavyball writes to its bases.
     return [None if basis is None else _wide(basis, copy=True) for basis in bases]
-
-
-def _is_orthogonal(basis: Tensor) -> bool:
-    wide = _wide(basis)
-    gap = wide.mT @ wide - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    # NaN is within no tolerance.
-    return bool((gap.abs() < max(_LEAST_TOLERANCE, 4 * torch.finfo(basis.dtype).eps)).all())
 
 
 def _listed(state: State, group: Group, shape: torch.Size) -> Factors:

@@ -1,7 +1,5 @@
 """The curvature V_t of a model, by parameter name, out of an optimiser or its saved state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How one optimiser keeps its second moment, as a record, and the arithmetic that turns it into v̂."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

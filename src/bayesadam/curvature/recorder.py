@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match, listed_optimizers, match_optimizers
 from bayesadam.curvature.read import Curvature, working_dtype
 from bayesadam.errors import MatchError, SettingError, StateError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Recorder:
@@ -69,7 +66,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:

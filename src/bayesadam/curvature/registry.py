@@ -1,7 +1,5 @@
 """One record per optimiser: where its second moment is. `register` adds a user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

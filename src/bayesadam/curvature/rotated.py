@@ -71,6 +71,12 @@ class Rotation:
         return Rotation(*(basis if basis is None else basis.to(device, dtype) for basis in (self.left, self.right)))
 
 
+def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:
+    """Whether the columns of a matrix are, within rounding; NaN is within no tolerance."""
+    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
+    return bool(((columns.mT @ columns - identity).abs() < tolerance).all())
+
+
 def _matrix(tensor: Tensor, dims: int) -> Tensor:
     return tensor.flatten(1 - dims) if dims > 2 else tensor
 

@@ -1,7 +1,5 @@
 """What the optimisers of this package share: settings that are checked, and a state that survives saving."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -56,12 +54,6 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def positive(name: str, value: object, meaning: str) -> None:
-    """Refuse what is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
 
 
 def not_negative(name: str, value: object) -> None:

@@ -1,7 +1,5 @@
 """What Vadam and IVON share: gradients at weights drawn from the optimiser's own Gaussian, and the care around them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +12,10 @@ from bayesadam.curvature import StateReader
 from bayesadam.curvature.match import match_optimizers
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import SettingError, StateError
-from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, positive, two_betas
+from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, two_betas
 from bayesadam.posterior import Posterior
 from bayesadam.structures.noise import fresh_seed, standard_normal, stream_seed
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, positive
 
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.

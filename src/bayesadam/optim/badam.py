@@ -1,7 +1,5 @@
 r"""Badam, Algorithm 1 of the paper: Adam, whose state gives a posterior when training ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

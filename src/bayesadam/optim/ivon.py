@@ -1,7 +1,5 @@
 r"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step with a Hessian estimated from the noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +9,9 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.curvature.reader import State
 from bayesadam.engine.rules.ivon import ivon_update
-from bayesadam.optim._checked import Group, not_negative, positive
+from bayesadam.optim._checked import Group, not_negative
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, positive
 
 
 def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:

@@ -1,7 +1,5 @@
 r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbases of Shampoo, which gives a Kronecker-factored V."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce

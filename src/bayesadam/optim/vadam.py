@@ -1,7 +1,5 @@
 r"""Vadam (Khan et al. 2018, arXiv 1806.04854): Adam at perturbed weights, whose second moment is q's precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +9,9 @@ from torch import Tensor
 from bayesadam.curvature import StateReader
 from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
-from bayesadam.optim._checked import Group, positive
+from bayesadam.optim._checked import Group
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision
+from bayesadam.structures.settings import Precision, positive
 
 
 class Vadam(PerturbedOptimizer):

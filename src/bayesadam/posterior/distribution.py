@@ -98,8 +98,9 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product per draw            |
         | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass per draw                    |
 
-        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each example by itself: a network of linear layers alone, under a diagonal
-        posterior, has its activations drawn, independently from example to example, and not one θ for the batch.
+        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each example by
+        itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn, independently from
+        example to example, and not one θ for the batch.
 
         Other threads that ask for the same model wait for this call to end.
 
@@ -118,18 +119,8 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
             method: the old name of `predictive`.
         """
-        options = Options(
-            likelihood=likelihood,
-            predictive=predictive,
-            n_samples=n_samples,
-            covariance=covariance,
-            link=link,
-            forward=forward,
-            generator=generator,
-            memory_budget=memory_budget,
-            method=method,
-        )
-        return self._predict(inputs, options)
+        given = (likelihood, predictive, n_samples, covariance, link, forward, generator, memory_budget, method)
+        return self._predict(inputs, Options(*given))
 
     @abstractmethod
     def _predict(self, inputs: Any, options: Options) -> Predictive:

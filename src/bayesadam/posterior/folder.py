@@ -4,8 +4,6 @@ Each process writes its shards; any number of processes reads them. The one pick
 read by `checkpoint.distributed`, which makes nothing but plain records of it, before torch is let near it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, wrapped
+from bayesadam._shards import is_sharded, on_first_rank, wrapped
 from bayesadam._storage import FORMAT_VERSION, POSTERIOR, check_owner, check_version
 from bayesadam.checkpoint.distributed import stored_entries
 from bayesadam.errors import FileError, MissingFileError
@@ -107,14 +105,7 @@ def _finish(target: Path, unfinished: Path, header: str) -> None:
 
 def _by_first(work: Callable[[], None]) -> None:
     """Have the first process do something while the others wait; they fail together."""
-    import torch.distributed as dist
-
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except OSError as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise FileError(failure[0])
+    try:
+        on_first_rank(work)
+    except OSError as error:
+        raise FileError(str(error)) from error

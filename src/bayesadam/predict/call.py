@@ -1,7 +1,5 @@
 """Calling the user's model as a pure function of named parameters, on any kind of batch, without a trace left in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Σ_w J_bcw J_bdw S_w over the weights of one parameter, from the factors of its gradients, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -2,9 +2,8 @@
 where Σ is narrower along a few directions over all weights together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,51 +17,46 @@ from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
-from bayesadam.structures.structure import Directions
+from bayesadam.structures.structure import Directions, Named
 
 VarianceOf = Callable[[str], Tensor]
 
 
-def generic_moments(
-    call: Call,
-    leaves: Mapping[str, Tensor],
-    plan: Plan,
-    variances: Sequence[VarianceOf],
-    inputs: Any,
-    covariance: bool,
-    budget: int,
-    bases: Mapping[str, Rotation],
-) -> tuple[Tensor | float, Tensor | float]:
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is asked of the linearised network, whatever the inputs; the fields are the arguments of `linearised.moments`."""
+
+    call: Call
+    params: Named
+    variances: Sequence[VarianceOf]
+    covariance: bool
+    budget: int
+    bases: Mapping[str, Rotation]
+
+
+def generic_moments(task: Task, plan: Plan, inputs: Any) -> tuple[Tensor | float, Tensor | float]:
     """The share of parameters that no layer explains: their gradients example by example, a few at a time."""
     if not plan.generic:
         return 0.0, 0.0
-    mine = {name: leaves[name].detach() for name in plan.generic}
-    others = {name: leaf.detach() for name, leaf in leaves.items() if name not in mine}
+    mine = {name: task.params[name].detach() for name in plan.generic}
+    others = {name: tensor.detach() for name, tensor in task.params.items() if name not in mine}
     why = f"{len(mine)} parameters that no known layer explains (first {plan.generic[0]!r}) need their gradients"
     variance, blocks = [], []
-    for wide in _jacobians_in_chunks(call, mine, others, inputs, plan.outputs, budget, why):
-        for name in wide.keys() & bases.keys():
-            wide[name] = bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
+    for wide in _jacobians_in_chunks(task, mine, others, inputs, plan.outputs, why):
+        for name in wide.keys() & task.bases.keys():
+            wide[name] = task.bases[name].to(None, wide[name].dtype).into(wide[name], mine[name].dim())
         rows = {name: j.unsqueeze(-1).flatten(2) for name, j in wide.items()}
-        each = ([row.square() @ s(name).flatten().to(row) for name, row in rows.items()] for s in variances)
+        each = ([row.square() @ s(name).flatten().to(row) for name, row in rows.items()] for s in task.variances)
         variance.append(torch.stack([reduce(torch.add, shares) for shares in each]))
-        if covariance:
-            scaled = [row * variances[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
+        if task.covariance:
+            scaled = [row * task.variances[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
             blocks.append(reduce(torch.add, [contract.gram(row) for row in scaled]))
     joined = torch.cat(variance, dim=1)
-    return joined, torch.cat(blocks) if covariance else joined[0, :, :, None]
+    return joined, torch.cat(blocks) if task.covariance else joined[0, :, :, None]
 
 
 def projected_moments(
-    call: Call,
-    params: Mapping[str, Tensor],
-    variances: Sequence[VarianceOf],
-    directions: Sequence[Directions | None],
-    inputs: Any,
-    *,
-    outputs: int,
-    covariance: bool,
-    budget: int,
+    task: Task, directions: Sequence[Directions | None], inputs: Any, outputs: int
 ) -> tuple[Tensor, Tensor | None]:
     """Variances (k, b, c) for each Σ = S^½ (I − Q diag(1 − κ) Qᵀ) S^½, and for a single one the blocks (b, c, c).
 
@@ -71,16 +65,16 @@ def projected_moments(
     """
     variance, blocks = [], []
     why = "a low-rank posterior needs the gradients of every output"
-    for wide in _jacobians_in_chunks(call, dict(params), {}, inputs, outputs, budget, why):
-        parts = [_parts(wide, s, each) for s, each in zip(variances, directions, strict=True)]
+    for wide in _jacobians_in_chunks(task, dict(task.params), {}, inputs, outputs, why):
+        parts = [_parts(wide, s, each) for s, each in zip(task.variances, directions, strict=True)]
         squares = ([rows.square().sum(dim=-1) for rows in part] for part in parts)
         variance.append(torch.stack([reduce(torch.add, each) for each in squares]))
-        if covariance:
+        if task.covariance:
             blocks.append(reduce(torch.add, [contract.gram(rows) for rows in parts[0]]))
-    return torch.cat(variance, dim=1), torch.cat(blocks) if covariance else None
+    return torch.cat(variance, dim=1), torch.cat(blocks) if task.covariance else None
 
 
-def _parts(rows: Mapping[str, Tensor], variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
+def _parts(rows: Named, variance: VarianceOf, directions: Directions | None) -> list[Tensor]:
     """(b, c, ·) whose squares add up to the variances: H − A Qᵀ parameter by parameter, and A κ^½."""
     white = {name: row * variance(name).sqrt().to(row) for name, row in rows.items()}
     if directions is None:
@@ -91,10 +85,11 @@ def _parts(rows: Mapping[str, Tensor], variance: VarianceOf, directions: Directi
 
 
 def _jacobians_in_chunks(
-    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, outputs: int, budget: int, why: str
+    task: Task, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, outputs: int, why: str
 ) -> Iterator[dict[str, Tensor]]:
     """`jacobians` in float32 or wider, of as many examples at a time as the budget holds."""
     needed = outputs * sum(tensor.numel() * tensor.element_size() for tensor in mine.values())
+    budget = task.budget
     if needed > budget:
         raise MemoryBudgetError(
             f"{why}, {needed:,} bytes per example, and the memory budget is {budget:,}: raise memory_budget, or use "
@@ -102,7 +97,7 @@ def _jacobians_in_chunks(
         )
     chunk = max(1, budget // (4 * needed))
     for start in range(0, batch_size(inputs), chunk):
-        found = jacobians(call, mine, others, examples(inputs, start, start + chunk))
+        found = jacobians(task.call, mine, others, examples(inputs, start, start + chunk))
         yield {name: j.to(torch.promote_types(j.dtype, torch.float32)) for name, j in found.items()}
 
 
@@ -128,9 +123,7 @@ def jacobians(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], in
     return {name: torch.stack([row[name] for row in loop]) for name in mine}
 
 
-def _confirmed(
-    call: Call, mine: dict[str, Tensor], others: dict[str, Tensor], inputs: Any, found: Mapping[str, Tensor]
-) -> bool:
+def _confirmed(call: Call, mine: Named, others: Named, inputs: Any, found: Named) -> bool:
     """Whether autograd agrees along one direction: torch's vmap of a vmap gets some operations wrong (PReLU)."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in mine.items()}
     with torch.enable_grad():

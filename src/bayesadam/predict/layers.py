@@ -4,12 +4,9 @@ Notation: b examples, c outputs of the network, p positions at which a weight is
 sequence, the places of a convolution), D = ∂f/∂(layer output).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +14,17 @@ from torch import Tensor, nn
 
 from bayesadam.curvature.rotated import Rotation
 
-
-class Layout(Protocol):
-    """Brings a layer's tensor, after `lead` dimensions of other kinds, into the form (b, positions, ...)."""
-
-    def __call__(self, tensor: Tensor, size: int, lead: int = 0) -> Tensor:
-        """The tensor with the examples first."""
-        ...
+# Brings a layer's tensor, of so many examples and after so many dimensions of other kinds, into the form (b, positions, ...).
+Layout = Callable[[Tensor, int, int], Tensor]
 
 
-def batch_first(tensor: Tensor, size: int, lead: int = 0) -> Tensor:
+def batch_first(tensor: Tensor, size: int, lead: int) -> Tensor:
     """(b·k, ...) as (b, k, ...); k is 1 unless the batch was folded."""
     shape = tensor.shape
     return tensor.reshape(*shape[:lead], size, shape[lead] // size, *shape[lead + 1 :])
 
 
-def batch_second(tensor: Tensor, size: int, lead: int = 0) -> Tensor:
+def batch_second(tensor: Tensor, size: int, lead: int) -> Tensor:
     """(l, b, ...) as (b, l, ...)."""
     return tensor.movedim(lead + 1, lead)
 
@@ -92,7 +84,7 @@ class MatrixUse(ProductUse):
 
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X = D and Y = a."""
-        a = layout(self.input.detach(), size)
+        a = layout(self.input.detach(), size, 0)
         grads = layout(d, size, 1)
         return grads.reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
 
@@ -220,7 +212,7 @@ class EmbeddingUse(Use):
 
     def looked_up(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """Gradients (c, b, t, e) of the rows ids (b, t), place by place."""
-        ids = layout(self.ids, size).reshape(size, -1)
+        ids = layout(self.ids, size, 0).reshape(size, -1)
         grads = layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
         if self.padding is not None:
             grads = grads * (ids != self.padding)[None, :, :, None]
@@ -236,7 +228,7 @@ def gathered(grads: Tensor, ids: Tensor) -> Tensor:
 
 def _folded(x: Tensor, a: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
     """X (c, n, g, p, x) and Y (n, g, p, y) with the n images of b examples gathered as positions."""
-    ys = layout(a, size).transpose(1, 2).flatten(2, 3)
+    ys = layout(a, size, 0).transpose(1, 2).flatten(2, 3)
     xs = layout(x, size, 1).transpose(2, 3).flatten(3, 4)
     return xs, ys
 

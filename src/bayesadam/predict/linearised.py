@@ -1,9 +1,8 @@
 """Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a Gaussian posterior: diag or all of J Σ Jᵀ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples
-from bayesadam.predict.generic import VarianceOf, batched_grad, generic_moments, projected_moments
+from bayesadam.predict.generic import Task, VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 from bayesadam.structures.structure import Directions
@@ -58,24 +57,22 @@ def moments(
         directions: for each variance, directions over all weights together that are narrower; they need the Jacobian's rows,
             a few examples at a time.
     """
-    bases = bases or {}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    task = Task(call, leaves, variances, covariance, budget, bases or {})
     plan = plan_for(call, leaves, inputs)
     size = batch_size(inputs)
     if any(each is not None for each in directions):
         plain = {name: tensor.detach() for name, tensor in params.items()}
         with torch.no_grad():
-            found = projected_moments(
-                call, plain, variances, directions, inputs, outputs=plan.outputs, covariance=covariance, budget=budget
-            )
+            found = projected_moments(replace(task, params=plain), directions, inputs, plan.outputs)
             return _shaped(plan, call.flat(plain, inputs), *found)
     per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
     means, parts, blocks = [], [], []
     for start in range(0, size, per_chunk):
         chunk = examples(inputs, start, start + per_chunk)
-        own, mean, variance, block = _layerwise(call, leaves, plan, variances, chunk, at_once, covariance, bases)
+        own, mean, variance, block = _layerwise(task, plan, chunk, at_once)
         with torch.no_grad():
-            generic = generic_moments(call, leaves, own, variances, chunk, covariance, budget, bases)
+            generic = generic_moments(task, own, chunk)
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
@@ -104,22 +101,13 @@ def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int
         at_once = max(1, at_once // 2)
 
 
-def _layerwise(
-    call: Call,
-    leaves: Mapping[str, Tensor],
-    plan: Plan,
-    variances: Sequence[VarianceOf],
-    inputs: Any,
-    at_once: int,
-    covariance: bool,
-    bases: Mapping[str, Rotation],
-) -> tuple[Plan, Tensor, Tensor, Tensor]:
-    size = batch_size(inputs)
+def _layerwise(task: Task, plan: Plan, inputs: Any, at_once: int) -> tuple[Plan, Tensor, Tensor, Tensor]:
+    size, leaves, variances, covariance = batch_size(inputs), task.params, task.variances, task.covariance
     with torch.enable_grad():
-        uses, output = recorded(call, leaves, inputs)
+        uses, output = recorded(task.call, leaves, inputs)
         flat = output.reshape(size, -1)
     plan = fitted(plan, uses, flat, leaves)
-    uses, plan = _rotated(uses, plan, bases)
+    uses, plan = _rotated(uses, plan, task.bases)
     like = torch.promote_types(flat.dtype, torch.float32)
     variance = flat.new_zeros(len(variances), size, plan.outputs, dtype=like)
     blocks = flat.new_zeros(size, plan.outputs, plan.outputs, dtype=like) if covariance else variance[0, :, :, None]
@@ -225,6 +213,19 @@ def _shares(
     for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
         if layout is not None:
             groups.setdefault(use.key, []).append(index)
+
+    def affine(scales: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
+        (d,) = (d.to(scales[0].dtype) for d in ds.values())
+        if covariance:
+            return contract.gram((d * scales[0].sqrt()).transpose(0, 1))
+        squares = d.square()
+        return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
+
+    def general(variance: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
+        ways = [layout for i in ds if (layout := layouts[i]) is not None]
+        given = [uses[i] for i in ds], list(ds.values()), ways, size
+        return contract.covariance(*given, variance[0]) if covariance else contract.variances(*given, variance)
+
     alone = {indices[0] for indices in groups.values() if len(indices) == 1}
     biases = {id(uses[i].output): i for i in alone if _is_plain_sum(uses[i])}
     shares: list[_Share] = []
@@ -234,44 +235,10 @@ def _shares(
         if isinstance(use, MatrixUse) and layout is not None and contract.one_position(use, layout, size):
             bias = biases.get(id(use.output))
             scales = [_affine_scale(use, None if bias is None else uses[bias], s) for s in variances]
-            shares.append(((index,), _affine_share(scales, covariance)))
+            shares.append(((index,), partial(affine, scales)))
             joined |= {index} if bias is None else {index, bias}
-    general = [indices for indices in groups.values() if indices[0] not in joined]
-    return shares + [
-        (indices, _general_share(uses, indices, layouts, variances, size, covariance)) for indices in general
-    ]
-
-
-def _affine_share(scales: Sequence[Tensor], covariance: bool) -> Callable[[Mapping[int, Tensor]], Tensor]:
-    def share(ds: Mapping[int, Tensor]) -> Tensor:
-        (d,) = ds.values()
-        d = d.to(scales[0].dtype)
-        if covariance:
-            return contract.gram((d * scales[0].sqrt()).transpose(0, 1))
-        squares = d.square()
-        return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
-
-    return share
-
-
-def _general_share(
-    uses: Sequence[Use],
-    indices: Sequence[int],
-    layouts: Sequence[Layout | None],
-    variances: Sequence[VarianceOf],
-    size: int,
-    covariance: bool,
-) -> Callable[[Mapping[int, Tensor]], Tensor]:
-    variance = [s(uses[indices[0]].name) for s in variances]
-
-    def share(ds: Mapping[int, Tensor]) -> Tensor:
-        mine = [uses[i] for i in ds]
-        ways = [layout for i in ds if (layout := layouts[i]) is not None]
-        if covariance:
-            return contract.covariance(mine, list(ds.values()), ways, size, variance[0])
-        return contract.variances(mine, list(ds.values()), ways, size, variance)
-
-    return share
+    rest = [indices for indices in groups.values() if indices[0] not in joined]
+    return shares + [(indices, partial(general, [s(uses[indices[0]].name) for s in variances])) for indices in rest]
 
 
 def _cotangents(flat: Tensor, head: MatrixUse | None, weight: Tensor | None, first: int, count: int) -> Tensor:

@@ -1,7 +1,5 @@
 """The options of a prediction, checked once."""
 
-from __future__ import annotations
-
 from dataclasses import InitVar, dataclass
 from typing import Literal, TypedDict, get_args
 
@@ -29,7 +27,7 @@ class PredictOptions(TypedDict, total=False):
     method: PredictiveKind | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Options:
     """The keywords of `predict`; `method` is the old name of `predictive`."""
 

@@ -1,7 +1,5 @@
 """Which layer explains which parameter of a model, found out on a few examples and checked against autograd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

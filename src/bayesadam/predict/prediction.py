@@ -19,6 +19,7 @@ from bayesadam.predict.options import Options, PredictOptions
 from bayesadam.predict.plan import plan_for
 from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
 from bayesadam.predict.sharded import draws_by_module, fits, gathered
+from bayesadam.structures.noise import fresh_seed
 from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
@@ -54,16 +55,8 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
     with evaluating(gaussian.model):
         if kind == "linearised":
             params, variances = parameters_at_mean(gaussian), [gaussian.coordinate_variance.__getitem__]
-            found = moments(
-                call,
-                params,
-                variances,
-                inputs,
-                options.covariance,
-                budget,
-                gaussian.structure.bases,
-                [gaussian.directions],
-            )
+            bases, directions = gaussian.structure.bases, [gaussian.directions]
+            found = moments(call, params, variances, inputs, options.covariance, budget, bases, directions)
             mean, variance, block = found.mean, found.variance[0], found.covariance
         else:
             draws, centre = _draws(gaussian, call, inputs, options)
@@ -101,7 +94,7 @@ def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options) -> tup
         drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
     elif diagonal and draws_activations(call, plan, params, inputs):
         variances = {name: v.to(params[name]) for name, v in gaussian.coordinate_variance.items()}
-        drawn = activation_draws(call, params, variances, inputs, n, generator=generator, **bounds)
+        drawn = activation_draws(call, params, variances, inputs, n, seed=fresh_seed(generator), **bounds)
     else:
         drawn = weight_draws(call, draw, inputs, n, **bounds)
     drawn = drawn.to(torch.promote_types(drawn.dtype, torch.float32))

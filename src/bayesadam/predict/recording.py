@@ -1,7 +1,5 @@
 """A forward pass that notes which layer used which parameter, on what input, to give what output."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

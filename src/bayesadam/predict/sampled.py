@@ -1,8 +1,6 @@
 """Draws of the network's outputs: from weight draws, from activations, or from the linearised network."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -17,13 +15,14 @@ from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.plan import Plan, dense, recorded
-from bayesadam.structures.noise import fresh_seed, standard_normal, stream_seed
+from bayesadam.structures.noise import standard_normal, stream_seed
+from bayesadam.structures.structure import Named
 
 Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]
 
 
-def at_mean(call: Call, params: Mapping[str, Tensor], inputs: Any, *, activations: int, budget: int) -> Tensor:
+def at_mean(call: Call, params: Named, inputs: Any, *, activations: int, budget: int) -> Tensor:
     """f(x; μ), (batch, ...), as many examples at a time as the budget holds."""
     at_a_time = _examples_at_a_time(inputs, 4 * activations, next(iter(params.values())), budget)
     with torch.no_grad():
@@ -44,7 +43,7 @@ def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: in
 
 
 def linearised_draws(
-    call: Call, params: Mapping[str, Tensor], draw: Draw, inputs: Any, n: int, *, activations: int, budget: int
+    call: Call, params: Named, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int
 ) -> Tensor:
     """f(x; μ) + J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...); any architecture."""
     means = {name: tensor.detach() for name, tensor in params.items()}
@@ -86,9 +85,7 @@ def _parts(inputs: Any, at_a_time: int) -> Iterator[Any]:
         yield inputs if at_a_time >= size else examples(inputs, start, start + at_a_time)
 
 
-def _by_two_reverse_passes(
-    call: Call, means: Mapping[str, Tensor], theta: Mapping[str, Tensor], inputs: Any
-) -> Tensor | None:
+def _by_two_reverse_passes(call: Call, means: Named, theta: Named, inputs: Any) -> Tensor | None:
     """J ε where an operation has no forward mode: Jᵀu is linear in u, and its derivative along ε is J ε.
 
     None where an operation cannot be differentiated twice. torch may drop it in silence instead of raising, so that the
@@ -120,7 +117,7 @@ def _by_two_reverse_passes(
     return value.detach() + product
 
 
-def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Mapping[str, Tensor], inputs: Any) -> Tensor:
+def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Named, inputs: Any) -> Tensor:
     """J ε with the gradients of one example at a time, the last resort."""
     rows = []
     for i in range(batch_size(inputs)):
@@ -157,7 +154,7 @@ def _over_draws(
     return torch.cat(results)
 
 
-def draws_activations(call: Call, plan: Plan, params: Mapping[str, Tensor], inputs: Any) -> bool:
+def draws_activations(call: Call, plan: Plan, params: Named, inputs: Any) -> bool:
     """Whether every weight sits in an `nn.Linear` that is used once, on one row per example."""
     owned = {
         f"{prefix}.{name}" if prefix else name
@@ -183,15 +180,7 @@ def draws_activations(call: Call, plan: Plan, params: Mapping[str, Tensor], inpu
 
 
 def activation_draws(
-    call: Call,
-    params: Mapping[str, Tensor],
-    variances: Mapping[str, Tensor],
-    inputs: Any,
-    n: int,
-    *,
-    generator: torch.Generator | None,
-    activations: int,
-    budget: int,
+    call: Call, params: Named, variances: Named, inputs: Any, n: int, *, seed: int, activations: int, budget: int
 ) -> Tensor:
     """Local reparameterisation: z ~ N(a μᵀ + b, a² Sᵀ + s) instead of weights; (n, batch, ...).
 
@@ -199,31 +188,29 @@ def activation_draws(
     and far fewer random numbers than weight draws.
     """
     like = next(iter(params.values()))
-    seed, layers = fresh_seed(generator), count()
+    layers = count()
 
     def noise(shape: torch.Size) -> Tensor:
         return standard_normal(shape, like, stream_seed(seed, "layer", next(layers)))
 
-    names = {id(tensor): name for name, tensor in params.items()}
     # Where the draws part at the first layer, its matrix products are shared by all of them.
     late = _may_part_at_first_layer(call, params, examples(inputs, 0, 2))
     found = []
     for part in _parts(inputs, _examples_at_a_time(inputs, 4 * n * activations, like, budget)):
         size = batch_size(part)
         rows, copies = (size, n) if late else (size * n, 1)
-        with torch.no_grad(), _noisy_layers(call.model, names, variances, noise, rows=rows, copies=copies):
+        with torch.no_grad(), _noisy_layers(call.model, params, variances, noise, rows=rows, copies=copies):
             output = call(params, part if late else repeated(part, n))
         found.append(output.reshape(n, size, *output.shape[1:]))
     return torch.cat(found, dim=1)
 
 
-def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: Any) -> bool:
+def _may_part_at_first_layer(call: Call, params: Named, probe: Any) -> bool:
     """Whether the model's batch may grow threefold in the first layer: each copy must come out as if it were alone.
 
     It may not where the model joins what comes before with what comes after, or has noted the length of its input.
     """
     size = batch_size(probe)
-    names = {id(tensor): name for name, tensor in params.items()}
     units = {name: torch.ones_like(tensor) for name, tensor in params.items()}
 
     def offset(shape: torch.Size, number: float | None = None) -> Tensor:
@@ -235,13 +222,13 @@ def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: An
 
     with torch.no_grad():
         try:
-            with _noisy_layers(call.model, names, units, offset, rows=size, copies=3):
+            with _noisy_layers(call.model, params, units, offset, rows=size, copies=3):
                 found = call(params, probe)
         except RuntimeError:
             return False
         alone = []
         for number in (-1.0, 0.0, 1.0):
-            with _noisy_layers(call.model, names, units, partial(offset, number=number), rows=size, copies=1):
+            with _noisy_layers(call.model, params, units, partial(offset, number=number), rows=size, copies=1):
                 alone.append(call(params, probe))
     expected = torch.cat(alone)
     return found.shape == expected.shape and bool((found - expected).norm() <= 1e-2 * expected.norm())
@@ -249,9 +236,10 @@ def _may_part_at_first_layer(call: Call, params: Mapping[str, Tensor], probe: An
 
 @contextmanager
 def _noisy_layers(
-    model: nn.Module, names: Mapping[int, str], variances: Mapping[str, Tensor], noise: Noise, *, rows: int, copies: int
+    model: nn.Module, params: Named, variances: Named, noise: Noise, *, rows: int, copies: int
 ) -> Iterator[None]:
     """Linear layers whose outputs are drawn, `copies` of each where there are `rows` of them."""
+    names = {id(tensor): name for name, tensor in params.items()}
 
     def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], z: Tensor) -> Tensor | None:
         weight, bias = (names.get(id(p)) if p is not None else None for p in (module.weight, module.bias))

@@ -4,8 +4,6 @@ FSDP2's hooks gather weights into memory of its own, past anything that is put i
 mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from bayesadam.structures.noise import stream_seed
 from bayesadam.structures.padding import keep_row
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.sharded import draw
-from bayesadam.structures.structure import Named, Plain, StructureSpec
+from bayesadam.structures.structure import Named, Structure, StructureSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Plain):
+class Diagonal(Structure):
     """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
 
     second_moment: Mapping[str, Tensor]
@@ -74,25 +74,21 @@ class Diagonal(Plain):
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """Σ ½ log(λ/2π) − ½ λ (θ − μ)², λ the precision; sums in float64."""
-        total: Tensor | float = 0.0
+        parts = []
         for name, theta in mode.items():
             mu = self._rule(name, settings).mean(theta, self.second_moment[name])
             prec = self.precision(name, settings)
             quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
             terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
-            part = whole(terms.sum(dim=dims, dtype=wide(terms)) if dims else terms.to(wide(terms)))
-            total = total + (part if isinstance(total, float) else part.to(total.device))
-        return torch.as_tensor(total)
+            parts.append(whole(terms.sum(dim=dims, dtype=wide(terms)) if dims else terms.to(wide(terms))))
+        return reduce(lambda total, part: total + part.to(total.device), parts)
 
     def entropy(self, settings: Settings) -> Tensor:
         """Σ ½ log(2πe/λ)."""
-        total: Tensor | float = 0.0
-        for name in self.second_moment:
-            logs = self.precision(name, settings).log_()
-            part = 0.5 * (logs.numel() * math.log(2 * math.pi * math.e) - whole(logs.sum(dtype=wide(logs))))
-            total = total + (part if isinstance(total, float) else part.to(total.device))
-        return torch.as_tensor(total)
+        each = (self.precision(name, settings).log_() for name in self.second_moment)
+        parts = (0.5 * (p.numel() * math.log(2 * math.pi * math.e) - whole(p.sum(dtype=wide(p)))) for p in each)
+        return reduce(lambda total, part: total + part.to(total.device), parts)
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """Weights with v̂ = 0 and δ = 0."""

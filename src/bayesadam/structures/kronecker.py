@@ -11,12 +11,12 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
-from bayesadam.curvature.rotated import RotatedReader, Rotation
+from bayesadam.curvature.rotated import RotatedReader, Rotation, is_orthonormal
 from bayesadam.errors import SettingError
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.settings import Settings
-from bayesadam.structures.structure import Named, Reading, Stored, StructureSpec, is_orthonormal
+from bayesadam.structures.structure import Named, Reading, Stored, StructureSpec
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,18 +13,18 @@ from torch import Tensor
 
 from bayesadam._storage import check_owner
 from bayesadam.curvature.read import read_match, working_dtype
-from bayesadam.curvature.rotated import Rotation
+from bayesadam.curvature.rotated import Rotation, is_orthonormal
 from bayesadam.errors import ImproperError
 from bayesadam.structures.diagonal import Diagonal, filled
 from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.structure import Directions, Named, Plain, Reading, Stored, StructureSpec, is_orthonormal
+from bayesadam.structures.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank(Plain):
+class LowRank(Structure):
     r"""V = U diag(s) Uᵀ + diag(r), U orthonormal over all weights together; the precision is  w Vᵖ + δ.
 
     .. math::
@@ -48,13 +47,13 @@ class LowRank(Plain):
     values: Tensor
     rest: Mapping[str, Tensor]
     kind: str = "low-rank"
-    bases: ClassVar[Mapping[str, Rotation]] = {}
+    bases: Mapping[str, Rotation] = field(default_factory=dict, init=False, repr=False)
     has_directions = True
     flat_reason = "Outside its directions a low-rank posterior has the prior alone"
     _known: WeakKeyDictionary[Settings, Directions] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @property
-    def second_moment(self) -> dict[str, Tensor]:
+    def second_moment(self) -> dict[str, Tensor]:  # type: ignore[override]
         """The diagonal of V."""
         return {name: _weighted(self.values, rows.square()) + self.rest[name] for name, rows in self.rows.items()}
 

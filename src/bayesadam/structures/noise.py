@@ -5,8 +5,6 @@ on which other parameters there are, on their order, or on how the work is split
 parameter draws that part of what one that holds it all would. Streams differ between kinds of device, as torch's own do.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

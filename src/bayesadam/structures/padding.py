@@ -1,7 +1,5 @@
 """Rows of embeddings that stand for padding: torch gives them no gradient, so they are not learned nor drawn."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

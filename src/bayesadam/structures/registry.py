@@ -1,7 +1,5 @@
 """Every covariance structure, by name."""
 
-from __future__ import annotations
-
 from bayesadam.errors import FileError, SettingError
 from bayesadam.structures.diagonal import DIAGONAL
 from bayesadam.structures.kronecker import KRONECKER

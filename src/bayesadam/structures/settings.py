@@ -1,7 +1,5 @@
 """The numbers that turn curvature into precision, checked once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,11 +38,11 @@ class Settings:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive("n_data", self.n_data, "the number of training examples")
-        _positive("scale", self.scale, "a factor on n_data")
-        _positive("power", self.power, "the paper's is 0.5")
+        positive("n_data", self.n_data, "the number of training examples")
+        positive("scale", self.scale, "a factor on n_data")
+        positive("power", self.power, "the paper's is 0.5")
         if self.batch_size is not None:
-            _positive("batch_size", self.batch_size, "the number of examples behind one gradient")
+            positive("batch_size", self.batch_size, "the number of examples behind one gradient")
         elif self.power == 1:
             why = "the number of examples behind one gradient: the Laplace-consistent precision is N B v"
             raise SettingError(f"power=1 needs batch_size, {why}")
@@ -101,6 +99,7 @@ def prior_or_decay(
     return prior_by_name(implied if prior is None else prior, shapes)
 
 
-def _positive(name: str, value: object, meaning: str) -> None:
+def positive(name: str, value: object, meaning: str) -> None:
+    """Refuse what is not a positive finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")

@@ -1,7 +1,5 @@
 """Posteriors over sharded parameters: each process draws and holds its own part of what one process would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from bayesadam.errors import FileError
 from bayesadam.structures.settings import Settings
 
 Named = Mapping[str, Tensor]
-Same = TypeVar("Same")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,101 +48,87 @@ class Directions:
         return {name: z + torch.tensordot(change.to(z), self.rows[name].to(z), dims=1) for name, z in white.items()}
 
 
-class Structure(Protocol):
+class Structure(ABC):
     """The curvature of a Gaussian over named parameters, before N, δ and p are chosen.
 
     Every method is a pure function of the structure, the trained weights θ (`mode`) and the settings.
+
+    Attributes:
+        kind: the name asked for in `from_optimizer(..., structure=kind)` and written into files.
+        second_moment: v̂ in the coordinates in which the covariance is diagonal.
+        bases: those coordinates, of the parameters whose own they are not.
+        independent: whether the weights themselves are independent, each with a second moment of its own.
+        has_directions: whether `directions` are ever other than None.
+        flat_reason: why weights may have no precision at all, for messages.
     """
 
-    @property
-    def kind(self) -> str:
-        """The name asked for in `from_optimizer(..., structure=kind)` and written into files."""
+    kind: str
+    second_moment: Named
+    bases: Mapping[str, Rotation]
+    independent = False
+    has_directions = False
+    flat_reason = "Their gradient was never other than zero: dead units or constant inputs"
 
-    @property
-    def independent(self) -> bool:
-        """Whether the weights themselves are independent, each with a second moment of its own."""
-
-    @property
-    def has_directions(self) -> bool:
-        """Whether `directions` are ever other than None."""
-
-    @property
-    def flat_reason(self) -> str:
-        """Why weights may have no precision at all, for messages."""
-
+    @abstractmethod
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """E[θ]."""
 
-    @property
-    def second_moment(self) -> Named:
-        """v̂ in the coordinates in which the covariance is diagonal."""
-
-    @property
-    def bases(self) -> Mapping[str, Rotation]:
-        """Those coordinates, of the parameters whose own they are not."""
-
+    @abstractmethod
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances of the coordinates."""
 
     def directions(self, settings: Settings) -> Directions | None:
         """Directions over all coordinates together with less variance than `coordinate_variance` says; None without any."""
+        return None
 
+    @abstractmethod
     def curvatures(self, power: float) -> list[Tensor]:
         """The eigenvalues v̂ᵖ, those that are 0 left out or not."""
 
+    @abstractmethod
     def effective_dimension(self, settings: Settings) -> float:
         """γ = tr(w c Σ), the number of directions that the data determine and not the prior."""
 
     def limits(self, settings: Settings) -> str | None:
         """What is wrong with the structure at these settings, and what to do; None where nothing is."""
+        return None
 
+    @abstractmethod
     def variance(self, settings: Settings) -> dict[str, Tensor]:
         """The marginal variances diag Σ."""
 
+    @abstractmethod
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """Draws in the given types; a parameter's draw depends on the seed and its own name alone."""
 
+    @abstractmethod
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
         """log q(values), over any leading dimensions."""
 
+    @abstractmethod
     def entropy(self, settings: Settings) -> Tensor:
         """H[q] in nats."""
 
+    @abstractmethod
     def flat_weights(self, settings: Settings) -> dict[str, int]:
         """How many weights of each parameter have no precision at all; names without any are left out."""
 
+    @abstractmethod
     def filled(self, rows: Mapping[str, int]) -> Structure:
         """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
 
+    @abstractmethod
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What must be saved: tensors by role, then by parameter name."""
 
+    @abstractmethod
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Structure:
         """The same structure elsewhere."""
 
     def gathered(self) -> Structure:
         """The same structure of whole tensors, where its own are sharded."""
-
-
-class Plain:
-    """What most structures share: no directions, no limits, tensors that are whole."""
-
-    independent = False
-    has_directions = False
-    flat_reason = "Their gradient was never other than zero: dead units or constant inputs"
-
-    def directions(self, settings: Settings) -> Directions | None:
-        """None."""
-        return None
-
-    def limits(self, settings: Settings) -> str | None:
-        """None."""
-        return None
-
-    def gathered(self: Same) -> Same:
-        """Itself."""
         return self
 
 
@@ -176,12 +161,6 @@ class Stored:
     def damaged(self, why: str) -> FileError:
         """The error to raise."""
         return FileError(f"{self.path} is damaged: {why}")
-
-
-def is_orthonormal(columns: Tensor) -> bool:
-    """Whether the columns of a matrix are, within rounding."""
-    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
-    return bool(((columns.mT @ columns - identity).abs() < 1e-2).all())
 
 
 @dataclass(frozen=True, eq=False)

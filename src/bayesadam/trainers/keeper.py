@@ -1,20 +1,17 @@
 """What the callbacks share: how N is found, and the posterior read, calibrated, logged and saved."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SubsetRandomSampler
 
-from bayesadam._shards import whole
+from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
@@ -26,7 +23,6 @@ from bayesadam.scores import coverage, ece, nll, rmse
 from bayesadam.structures.settings import Settings
 
 FILE_NAME = "posterior.safetensors"
-T = TypeVar("T")
 Log = Callable[[dict[str, float]], None]
 
 
@@ -70,15 +66,10 @@ class PosteriorKeeper:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:
             raise SettingError(f"{error}: the options are those of Posterior.from_optimizer") from None
-        self.n_data = n_data
+        self.n_data = self._given_n_data = n_data
         self.path = None if path is None else Path(path)
-        self.calibrate = calibrate
-        self.likelihood = likelihood
-        self.held_out = held_out
-        self.forward = forward
-        self.per_parameter = per_parameter
-        self.options = options
-        self._given_n_data = n_data
+        self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
+        self.per_parameter, self.options = per_parameter, options
         self._posterior: Posterior | Exception | None = None
 
     @property
@@ -175,28 +166,6 @@ def count_examples(loaders: Any) -> int | None:
         return len(source) or None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that logs and writes."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def on_first_rank(work: Callable[[], T]) -> T:
-    """`work` done by the first rank alone, its result or its failure given to all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return work()
-    box: list[Any] = [None, None]
-    if is_first_rank():
-        try:
-            box[0] = work()
-        except Exception as error:
-            # Raised below on every rank: the others would wait for ever.
-            box[1] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]  # type: ignore[no-any-return]
 
 
 def _save(posterior: Posterior, path: Path | None) -> None:
