@@ -211,6 +211,7 @@ def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
                 axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=label)
                 axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
             axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+            axes.locator_params(axis="x", nbins=5)
         for axes in panels.flat[len(settings.problems) :]:
             axes.set_axis_off()
         panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -106,10 +106,10 @@ def _cuts(
 
 def _mask(entry: Entry, rank: Rank, cut: Cut | None) -> Tensor:
     """True where a weight stays."""
-    if cut is None:
-        return torch.ones(entry.parameter.shape, dtype=torch.bool)
-    remaining = []
-    for score, weight in _scored([entry], rank):
+    remaining, first = torch.ones(entry.parameter.numel(), dtype=torch.bool), 0
+    for score, weight in _scored([entry], rank) if cut is not None else ():
+        assert cut is not None
         taken, cut = cut.taken(score, weight)
-        remaining.append(taken.logical_not_())
-    return torch.cat(remaining).view(entry.parameter.shape)
+        remaining[first : first + len(score)] = taken.logical_not_()
+        first += len(score)
+    return remaining.view(entry.parameter.shape)
