@@ -152,7 +152,7 @@ class _Data:
                 )
                 y = record.matched(y.to(device), found.mean)
                 keep = record.counted(found.mean, y)
-                block = None if found.covariance is None else place_blocks(found.covariance, found.mean)[keep]
+                block = None if found.covariance is None else place_blocks(found.covariance[0], found.mean)[keep]
                 yield found.mean[keep], found.variance[:, keep], block, y[keep]
 
     def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:

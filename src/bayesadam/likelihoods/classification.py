@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam.errors import MatchError
-from bayesadam.likelihoods.predictive import LogitMixture, LogitPredictive, Predictive, PredictiveMixture, like, rows
+from bayesadam.likelihoods.predictive import (
+    LogitMixture,
+    LogitPredictive,
+    Novel,
+    Predictive,
+    PredictiveMixture,
+    like,
+    place_blocks,
+    rows,
+)
 from bayesadam.likelihoods.record import Likelihood, changed_answers
 
 # What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
@@ -40,6 +49,16 @@ class ClassificationPredictive(LogitPredictive):
         flat = self.probs.reshape(-1, self.probs.shape[-1])
         drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
         return drawn.T.reshape(n, *self.probs.shape[:-1])
+
+    @classmethod
+    def _novel_probs(cls, novel: Novel) -> Tensor:
+        """p_k ∝ 1/Σ_j exp(−(f_k − f_j)/√(1 + (π/8) Var[f_k − f_j])): every pair of classes by its own variance."""
+        assert novel.covariance is not None
+        blocks = place_blocks(novel.covariance, novel.mean)
+        variance = blocks.diagonal(dim1=-2, dim2=-1)
+        between = (variance[..., :, None] + variance[..., None, :] - 2 * blocks).clamp(min=0)
+        margins = (novel.mean[..., :, None] - novel.mean[..., None, :]) * (1 + math.pi / 8 * between).rsqrt()
+        return (-torch.logsumexp(-margins, dim=-1)).softmax(dim=-1)
 
     def _probs_at(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=-1)
@@ -111,7 +130,8 @@ class Classification(Likelihood):
         keep = self.counted(predictive.mean, targets)
         draws = None if predictive.draws is None else predictive.draws[:, keep]
         mean, variance = predictive.mean[keep], predictive.variance[keep]
-        return replace(predictive, mean=mean, variance=variance, covariance=None, draws=draws).log_prob(targets[keep])
+        changed = replace(predictive, mean=mean, variance=variance, covariance=None, draws=draws, novel=None)
+        return changed.log_prob(targets[keep])
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
@@ -152,7 +172,12 @@ class BinaryPredictive(LogitPredictive):
         """n draws of y, zeros and ones."""
         return torch.bernoulli(self.probs.expand(n, *self.probs.shape), generator=generator)
 
-    def _of_classes(self, probs: Tensor) -> Tensor:
+    @classmethod
+    def _novel_probs(cls, novel: Novel) -> Tensor:
+        return (novel.mean * (1 + math.pi / 8 * novel.variance).rsqrt()).sigmoid()
+
+    @staticmethod
+    def _of_classes(probs: Tensor) -> Tensor:
         return torch.stack([1 - probs, probs], dim=-1)
 
     def _probs_at(self, logits: Tensor) -> Tensor:

@@ -17,7 +17,24 @@ Link = Literal["probit", "sampling"]
 _LOGIT_DRAWS = 200
 _ENTROPY_DRAWS = 256
 _HALVINGS = 60
-_COMMON = ("mean", "variance", "covariance", "draws")
+_COMMON = ("mean", "variance", "covariance", "draws", "novel")
+
+
+@dataclass(frozen=True, eq=False)
+class Novel:
+    """Moments of f under the settings of novelty, which calibration does not touch.
+
+    Attributes:
+        mean: E[f], (batch, ...).
+        variance: Var[f], of the same shape.
+        covariance: (batch, outputs, outputs), where the likelihood couples outputs.
+        precision: the diagonal of the Hessian of −log p(y | f) in f, of the mean's shape: 1/σ² of a regression.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None
+    precision: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +49,40 @@ class Predictive:
             of the weights for the whole batch. Those of `"sampled"` have the right distribution example by example and
             need not be: where every weight sits in a linear layer, activations are drawn instead of weights, independently
             from example to example. For functions at drawn weights use `sampled()`.
+        novel: what `novelty` is computed from.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None = None
     draws: Tensor | None = None
+    novel: Novel | None = None
+
+    @cached_property
+    def novelty(self) -> Tensor:
+        """How unlike the training data each example is, (batch,): larger is less familiar. Calibration does not touch it.
+
+        Of classes the entropy, in nats, of the probabilities under the settings of novelty. Of numbers what y would teach
+        about f, ½ Σ log(1 + Var[f]/σ²) over outputs, σ² the noise, or 1/(−∂² log p) where the likelihood has none.
+        """
+        members = (
+            [(1.0, self)] if not isinstance(self, PredictiveMixture) else zip(self.weights, self.members, strict=True)
+        )
+        found = [(weight, member.novel) for weight, member in members]
+        if any(novel is None for _, novel in found):
+            raise SettingError(
+                "this prediction has no novelty: it needs predictive='linearised', and novelty=True where outputs are many"
+            )
+        weights, novels = zip(*found, strict=True)
+        return self._novelty_of(novels, weights)
+
+    @classmethod
+    def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
+        """Of the mixture of these."""
+        mean = average(weights, [member.mean for member in members])
+        variance = average(weights, [member.variance + (member.mean - mean).square() for member in members])
+        precision = average(weights, [member.precision for member in members])
+        return 0.5 * rows(torch.log1p(variance * precision)).sum(dim=1)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y), one number per example."""
@@ -174,7 +219,18 @@ class LogitPredictive(Predictive):
             draws = self._function_draws(_LOGIT_DRAWS, generator)
         return self._probs_at(draws)
 
-    def _of_classes(self, probs: Tensor) -> Tensor:
+    @classmethod
+    def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
+        probs = cls._of_classes(average(weights, [cls._novel_probs(member) for member in members]))
+        return rows(_entropy(probs)).mean(dim=1)
+
+    @classmethod
+    def _novel_probs(cls, novel: Novel) -> Tensor:
+        """The probabilities under the settings of novelty."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _of_classes(probs: Tensor) -> Tensor:
         return probs
 
     def _probs_at(self, logits: Tensor) -> Tensor:

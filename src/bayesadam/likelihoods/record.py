@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bayesadam.likelihoods.predictive import Link, Predictive, PredictiveMixture, like, mixed_fields
+from bayesadam.likelihoods.predictive import Link, Novel, Predictive, PredictiveMixture, like, mixed_fields
 
 CalibrationMethod = Literal["validation", "evidence"]
 # A few examples, or equal ones, do not show how far apart outputs are.
@@ -68,11 +68,12 @@ class Likelihood(ABC):
         *,
         link: Link = "probit",
         noise_variance: Tensor | None = None,
+        novel: Novel | None = None,
     ) -> Predictive:
         """Moments and draws of f as a predictive distribution of y; σ² is 0 where it is not given."""
         self.locations(mean)
         noise = mean.new_zeros(()) if noise_variance is None else noise_variance.to(mean)
-        given = {"link": link, "noise_variance": noise}
+        given = {"link": link, "noise_variance": noise, "novel": novel}
         own = {field.name for field in fields(self.kind)}
         return self.kind(mean, variance, covariance, draws, **{key: given[key] for key in given.keys() & own})
 

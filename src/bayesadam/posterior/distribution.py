@@ -83,6 +83,7 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
         memory_budget: int = DEFAULT_BUDGET,
+        novelty: bool | None = None,
         method: PredictiveKind | None = None,
     ) -> Predictive:
         """The predictive distribution of a batch; the model is as before when it returns, or raises.
@@ -117,10 +118,38 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             forward: `forward(model, inputs)` for models whose call is unusual.
             generator: makes the draws reproducible.
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
+            novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
             method: the old name of `predictive`.
         """
-        given = (likelihood, predictive, n_samples, covariance, link, forward, generator, memory_budget, method)
+        given = (
+            likelihood,
+            predictive,
+            n_samples,
+            covariance,
+            link,
+            forward,
+            generator,
+            memory_budget,
+            novelty,
+            method,
+        )
         return self._predict(inputs, Options(*given))
+
+    def novelty(
+        self,
+        inputs: Any,
+        *,
+        likelihood: LikelihoodName = "classification",
+        forward: Forward | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> Tensor:
+        """How unlike the training data each example is, (batch,), as `predict(...).novelty`; no data are needed.
+
+        It has settings of its own, p = 1 and δ = 1e-3 of the mean curvature, which calibration does not touch. In a network
+        with batch norm variances grow with the squared distance from the running statistics.
+        """
+        given = Options(likelihood=likelihood, forward=forward, memory_budget=memory_budget, novelty=True)
+        return self._predict(inputs, given).novelty
 
     @abstractmethod
     def _predict(self, inputs: Any, options: Options) -> Predictive:

@@ -34,6 +34,7 @@ from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
+from bayesadam.structures.novelty import novelty_settings
 from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.registry import load_structure, structure_named
 from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name, prior_or_decay
@@ -282,6 +283,11 @@ class Posterior(
     def directions(self) -> Directions | None:
         """The directions over all weights with less variance than `coordinate_variance`, of a low-rank posterior; cached like it."""
         return self._filled.directions(self.settings)
+
+    @cached_property
+    def for_novelty(self) -> Posterior:
+        """The same curvature under the settings of novelty, p = 1 and δ = 1e-3 mean(w c), whatever calibration has chosen."""
+        return replace(self, settings=novelty_settings(self.structure, self.settings, self.n_weights))
 
     @property
     def effective_dimension(self) -> float:

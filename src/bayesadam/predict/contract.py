@@ -45,25 +45,29 @@ def variances(
     return torch.cat(parts, dim=2)
 
 
-def covariance(uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, variance: Tensor) -> Tensor:
-    """Σ_w J_bcw J_bdw S_w: (b, c, d)."""
+def covariances(
+    uses: Sequence[Use], ds: Sequence[Tensor], layout: Layouts, size: int, variance: Sequence[Tensor]
+) -> Tensor:
+    """Σ_w J_bcw J_bdw S_w for each S of `variance`: (k, b, c, d)."""
     first = uses[0]
-    variance = first.of(variance)
+    variance = [first.of(s) for s in variance]
     if isinstance(first, ProductUse) and all(type(use) is type(first) for use in uses):
-        x, y = _joined_factors(uses, ds, layout, size, variance.dtype)
-        return _product_covariance(x, y, first.arranged(variance))
-    rows = _looked_up(uses, ds, layout, size, variance.dtype)
+        x, y = _joined_factors(uses, ds, layout, size, variance[0].dtype)
+        return _product_covariances(x, y, [first.arranged(s) for s in variance])
+    rows = _looked_up(uses, ds, layout, size, variance[0].dtype)
     if rows is not None:
         own, ids, factors = rows
-        root = variance[ids].sqrt()
-        left = (own * root).flatten(2).transpose(0, 1)
+        roots = [s[ids].sqrt() for s in variance]
+        lefts = [(own * root).flatten(2).transpose(0, 1) for root in roots]
+        total = torch.stack([gram(left) for left in lefts])
         if factors is None:
-            return gram(left)
-        right = (_rows_of_product(*factors, ids) * root).flatten(2).transpose(0, 1)
-        cross = left @ right.mT
-        return _product_covariance(*factors, variance.unsqueeze(0)) + gram(left) + cross + cross.mT
-    grads = _dense(uses, ds, layout, size, variance)
-    return gram(grads.mul_(variance.sqrt()).flatten(2).transpose(0, 1))
+            return total
+        product = _rows_of_product(*factors, ids)
+        rights = [(product * root).flatten(2).transpose(0, 1) for root in roots]
+        cross = torch.stack([left @ right.mT for left, right in zip(lefts, rights, strict=True)])
+        return total + _product_covariances(*factors, [s.unsqueeze(0) for s in variance]) + cross + cross.mT
+    grads = _dense(uses, ds, layout, size, variance[0])
+    return torch.stack([gram((grads * s.sqrt()).flatten(2).transpose(0, 1)) for s in variance])
 
 
 def one_position(use: Use, layout: Layout, size: int) -> bool:
@@ -158,21 +162,23 @@ def _product_variances(x: Tensor, y: Tensor, variance: Sequence[Tensor]) -> Tens
     return out
 
 
-def _product_covariance(x: Tensor, y: Tensor, variance: Tensor) -> Tensor:
+def _product_covariances(x: Tensor, y: Tensor, variance: Sequence[Tensor]) -> Tensor:
     c, b, g, p, width = x.shape
     if p == 1:
-        inner = torch.einsum("bgy,gxy->bgx", y.squeeze(2).square(), variance)
-        return gram((x.squeeze(3) * inner.sqrt()).flatten(2).transpose(0, 1))
-    out = x.new_zeros(b, c, c)
-    root = variance.sqrt()
+        inputs, outputs = y.squeeze(2).square(), x.squeeze(3)
+        inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variance]
+        return torch.stack([gram((outputs * t.sqrt()).flatten(2).transpose(0, 1)) for t in inner])
+    out = x.new_zeros(len(variance), b, c, c)
+    roots = [s.sqrt() for s in variance]
     piece_size = _piece_size(x)
     step_x = max(1, min(width, piece_size // (c * g * y.shape[-1])))
     step_b = max(1, min(b, piece_size // (c * g * step_x * y.shape[-1])))
     for b0 in range(0, b, step_b):
         for x0 in range(0, width, step_x):
             piece = _gradients(x[:, b0 : b0 + step_b, ..., x0 : x0 + step_x], y[b0 : b0 + step_b])
-            piece = piece.mul_(root[:, None, x0 : x0 + step_x]).transpose(1, 2).flatten(2)
-            out[b0 : b0 + step_b] += gram(piece)
+            for total, root in zip(out, roots, strict=True):
+                scaled = (piece * root[:, None, x0 : x0 + step_x]).transpose(1, 2).flatten(2)
+                total[b0 : b0 + step_b] += gram(scaled)
     return out
 
 

@@ -40,6 +40,10 @@ class Gaussian(Protocol):
         """Directions over all weights in which Σ is narrower than that."""
 
     @property
+    def for_novelty(self) -> Gaussian:
+        """The same structure under the settings of novelty."""
+
+    @property
     def noise_variance(self) -> Tensor | None:
         """σ² of a likelihood that has one."""
 

@@ -49,16 +49,15 @@ def generic_moments(task: Task, plan: Plan, inputs: Any) -> tuple[Tensor | float
         each = ([row.square() @ s(name).flatten().to(row) for name, row in rows.items()] for s in task.variances)
         variance.append(torch.stack([reduce(torch.add, shares) for shares in each]))
         if task.covariance:
-            scaled = [row * task.variances[0](name).flatten().sqrt().to(row) for name, row in rows.items()]
-            blocks.append(reduce(torch.add, [contract.gram(row) for row in scaled]))
-    joined = torch.cat(variance, dim=1)
-    return joined, torch.cat(blocks) if task.covariance else joined[0, :, :, None]
+            grams = ([contract.gram(r * s(n).flatten().sqrt().to(r)) for n, r in rows.items()] for s in task.variances)
+            blocks.append(torch.stack([reduce(torch.add, shares) for shares in grams]))
+    return torch.cat(variance, dim=1), torch.cat(blocks, dim=1) if task.covariance else 0.0
 
 
 def projected_moments(
     task: Task, directions: Sequence[Directions | None], inputs: Any, outputs: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Variances (k, b, c) for each Σ = S^½ (I − Q diag(1 − κ) Qᵀ) S^½, and for a single one the blocks (b, c, c).
+    """Variances (k, b, c) for each Σ = S^½ (I − Q diag(1 − κ) Qᵀ) S^½, and the blocks (k, b, c, c) where they are asked for.
 
     With H = J S^½ and A = H Q it is  (H − A Qᵀ)(H − A Qᵀ)ᵀ + A diag(κ) Aᵀ,  two squares: where the data have determined
     nearly all of H the difference of H Hᵀ and A Aᵀ would be lost in rounding.
@@ -70,8 +69,9 @@ def projected_moments(
         squares = ([rows.square().sum(dim=-1) for rows in part] for part in parts)
         variance.append(torch.stack([reduce(torch.add, each) for each in squares]))
         if task.covariance:
-            blocks.append(reduce(torch.add, [contract.gram(rows) for rows in parts[0]]))
-    return torch.cat(variance, dim=1), torch.cat(blocks) if task.covariance else None
+            grams = ([contract.gram(rows) for rows in part] for part in parts)
+            blocks.append(torch.stack([reduce(torch.add, each) for each in grams]))
+    return torch.cat(variance, dim=1), torch.cat(blocks, dim=1) if task.covariance else None
 
 
 def _parts(rows: Named, variance: VarianceOf, directions: Directions | None) -> list[Tensor]:

@@ -25,7 +25,7 @@ _OUTPUTS_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f(x; μ), (b, ...), its variances for each variance of the weights, (k, b, ...), and one covariance, (b, c, c)."""
+    """f(x; μ), (b, ...), and for each variance of the weights its variances, (k, b, ...), and covariances, (k, b, c, c)."""
 
     mean: Tensor
     variance: Tensor
@@ -51,7 +51,7 @@ def moments(
     Args:
         params: μ, in the types of the model's parameters.
         variances: functions from a parameter's name to its variances S.
-        covariance: the whole (c, c) blocks, for a single variance.
+        covariance: the whole (c, c) blocks too.
         budget: bytes for activations and back-propagated outputs.
         bases: the coordinates that the variances are in, of the parameters whose own they are not.
         directions: for each variance, directions over all weights together that are narrower; they need the Jacobian's rows,
@@ -76,7 +76,7 @@ def moments(
         means.append(mean)
         parts.append(variance + generic[0])
         blocks.append(block + generic[1])
-    return _shaped(plan, torch.cat(means), torch.cat(parts, dim=1), torch.cat(blocks) if covariance else None)
+    return _shaped(plan, torch.cat(means), torch.cat(parts, dim=1), torch.cat(blocks, dim=1) if covariance else None)
 
 
 def _shaped(plan: Plan, mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Moments:
@@ -110,14 +110,14 @@ def _layerwise(task: Task, plan: Plan, inputs: Any, at_once: int) -> tuple[Plan,
     uses, plan = _rotated(uses, plan, task.bases)
     like = torch.promote_types(flat.dtype, torch.float32)
     variance = flat.new_zeros(len(variances), size, plan.outputs, dtype=like)
-    blocks = flat.new_zeros(size, plan.outputs, plan.outputs, dtype=like) if covariance else variance[0, :, :, None]
+    blocks = flat.new_zeros(len(variances), size, plan.outputs, plan.outputs if covariance else 0, dtype=like)
     head, layouts = _head(uses, plan.layouts, output), plan.layouts
     if head is not None:
         bias = next((use for use in uses if use.output is head.output and use is not head), None)
         scales = torch.stack([_affine_scale(head, bias, s) for s in variances])
         variance += scales
         if covariance:
-            blocks.diagonal(dim1=1, dim2=2).add_(scales[0])
+            blocks.diagonal(dim1=2, dim2=3).add_(scales)
         layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
     shares = _shares(uses, layouts, variances, size, covariance)
     active = sorted({index for indices, _ in shares for index in indices})
@@ -138,7 +138,7 @@ def _layerwise(task: Task, plan: Plan, inputs: Any, at_once: int) -> tuple[Plan,
                 else:
                     variance[:, :, first : first + part.shape[-1]] += part
     if covariance:
-        variance[0] = blocks.diagonal(dim1=1, dim2=2)
+        variance = blocks.diagonal(dim1=2, dim2=3).clone()
     return plan, flat.detach(), variance, blocks
 
 
@@ -217,14 +217,14 @@ def _shares(
     def affine(scales: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
         (d,) = (d.to(scales[0].dtype) for d in ds.values())
         if covariance:
-            return contract.gram((d * scales[0].sqrt()).transpose(0, 1))
+            return torch.stack([contract.gram((d * t.sqrt()).transpose(0, 1)) for t in scales])
         squares = d.square()
         return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
 
     def general(variance: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
         ways = [layout for i in ds if (layout := layouts[i]) is not None]
         given = [uses[i] for i in ds], list(ds.values()), ways, size
-        return contract.covariance(*given, variance[0]) if covariance else contract.variances(*given, variance)
+        return (contract.covariances if covariance else contract.variances)(*given, variance)
 
     alone = {indices[0] for indices in groups.values() if len(indices) == 1}
     biases = {id(uses[i].output): i for i in alone if _is_plain_sum(uses[i])}

@@ -24,6 +24,7 @@ class PredictOptions(TypedDict, total=False):
     forward: Forward | None
     generator: torch.Generator | None
     memory_budget: int
+    novelty: bool | None
     method: PredictiveKind | None
 
 
@@ -39,6 +40,7 @@ class Options:
     forward: Forward | None = None
     generator: torch.Generator | None = None
     memory_budget: int = DEFAULT_BUDGET
+    novelty: bool | None = None
     method: InitVar[PredictiveKind | None] = None
 
     def __post_init__(self, method: PredictiveKind | None) -> None:
@@ -49,6 +51,8 @@ class Options:
         for name, allowed in (("predictive", get_args(PredictiveKind)), ("link", get_args(Link))):
             if getattr(self, name) not in allowed:
                 raise SettingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.novelty and self.predictive != "linearised":
+            raise SettingError(f"novelty=True needs predictive='linearised', got {self.predictive!r}")
         if isinstance(self.n_samples, bool) or not isinstance(self.n_samples, int) or self.n_samples < 2:
             raise SettingError(f"n_samples must be at least 2, got {self.n_samples!r}")
         if not isinstance(self.memory_budget, int) or self.memory_budget < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,23 @@ from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning
 from bayesadam.likelihoods import LikelihoodName, Predictive
+from bayesadam.likelihoods.predictive import Novel
 from bayesadam.predict.call import Call, evaluating, plain
 from bayesadam.predict.gaussian import Gaussian, parameters_at_mean
-from bayesadam.predict.linearised import moments
+from bayesadam.predict.linearised import Moments, moments
 from bayesadam.predict.options import Options, PredictOptions
 from bayesadam.predict.plan import plan_for
 from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
 from bayesadam.predict.sharded import draws_by_module, fits, gathered
+from bayesadam.predict.statistics import running_deviation
 from bayesadam.structures.noise import fresh_seed
 from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# Novelty costs a covariance of all outputs with each other; up to here that is a small part of a prediction.
+_FEW_OUTPUTS = 20
 
 
 def predict(
@@ -50,18 +56,27 @@ def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predicti
 def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
     call, kind, n = Call(gaussian.model, options.forward), options.predictive, options.n_samples
     budget = options.memory_budget
+    record, noise = options.record, gaussian.noise_variance
     block: Tensor | None
     draws: Tensor | None = None
+    novel: Novel | None = None
     with evaluating(gaussian.model):
         if kind == "linearised":
-            params, variances = parameters_at_mean(gaussian), [gaussian.coordinate_variance.__getitem__]
-            bases, directions = gaussian.structure.bases, [gaussian.directions]
-            found = moments(call, params, variances, inputs, options.covariance, budget, bases, directions)
-            mean, variance, block = found.mean, found.variance[0], found.covariance
+            params, asked = parameters_at_mean(gaussian), [gaussian]
+            if options.novelty or (options.novelty is None and _outputs(call, params, inputs) <= _FEW_OUTPUTS):
+                asked.append(gaussian.for_novelty)
+            variances = [each.coordinate_variance.__getitem__ for each in asked]
+            bases, directions = gaussian.structure.bases, [each.directions for each in asked]
+            covariance = options.covariance or (len(asked) > 1 and record.coupled)
+            found = moments(call, params, variances, inputs, covariance, budget, bases, directions)
+            mean, variance = found.mean, found.variance[0]
+            block = found.covariance[0] if options.covariance and found.covariance is not None else None
+            if len(asked) > 1:
+                novel = _novel(found, record.hessian_diagonal(mean, noise), running_deviation(call, params, inputs))
         else:
             draws, centre = _draws(gaussian, call, inputs, options)
     if draws is not None:
-        told = options.record.collapse(draws, centre) if kind == "sampled" else None
+        told = record.collapse(draws, centre) if kind == "sampled" else None
         if told is not None:
             warn(
                 f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
@@ -73,8 +88,19 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
         centred = (draws - mean).reshape(n, len(mean), -1)
         block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
         variance = centred.square().sum(dim=0).div(count).view_as(mean)
-    noise = gaussian.noise_variance
-    return options.record.predictive(mean, variance, block, draws, link=options.link, noise_variance=noise)
+    return record.predictive(mean, variance, block, draws, link=options.link, noise_variance=noise, novel=novel)
+
+
+def _outputs(call: Call, params: Mapping[str, Tensor], inputs: Any) -> int:
+    return plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs).outputs
+
+
+def _novel(found: Moments, precision: Tensor, deviation: Tensor | None) -> Novel:
+    """The second of the moments, with variances that grow with the deviation from running statistics."""
+    factor = found.mean.new_ones(len(found.mean)) if deviation is None else deviation.to(found.mean)
+    variance = found.variance[1] * factor.view(-1, *[1] * (found.mean.dim() - 1))
+    block = None if found.covariance is None else found.covariance[1] * factor[:, None, None]
+    return Novel(found.mean, variance, block, precision)
 
 
 def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,25 @@
+"""The settings under which a posterior tells familiar inputs from others."""
+
+from dataclasses import replace
+
+from bayesadam._shards import whole
+from bayesadam.structures.settings import Settings
+from bayesadam.structures.structure import Structure
+
+# δ as a share of the mean curvature; from 1e-5 to 1e-2 little changes.
+EPSILON = 1e-3
+# Where nothing says how many examples were behind one gradient.
+_USUAL_BATCH = 100
+
+
+def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
+    """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B.
+
+    Neither calibration nor the units of the loss change what follows from them: v̂ N B is the curvature of the whole
+    training loss, and δ goes with it. An unknown B is taken as 100; a wrong one scales all variances alike.
+    """
+    batch = settings.batch_size or _USUAL_BATCH
+    base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
+    total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0))
+    delta = EPSILON * base.weight * total / n_weights
+    return replace(base, prior_precision=dict.fromkeys(settings.prior_precision, delta or 1.0))
