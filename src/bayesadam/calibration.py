@@ -2,21 +2,25 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError
+from bayesadam._warnings import warn
+from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError, UnusedPosteriorWarning
 from bayesadam.held_out import aligned
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive
-from bayesadam.likelihoods.predictive import place_blocks
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link
+from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty, place_blocks
 from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.predict.call import Call, Forward, evaluating, to_device
+from bayesadam.posterior.report import CalibrationReport
+from bayesadam.predict.call import Call, Forward, chosen_examples, evaluating, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.linearised import DEFAULT_BUDGET, moments
@@ -25,11 +29,14 @@ from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.noise import fresh_seed
 from bayesadam.structures.structure import Directions
 
+Batches = Sequence[tuple[Any, Tensor]]
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # Ratios δ/w tried in one pass over the data, and decades of scale around the best.
 _RATIOS = 25
 _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
+_TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
+_HOTTEST = 20.0
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
@@ -45,16 +52,22 @@ def calibrate(
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
+    fit_fraction: float = 0.5,
 ) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
-    the very predictive that will be used. `"evidence"` takes σ² of greatest likelihood from the held-out residuals
-    r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c equals that of the generalised Gauss-Newton matrix,
-    N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see
-    what δ does outside it and shrinks the uncertainty there to nothing, so regression defaults to evidence; for
-    classification evidence fails where validation works, so that is the default there, as for every likelihood without a
-    noise of its own to estimate. Either way δ comes out as one number for all parameters, whatever it was before.
+    the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
+    outputs a variance, and compares with the best temperature alone: where that does better, probabilities are the mean
+    network's at that temperature, a warning and the report say so, and the posterior stays for all else. `"evidence"`
+    takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
+    equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
+    γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
+    nothing, so regression defaults to evidence; for classification evidence fails where validation works, so that is the
+    default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
+    all parameters, whatever it was before. `novelty` is not touched.
+
+    `posterior.calibration` says what was done, and holds the scores behind `prediction_set` and `novelty_pvalue`.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
@@ -63,6 +76,8 @@ def calibrate(
             which for a causal language model is one place further on. Classes of −100 are left out.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: what `predict` will be called with; so are the rest.
+        fit_fraction: the share of the examples that settings are fitted to; the others judge them and stand behind the
+            guarantees. With 1, or fewer than 20 examples, all are fitted, and there are no guarantees.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
@@ -70,6 +85,8 @@ def calibrate(
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
+    if not 0 < fit_fraction <= 1:
+        raise SettingError(f"fit_fraction must be above 0 and at most 1, got {fit_fraction!r}")
     options = Options(
         likelihood=likelihood,
         predictive=predictive,
@@ -81,8 +98,86 @@ def calibrate(
     )
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
     held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
-    found = [_calibrated(_Data(member, held_out, options), method) for member in members]
-    return Mixture(found, posterior.weights) if isinstance(posterior, Mixture) else found[0]
+    fitted, scored = _split(held_out, fit_fraction)
+    chosen = method or options.record.calibration
+    found = [_calibrated(_Data(member, fitted, options), scored, chosen) for member in members]
+    report = _reported(found, fitted, scored, options, chosen)
+    if isinstance(posterior, Mixture):
+        return Mixture([one.posterior for one in found], posterior.weights, calibration=report)
+    return replace(found[0].posterior, calibration=report)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of predictions that a user has not asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BayesAdamWarning)
+        yield
+
+
+def _split(batches: Batches, share: float) -> tuple[Batches, Batches]:
+    """A share of the examples of every batch, drawn at random but always the same, and the rest; all where they are few."""
+    if share == 1 or sum(len(y) for _, y in batches) < FEWEST_SCORED:
+        return batches, []
+    generator = torch.Generator().manual_seed(0)
+    parts: tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]] = ([], [])
+    # Rounding what each batch gives must not add up, as it would with batches of one example.
+    owed = 0.0
+    for inputs, y in batches:
+        order = torch.randperm(len(y), generator=generator)
+        owed += share * len(y)
+        count = min(round(owed), len(y))
+        owed -= count
+        for part, rows in zip(parts, (order[:count], order[count:]), strict=True):
+            if len(rows):
+                part.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
+    return parts
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A calibrated posterior, and what the held-out data said."""
+
+    posterior: Posterior
+    nll: Mapping[str, float]
+    preferred: str
+
+
+def _reported(
+    found: Sequence[_Found], fitted: Batches, scored: Batches, options: Options, method: CalibrationMethod
+) -> CalibrationReport:
+    """The report on one posterior or all members of a mixture, with the held-out scores of the whole."""
+    n_fitted, n_scored = (sum(len(y) for _, y in part) for part in (fitted, scored))
+    first, members = found[0], len(found)
+    nll = {name: sum(one.nll[name] for one in found) / members for name in first.nll}
+    unused = sum(not one.posterior.averaged for one in found)
+    preferred = (
+        first.preferred if members == 1 else f"{members - unused} of {members} members average over their posterior"
+    )
+    whole = first.posterior if members == 1 else Mixture([one.posterior for one in found])
+    guarantee = _guarantee(whole, fitted, scored, options) if n_scored else Guarantee()
+    t, averaged = first.posterior.temperature, unused < members
+    return CalibrationReport(options.likelihood, method, n_fitted, n_scored, nll, t, averaged, preferred, guarantee)
+
+
+def _guarantee(whole: Posterior | Mixture, fitted: Batches, scored: Batches, options: Options) -> Guarantee:
+    """Scores of the examples that nothing was fitted to; novelty is never fitted, so all of its are."""
+    record, seed = options.record, fresh_seed(options.generator)
+    novelty: list[Tensor] = []
+    parts: list[Guarantee] = []
+    for number, (inputs, y) in enumerate([*fitted, *scored]):
+        with quietly():
+            found = whole._predict(inputs, replace(options, generator=torch.Generator().manual_seed(seed)))
+        if options.predictive == "linearised" and has_novelty(found):
+            novelty.append(found.novelty)
+        if number >= len(fitted):
+            parts.append(record.conformity(found, y.to(found.mean.device), seed=number))
+    joined = {
+        name: torch.cat([part.tensors()[name] for part in parts]).cpu()
+        for name in parts[0].tensors()
+        if all(name in part.tensors() for part in parts)
+    }
+    return Guarantee.of(joined | ({"novelty": torch.cat(novelty).cpu()} if novelty else {}))
 
 
 def log_marginal_likelihood(
@@ -105,7 +200,9 @@ def log_marginal_likelihood(
         for inputs, y in data:
             mean = call(params, to_device(inputs, device))
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            found = _predictive(options, posterior, mean, torch.zeros_like(mean))
+            found = options.record.predictive(
+                mean, torch.zeros_like(mean), link=options.link, noise_variance=posterior.noise_variance
+            )
             scores = options.record.log_probs(found, y.to(device))
             total += scores.sum(dtype=torch.float64).cpu()
             count += len(scores)
@@ -126,7 +223,7 @@ class _Data:
     """Held-out data and how the model is called on it."""
 
     posterior: Posterior
-    batches: Sequence[tuple[Any, Tensor]]
+    batches: Batches
     options: Options
 
     def moments(
@@ -155,25 +252,67 @@ class _Data:
                 block = None if found.covariance is None else place_blocks(found.covariance[0], found.mean)[keep]
                 yield found.mean[keep], found.variance[:, keep], block, y[keep]
 
-    def score(self, posterior: Posterior, mean: Tensor, variance: Tensor, y: Tensor) -> float:
+    def score(self, mean: Tensor, variance: Tensor, y: Tensor, **of_outputs: Any) -> float:
         """Mean log-likelihood of the targets, −∞ where it is not finite."""
-        found = _predictive(self.options, posterior, mean, variance).log_prob(y)
+        found = self.options.record.predictive(mean, variance, link=self.options.link, **of_outputs).log_prob(y)
         value = float(found.mean(dtype=torch.float64))
         return value if math.isfinite(value) else -math.inf
 
+    def temperature(self, posterior: Posterior) -> float:
+        """T of the greatest log-likelihood of the mean network."""
+        record, params, parts = self.options.record, parameters_at_mean(posterior), []
+        call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
+        with evaluating(posterior.model), torch.no_grad():
+            for inputs, targets in self.batches:
+                outputs = call(params, to_device(inputs, device))
+                outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+                targets = record.matched(targets.to(device), outputs)
+                keep = record.counted(outputs, targets)
+                parts.append((outputs[keep], targets[keep]))
+        mean, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        zeros = torch.zeros_like(mean)
+        return _refined(lambda t: self.score(mean, zeros, y, temperature=t), 1.0, reach=math.log(_HOTTEST))
 
-def _predictive(options: Options, posterior: Posterior, mean: Tensor, variance: Tensor) -> Predictive:
-    noise = posterior.noise_variance
-    return options.record.predictive(mean, variance, link=options.link, noise_variance=noise)
+    def nll(self, posterior: Posterior, batches: Batches) -> float:
+        """Mean negative log-likelihood of batches under the predictive that is calibrated."""
+        total, count = 0.0, 0
+        for inputs, y in batches:
+            with quietly():
+                found = predictive_of(posterior, inputs, replace(self.options, novelty=False))
+            scores = self.options.record.log_probs(found, y.to(found.mean.device))
+            total, count = total - float(scores.sum(dtype=torch.float64)), count + len(scores)
+        return total / max(count, 1)
 
 
-def _calibrated(data: _Data, method: CalibrationMethod | None) -> Posterior:
-    by_evidence = (method or data.options.record.calibration) == "evidence"
-    best = (_by_evidence if by_evidence else _by_validation)(data.posterior, data)
-    if data.options.predictive != "linearised":
+def _calibrated(data: _Data, scored: Batches, method: CalibrationMethod) -> _Found:
+    options, record = data.options, data.options.record
+    best = (_by_evidence if method == "evidence" else _by_validation)(data.posterior, data)
+    if options.predictive != "linearised":
         best = _by_repeated_prediction(best, data)
     best.warn_of_limits()
-    return best
+    judges = scored or data.batches
+    if not record.tempered:
+        return _Found(best, {"posterior": data.nll(best, judges)}, "the posterior is in use")
+    alone = best.replace(temperature=1.0, averaged=False)
+    rival = alone.replace(temperature=data.temperature(best))
+    linearised = replace(data, options=replace(options, predictive="linearised"))
+    nll = {
+        "network alone": linearised.nll(alone, judges),
+        "best temperature alone": linearised.nll(rival, judges),
+        "posterior": data.nll(best, judges),
+    }
+    if nll["posterior"] <= nll["best temperature alone"] or options.predictive != "linearised":
+        return _Found(best, nll, f"probabilities average over the posterior, at temperature {best.temperature:.3g}")
+    preferred = (
+        f"the data prefer temperature {rival.temperature:.3g} alone: probabilities do not average over the posterior"
+    )
+    warn(
+        f"on held-out data the best temperature alone scores {nll['best temperature alone']:.4f} and the posterior "
+        f"{nll['posterior']:.4f}: probabilities are the network's at temperature {rival.temperature:.3g}. Variances, draws and "
+        "novelty are those of the posterior all the same",
+        UnusedPosteriorWarning,
+    )
+    return _Found(rival, nll, preferred)
 
 
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
@@ -206,34 +345,53 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
         tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
     y = torch.cat([p[3] for p in parts])
-    best: tuple[float, float, float, Tensor | None] = (-math.inf, 1.0, ratios[0], None)
+    record = data.options.record
+    best: tuple[float, float, float, dict[str, Any]] = (-math.inf, 1.0, ratios[0], {})
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
     largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
+    steps = range(-6, 5 if record.tempered else 15)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
-        residual = (y - mean).square().mean(dim=0) if data.options.record.noise else None
-        noises = [None] if residual is None else [share * residual for share in _NOISE_SHARES]
-        # At weight w the variances are table/w: from swamping the outputs to vanishing.
-        scale = float(mean.var()) if mean.numel() > 1 else 1.0
-        middle = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
-        if not (math.isfinite(middle) and middle > 0):
+        of_outputs: list[dict[str, Any]] = [{}]
+        if record.noise:
+            residual = (y - mean).square().mean(dim=0)
+            of_outputs = [{"noise_variance": share * residual} for share in _NOISE_SHARES]
+        elif record.tempered and data.options.predictive == "linearised":
+            of_outputs = [{"temperature": t} for t in _TEMPERATURES]
+        # From swamping the outputs to vanishing; of classes to a hundredth of the outputs' own variance.
+        middle = _middle(mean, table)
+        if not middle:
             continue
-        for noise in noises:
-            candidate = posterior.replace(noise_variance=noise)
-            weights = [w for x in range(-6, 15) if (w := middle * 10 ** (x / 2)) <= largest]
-            value, weight = max(((data.score(candidate, mean, table / w, y), w) for w in weights), default=best[:2])
-            if value > best[0]:
-                best = (value, weight, ratio, noise)
-    value, weight, ratio, noise = best
+        for each in of_outputs:
+            weights = [w for x in steps if (w := middle * 10 ** (x / 2)) <= largest]
+            found = max(((data.score(mean, table / w, y, **each), w) for w in weights), default=best[:2])
+            if found[0] > best[0]:
+                best = (*found, ratio, each)
+    value, weight, ratio, chosen = best
     if not math.isfinite(value):
         raise CalibrationError(
             "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is unchanged. "
             "Do the model's outputs contain NaN or infinities there?"
         )
     where = ratios.index(ratio)
-    table, mean, candidate = tables[where], means[where], posterior.replace(noise_variance=noise)
-    weight = _refined(lambda w: data.score(candidate, mean, table / w, y), weight)
+    table, mean = tables[where], means[where]
+    low, high = math.log(weight) - 1.2, math.log(weight) + 1.2
+    if record.tempered:
+        high = min(high, math.log(_middle(mean, table)) + math.log(10) * steps[-1] / 2)
+    weight = _refined(lambda w: data.score(mean, table / w, y, **chosen), weight, low=low, high=high)
+    if "temperature" in chosen:
+        chosen = {
+            "temperature": _refined(lambda t: data.score(mean, table / weight, y, temperature=t), chosen["temperature"])
+        }
     unit = posterior.settings.weight / posterior.settings.scale
-    return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, noise_variance=noise)
+    outputs = {"noise_variance": None, "temperature": 1.0, "averaged": True} | chosen
+    return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, **outputs)
+
+
+def _middle(mean: Tensor, table: Tensor) -> float:
+    """The weight at which the variances of f, table/w, are on average as large as the outputs' own; 0 where they vanish."""
+    scale = float(mean.var()) if mean.numel() > 1 else 1.0
+    found = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
+    return found if math.isfinite(found) else 0.0
 
 
 def _by_evidence(posterior: Posterior, data: _Data) -> Posterior:
@@ -310,8 +468,7 @@ def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
     def score(candidate: Posterior) -> float:
         total, count = 0.0, 0
         for inputs, y in data.batches:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", BayesAdamWarning)
+            with quietly():
                 same = replace(options, generator=torch.Generator().manual_seed(seed))
                 found = predictive_of(candidate, inputs, same)
             scores = options.record.log_probs(found, y.to(found.mean.device))
@@ -341,13 +498,21 @@ def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
     return best
 
 
-def _refined(score: Callable[[float], float], weight: float) -> float:
-    """Golden-section search over half a decade to either side, in the logarithm."""
+def _refined(
+    score: Callable[[float], float],
+    start: float,
+    *,
+    reach: float = 1.2,
+    low: float | None = None,
+    high: float | None = None,
+) -> float:
+    """Golden-section search in the logarithm, as far as `reach` to either side of `start` or between two bounds."""
     golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(weight) - 1.2, math.log(weight) + 1.2
+    low = math.log(start) - reach if low is None else low
+    high = math.log(start) + reach if high is None else high
     a, b = high - golden * (high - low), low + golden * (high - low)
     fa, fb = score(math.exp(a)), score(math.exp(b))
-    for _ in range(20):
+    for _ in range(25):
         if fa >= fb:
             high, b, fb = b, a, fa
             a = high - golden * (high - low)
@@ -357,4 +522,4 @@ def _refined(score: Callable[[float], float], weight: float) -> float:
             b = low + golden * (high - low)
             fb = score(math.exp(b))
     refined = math.exp((low + high) / 2)
-    return refined if score(refined) >= score(weight) else weight
+    return refined if score(refined) >= score(start) else start

@@ -60,6 +60,10 @@ class StructureWarning(BayesAdamWarning):
     """The posterior's structure cannot hold what its settings ask of it."""
 
 
+class UnusedPosteriorWarning(BayesAdamWarning):
+    """Held-out data prefer the mean network at some temperature to the average over the posterior."""
+
+
 class CollapsedPredictionWarning(BayesAdamWarning):
     """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be sampled."""
 

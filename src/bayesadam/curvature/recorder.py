@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
+from bayesadam._alone import in_eval_mode
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match, listed_optimizers, match_optimizers
 from bayesadam.curvature.read import Curvature, working_dtype
@@ -44,11 +46,57 @@ class Recorder:
                 raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.optimizers = listed_optimizers(optimizer)
         self.keep, self.every = keep, every
+        self.batch_size: int | None = None
         self._steps = [0] * len(self.optimizers)
         self._rings: dict[Tensor, Tensor] = {}
         self._handles = [
             handle for i, each in enumerate(self.optimizers) for handle in _attached(each, partial(self._record, i))
         ]
+
+    @classmethod
+    def from_batches(
+        cls, model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Tensor], *, keep: int = 50
+    ) -> Recorder:
+        """The gradients of K mini-batches at a trained model's weights, whatever trained it: no step, seconds.
+
+        In eval mode: what batch norm computes in training is another function, flat along the size of every weight before
+        it, and says nothing of the one that predicts. The model is as before when it returns, or raises.
+
+        >>> model = torch.nn.Linear(3, 2)
+        >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
+        >>> Recorder.from_batches(model, batches, torch.nn.functional.mse_loss).gradients(model)["weight"].shape
+        torch.Size([4, 2, 3])
+
+        Args:
+            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left out.
+            loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
+            keep: K; more batches are not read.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # It is never stepped: recorders know their parameters by an optimiser.
+        recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)
+        device = parameters[0].device
+        with in_eval_mode(model), torch.enable_grad():
+            for batch in batches:
+                batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+                inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
+                size = next(len(leaf) for leaf in pytree.tree_leaves(dict(batch) if targets is batch else batch))
+                recorder.batch_size = recorder.batch_size or size
+                if size != recorder.batch_size:
+                    continue
+                if isinstance(inputs, Mapping):
+                    outputs = model(**inputs)
+                else:
+                    outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+                found = torch.autograd.grad(loss_fn(outputs, targets), parameters, allow_unused=True)
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, found, strict=True):
+                        recorder._keep(parameter, gradient, recorder._steps[0], None)
+                recorder._steps[0] += 1
+                if recorder.recorded == keep:
+                    break
+        recorder.remove()
+        return recorder
 
     @property
     def recorded(self) -> int:

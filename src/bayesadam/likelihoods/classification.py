@@ -63,9 +63,9 @@ class ClassificationPredictive(LogitPredictive):
     def _probs_at(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=-1)
 
-    def _probit_probs(self) -> Tensor:
-        average = (self.mean.softmax(dim=-1) * self.variance).sum(dim=-1, keepdim=True)
-        return (self.mean * (1 + math.pi / 8 * average).rsqrt()).softmax(dim=-1)
+    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
+        average = (mean.softmax(dim=-1) * variance).sum(dim=-1, keepdim=True)
+        return (mean * (1 + math.pi / 8 * average).rsqrt()).softmax(dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,8 +183,8 @@ class BinaryPredictive(LogitPredictive):
     def _probs_at(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
 
-    def _probit_probs(self) -> Tensor:
-        return (self.mean * (1 + math.pi / 8 * self.variance).rsqrt()).sigmoid()
+    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return (mean * (1 + math.pi / 8 * variance).rsqrt()).sigmoid()
 
 
 @dataclass(frozen=True, eq=False)

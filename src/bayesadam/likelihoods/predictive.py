@@ -11,13 +11,24 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import CalibrationError, MatchError, SettingError
+from bayesadam.likelihoods.conformal import (
+    Guarantee,
+    SetMethod,
+    check_level,
+    class_scores,
+    p_values,
+    threshold,
+    uniform_like,
+)
 
 Link = Literal["probit", "sampling"]
 _LOGIT_DRAWS = 200
 _ENTROPY_DRAWS = 256
 _HALVINGS = 60
-_COMMON = ("mean", "variance", "covariance", "draws", "novel")
+# Below that many held-out examples all of them are fitted.
+FEWEST_SCORED = 20
+_COMMON = ("mean", "variance", "covariance", "draws", "novel", "guarantee")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +61,7 @@ class Predictive:
             need not be: where every weight sits in a linear layer, activations are drawn instead of weights, independently
             from example to example. For functions at drawn weights use `sampled()`.
         novel: what `novelty` is computed from.
+        guarantee: held-out scores, where the posterior was calibrated on data that it was not fitted to.
     """
 
     mean: Tensor
@@ -57,6 +69,7 @@ class Predictive:
     covariance: Tensor | None = None
     draws: Tensor | None = None
     novel: Novel | None = None
+    guarantee: Guarantee | None = None
 
     @cached_property
     def novelty(self) -> Tensor:
@@ -75,6 +88,20 @@ class Predictive:
             )
         weights, novels = zip(*found, strict=True)
         return self._novelty_of(novels, weights)
+
+    @property
+    def novelty_pvalue(self) -> Tensor:
+        """The share of held-out examples at least as novel, in float64: of those like them at most α have p ≤ α."""
+        return p_values(self._held_out("novelty"), self.novelty)
+
+    def _held_out(self, name: str) -> Any:
+        found = getattr(self.guarantee, name, None)
+        if found is None:
+            raise CalibrationError(
+                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples, and "
+                "fit_fraction below 1"
+            )
+        return found
 
     @classmethod
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
@@ -143,6 +170,16 @@ class NumericPredictive(Predictive):
             raise SettingError(f"level must lie between 0 and 1, got {level!r}")
         return self._quantile((1 - level) / 2, upper=False), self._quantile((1 - level) / 2, upper=True)
 
+    def prediction_set(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The interval E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
+
+        q is the conformal quantile of the held-out residuals in standard deviations, whatever the predictive's shape.
+        """
+        check_level(level)
+        reach = threshold(self._held_out("residuals"), level).to(self.mean) * rows(self.stddev)
+        centre = rows(self.predicted_mean)
+        return (centre - reach).view_as(self.predicted_mean), (centre + reach).view_as(self.predicted_mean)
+
     def entropy(self) -> Tensor:
         """The entropy of y in nats, one number per example: the mean of −log p over 256 draws, always the same ones."""
         return -self._log_density()(_fixed_draws(self, 0)).mean(dim=0)
@@ -183,17 +220,24 @@ class LogitPredictive(Predictive):
     Attributes:
         link: how logits become probabilities where f is Gaussian.
         seed: of the draws of `link="sampling"`.
+        temperature: T, by which logits are divided before they become probabilities.
+        averaged: whether probabilities are averages over the posterior; else they are those of the mean network, which
+            held-out data then preferred.
     """
 
     link: Link = "probit"
     seed: int = 0
+    temperature: float = 1.0
+    averaged: bool = True
 
     @cached_property
     def probs(self) -> Tensor:
         """The probabilities."""
+        if self.draws is None and not self.averaged:
+            return self._probs_at(self.mean / self.temperature)
         if self.draws is not None or self.link == "sampling":
             return self._draw_probs().mean(dim=0)
-        return self._probit_probs()
+        return self._probit_probs(self.mean / self.temperature, self.variance / self.temperature**2)
 
     @property
     def class_probs(self) -> Tensor:
@@ -217,7 +261,33 @@ class LogitPredictive(Predictive):
         if draws is None:
             generator = torch.Generator(device=self.mean.device).manual_seed(self.seed)
             draws = self._function_draws(_LOGIT_DRAWS, generator)
-        return self._probs_at(draws)
+        return self._probs_at(draws / self.temperature)
+
+    def prediction_set(
+        self, level: float = 0.95, *, method: SetMethod = "lac", by_class: bool = False, seed: int = 1
+    ) -> Tensor:
+        """Which classes the set holds, booleans of the shape of `class_probs`.
+
+        It contains the true class with probability `level` on data like the held-out.
+
+        Args:
+            method: `"lac"` for the smallest sets; `"aps"` for sets that grow with the difficulty of the example; `"raps"`
+                for the same without a long tail of unlikely classes. The last two are randomised.
+            by_class: the guarantee for each class by itself, which needs 1/(1 − level) held-out examples of it; a class
+                with fewer is in every set.
+            seed: of the random numbers.
+        """
+        check_level(level)
+        probs = self.class_probs
+        scores = class_scores(probs, method, uniform_like(probs, seed))
+        held_out = self._held_out("classes")[method].to(scores)
+        if not by_class:
+            return scores <= threshold(held_out, level).unsqueeze(-1)
+        labels = self._held_out("labels").to(scores.device)
+        if labels.dim() != 1:
+            raise SettingError("by_class=True is for one label per example")
+        limits = torch.stack([threshold(held_out[labels == k], level) for k in range(probs.shape[-1])])
+        return scores <= limits
 
     @classmethod
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
@@ -236,7 +306,7 @@ class LogitPredictive(Predictive):
     def _probs_at(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _probit_probs(self) -> Tensor:
+    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -334,6 +404,13 @@ class LogitMixture(PredictiveMixture, LogitPredictive):
         """I(y; m, θ) = I(y; m) + Σ π_m I_m(y; θ): what members disagree on, and what each does not know of its weights."""
         between = self.entropy() - self._averaged(lambda member: member.entropy())
         return between.clamp(min=0) + self._averaged(lambda member: member.mutual_information())
+
+
+def has_novelty(predictive: Predictive) -> bool:
+    """Whether a prediction was made with `novelty`."""
+    if isinstance(predictive, PredictiveMixture):
+        return all(member.novel is not None for member in predictive.members)
+    return predictive.novel is not None
 
 
 def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dict[str, Any]:

@@ -5,12 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from bayesadam.likelihoods.predictive import Link, Novel, Predictive, PredictiveMixture, like, mixed_fields
+from bayesadam.likelihoods.conformal import Guarantee, SetMethod, class_scores, uniform_like
+from bayesadam.likelihoods.predictive import (
+    Link,
+    LogitPredictive,
+    Novel,
+    NumericPredictive,
+    Predictive,
+    PredictiveMixture,
+    like,
+    mixed_fields,
+)
 
 CalibrationMethod = Literal["validation", "evidence"]
 # A few examples, or equal ones, do not show how far apart outputs are.
@@ -69,17 +79,41 @@ class Likelihood(ABC):
         link: Link = "probit",
         noise_variance: Tensor | None = None,
         novel: Novel | None = None,
+        guarantee: Guarantee | None = None,
+        temperature: float = 1.0,
+        averaged: bool = True,
     ) -> Predictive:
         """Moments and draws of f as a predictive distribution of y; σ² is 0 where it is not given."""
         self.locations(mean)
         noise = mean.new_zeros(()) if noise_variance is None else noise_variance.to(mean)
-        given = {"link": link, "noise_variance": noise, "novel": novel}
+        given: dict[str, Any] = {"link": link, "noise_variance": noise, "novel": novel, "guarantee": guarantee}
+        given |= {"temperature": temperature, "averaged": averaged}
         own = {field.name for field in fields(self.kind)}
         return self.kind(mean, variance, covariance, draws, **{key: given[key] for key in given.keys() & own})
 
     def mixture(self, members: Sequence[Predictive], weights: Sequence[float]) -> PredictiveMixture:
         """Predictives of this likelihood, of the same batch, as one distribution."""
         return self.mixture_kind(**mixed_fields(members, weights))
+
+    @property
+    def tempered(self) -> bool:
+        """Whether its outputs are logits, which a temperature divides."""
+        return issubclass(self.kind, LogitPredictive)
+
+    def conformity(self, predictive: Predictive, targets: Tensor, *, seed: int) -> Guarantee:
+        """Scores of held-out targets for `prediction_set`; none where classes are left out, or belong to places."""
+        if isinstance(predictive, NumericPredictive):
+            centre = predictive.predicted_mean
+            away = (like(targets, centre) - centre).abs() / predictive.stddev
+            return Guarantee(residuals=away.reshape(len(away), -1))
+        assert isinstance(predictive, LogitPredictive)
+        probs, labels = predictive.class_probs, targets.reshape(predictive.class_probs.shape[:-1]).long()
+        if self.ignored is not None and (labels.dim() > 1 or bool((labels == self.ignored).any())):
+            return Guarantee()
+        uniform = uniform_like(probs, seed)
+        every = {method: class_scores(probs, method, uniform) for method in get_args(SetMethod)}
+        true = {method: s.gather(-1, labels.unsqueeze(-1)).squeeze(-1) for method, s in every.items()}
+        return Guarantee(true, labels)
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | slice:
         """The places in the batch whose targets count."""

@@ -22,7 +22,8 @@ from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior.distribution import Distribution, check_draws
-from bayesadam.posterior.posterior import Posterior
+from bayesadam.posterior.posterior import Posterior, read_report
+from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.noise import fresh_seed, stream_seed
@@ -61,18 +62,27 @@ class Mixture(
     Attributes:
         members: the posteriors, over parameters of the same names and shapes.
         weights: π, positive, of sum 1.
+        calibration: what `calibrate` did to the whole.
     """
 
     members: tuple[Posterior, ...]
     weights: tuple[float, ...]
+    calibration: CalibrationReport | None
 
-    def __init__(self, members: Iterable[Posterior], weights: Iterable[float] | Tensor | None = None) -> None:
+    def __init__(
+        self,
+        members: Iterable[Posterior],
+        weights: Iterable[float] | Tensor | None = None,
+        *,
+        calibration: CalibrationReport | None = None,
+    ) -> None:
         if isinstance(members, Posterior):
             raise SettingError("a mixture is of several posteriors: Mixture([first, second, ...])")
         given = tuple(members)
         _check_members(given)
         object.__setattr__(self, "members", given)
         object.__setattr__(self, "weights", _normalised(weights, len(given)))
+        object.__setattr__(self, "calibration", calibration)
         _warn_of_shared_statistics(given)
 
     @property
@@ -150,7 +160,8 @@ class Mixture(
         seed = fresh_seed(options.generator)
         streams = [replace(options, generator=_stream(seed, number)) for number in range(len(self))]
         members = [predictive_of(member, inputs, own) for member, own in zip(self.members, streams, strict=True)]
-        return options.record.mixture(members, self.weights)
+        found = options.record.mixture(members, self.weights)
+        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
 
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
@@ -158,7 +169,7 @@ class Mixture(
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Mixture:
         """The same mixture on another device or in another floating type; the models stay where they are."""
-        return Mixture([member.to(device, dtype) for member in self.members], self.weights)
+        return Mixture([m.to(device, dtype) for m in self.members], self.weights, calibration=self.calibration)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the mixture to one safetensors file, in place of an older one only once it is complete.
@@ -173,6 +184,9 @@ class Mixture(
             tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
             headers.append(header)
         header = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
+        if self.calibration is not None:
+            header["calibration"] = self.calibration.header()
+            tensors |= {f"guarantee.{name}": t for name, t in self.calibration.guarantee.tensors().items()}
         storage.write(path, tensors, header)
 
     @classmethod
@@ -201,7 +215,7 @@ class Mixture(
         for member in members:
             member.require_whole("a mixture")
         try:
-            return cls(members, weights)
+            return cls(members, weights, calibration=read_report(path, tensors, header))
         except (MatchError, SettingError) as error:
             raise FileError(f"{path} is damaged: {error}") from error
 

@@ -30,6 +30,7 @@ from bayesadam.errors import FileError, ImproperError, MatchError, SettingError,
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
+from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
@@ -37,10 +38,12 @@ from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.novelty import novelty_settings
 from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.registry import load_structure, structure_named
-from bayesadam.structures.settings import Form, Precision, Settings, prior_by_name, prior_or_decay
+from bayesadam.structures.settings import Form, Precision, Settings, positive, prior_by_name, prior_or_decay
 from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
 
 _SETTING_NAMES = tuple(f.name for f in fields(Settings))
+_OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
+_GUARANTEE = "guarantee."
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,9 @@ class Posterior(
         settings: N, δ, p and the rest.
         omitted: parameters of the model that are not in the posterior, with the reason.
         noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
+        temperature: T, by which logits are divided before they become probabilities.
+        averaged: whether probabilities average over the posterior; else they are the mean network's at that temperature.
+        calibration: what `calibrate` did, as long as nothing was changed since.
     """
 
     model: nn.Module
@@ -88,6 +94,9 @@ class Posterior(
     settings: Settings
     omitted: Mapping[str, str]
     noise_variance: Tensor | None = None
+    temperature: float = 1.0
+    averaged: bool = True
+    calibration: CalibrationReport | None = None
 
     @classmethod
     def from_optimizer(
@@ -129,6 +138,26 @@ class Posterior(
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
         return cls._from_match(model, match, spec, settings, prior_precision, recorder=recorder)
+
+    @classmethod
+    def from_recorder(
+        cls,
+        model: nn.Module,
+        recorder: Recorder,
+        n_data: float,
+        *,
+        structure: str = "kronecker",
+        prior_precision: Precision | Mapping[str, Precision] = 1.0,
+        power: float = 1.0,
+        batch_size: int | None = None,
+    ) -> Posterior:
+        """Of recorded gradients alone: `Recorder.from_batches` serves a model that is already trained, by whatever optimiser.
+
+        The rest is as in `from_optimizer`; the batch size is known from `from_batches`.
+        """
+        options: Any = {"structure": structure, "prior_precision": prior_precision, "power": power}
+        size = batch_size or recorder.batch_size
+        return cls.from_optimizer(model, recorder.optimizers, n_data, recorder=recorder, batch_size=size, **options)
 
     @classmethod
     def from_state_dict(
@@ -396,19 +425,25 @@ class Posterior(
                 own_part(parameters[name]).copy_(own_part(mu))
 
     def _predict(self, inputs: Any, options: Options) -> Predictive:
-        return predictive_of(self, inputs, options)
+        found = predictive_of(self, inputs, options)
+        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
 
     def replace(self, **changes: Any) -> Posterior:
-        """A new one with other n_data, prior_precision, power, batch_size, form, scale or noise_variance."""
-        if unknown := sorted(changes.keys() - {*_SETTING_NAMES, "noise_variance"}):
-            names = ", ".join(_SETTING_NAMES)
-            raise SettingError(f"cannot replace {unknown}; the settings are {names}, noise_variance")
-        noise = _noise(changes.pop("noise_variance", self.noise_variance))
+        """A new one with another n_data, prior_precision, power, batch_size, form, scale, noise_variance, temperature or averaged.
+
+        What calibration said of the old one does not hold for it: it has no report and gives no guarantees.
+        """
+        if unknown := sorted(changes.keys() - {*_SETTING_NAMES, *_OUTPUT_SETTINGS}):
+            names = ", ".join((*_SETTING_NAMES, *_OUTPUT_SETTINGS))
+            raise SettingError(f"cannot replace {unknown}; the settings are {names}")
+        outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
+        outputs["noise_variance"] = _noise(outputs["noise_variance"])
+        positive("temperature", outputs["temperature"], "by which logits are divided")
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
             prior = prior_by_name(changes["prior_precision"], shapes)
             changes["prior_precision"] = sharded.prior_like(prior, self.mode)
-        return replace(self, settings=replace(self.settings, **changes), noise_variance=noise)
+        return replace(self, settings=replace(self.settings, **changes), calibration=None, **outputs)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device or in another floating type; the model stays where it is."""
@@ -462,7 +497,12 @@ class Posterior(
             "settings": {**settings, "prior_precision": numbers},
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
+            "temperature": self.temperature,
+            "averaged": self.averaged,
         }
+        if self.calibration is not None:
+            header["calibration"] = self.calibration.header()
+            tensors |= {f"{_GUARANTEE}{name}": t for name, t in self.calibration.guarantee.tensors().items()}
         return tensors, header
 
     @classmethod
@@ -501,8 +541,9 @@ class Posterior(
             settings = Settings(**stored, prior_precision=sharded.prior_like(by_name, mode))
         except TypeError as error:
             raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
-        noise = _noise(header.get("noise_variance"))
-        return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), noise)
+        report = read_report(path, tensors, header)
+        outputs = _noise(header.get("noise_variance")), header.get("temperature", 1.0), header.get("averaged", True)
+        return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), *outputs, report)
 
     def __repr__(self) -> str:
         return (
@@ -557,6 +598,19 @@ def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
     if buffer.layout != torch.strided:
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
+
+
+def read_report(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]
+) -> CalibrationReport | None:
+    """What `calibrate` had to say, out of a file; None where there is nothing."""
+    if header.get("calibration") is None:
+        return None
+    mine = {name.removeprefix(_GUARANTEE): t for name, t in tensors.items() if name.startswith(_GUARANTEE)}
+    try:
+        return CalibrationReport.of(header["calibration"], mine)
+    except TypeError as error:
+        raise FileError(f"{path} is damaged: its calibration is not one ({error})") from None
 
 
 def _noise(value: Any) -> Tensor | None:

@@ -169,6 +169,12 @@ def examples(inputs: Any, start: int, stop: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[start:stop] if is_batched(leaf, size) else leaf, inputs)
 
 
+def chosen_examples(inputs: Any, rows: Tensor) -> Any:
+    """Some examples of a batch, by number."""
+    size = batch_size(inputs)
+    return pytree.tree_map(lambda leaf: leaf[rows.to(leaf.device)] if is_batched(leaf, size) else leaf, inputs)
+
+
 def repeated(inputs: Any, times: int) -> Any:
     """The batch, `times` over."""
     size = batch_size(inputs)

@@ -48,6 +48,14 @@ class Gaussian(Protocol):
         """σ² of a likelihood that has one."""
 
     @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether probabilities average over the Gaussian."""
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the weights are sharded over processes."""
 

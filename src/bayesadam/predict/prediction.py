@@ -88,7 +88,8 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
         centred = (draws - mean).reshape(n, len(mean), -1)
         block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
         variance = centred.square().sum(dim=0).div(count).view_as(mean)
-    return record.predictive(mean, variance, block, draws, link=options.link, noise_variance=noise, novel=novel)
+    of_outputs: Any = {"noise_variance": noise, "temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    return record.predictive(mean, variance, block, draws, link=options.link, novel=novel, **of_outputs)
 
 
 def _outputs(call: Call, params: Mapping[str, Tensor], inputs: Any) -> int:

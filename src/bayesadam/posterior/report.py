@@ -1,0 +1,56 @@
+"""What calibration did to a posterior, and the held-out scores behind its guarantees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from bayesadam.likelihoods.conformal import Guarantee
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationReport:
+    """What was done, on how much, before and after, and what the data preferred.
+
+    Attributes:
+        likelihood: its name.
+        method: `"validation"` or `"evidence"`.
+        n_fitted: held-out examples behind the settings.
+        n_scored: held-out examples that nothing was fitted to, behind `nll` and the guarantees; 0 if all were fitted.
+        nll: mean negative log-likelihood of the network alone, at the best temperature alone (of classes), and of the
+            posterior, on the scored examples, or on the fitted ones if none were scored.
+        temperature: T of the probabilities.
+        averaged: whether probabilities average over the posterior.
+        preferred: what the data preferred, in words.
+        guarantee: the scores.
+    """
+
+    likelihood: str
+    method: str
+    n_fitted: int
+    n_scored: int
+    nll: Mapping[str, float]
+    temperature: float
+    averaged: bool
+    preferred: str
+    guarantee: Guarantee = field(default_factory=Guarantee, repr=False)
+
+    def __str__(self) -> str:
+        scored = f"{self.n_scored} others" if self.n_scored else "the same"
+        lines = [f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, scored on {scored}"]
+        lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
+        return "\n".join([*lines, f"  {self.preferred}"])
+
+    def header(self) -> dict[str, Any]:
+        """Its plain data."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("guarantee", "nll")} | {
+            "nll": dict(self.nll)
+        }
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
+        """From its plain data and the tensors of its guarantee."""
+        return cls(**header, guarantee=Guarantee.of(tensors))
