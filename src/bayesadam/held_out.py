@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bayesadam.curvature.match import unwrap
+from bayesadam._alone import unwrap
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods import LikelihoodName
 from bayesadam.likelihoods import likelihood as record_of

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bayesadam._alone import unwrap
 from bayesadam._shards import is_sharded, placed_like
 from bayesadam.checkpoint.checkpoint import DEFAULTS, Checkpoint, CheckpointKeywords, CheckpointOptions, clean_names
 from bayesadam.checkpoint.identify import identify_reader, shape_behind
 from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
 from bayesadam.curvature import Curvature, StateReader, reader_named
-from bayesadam.curvature.match import Match, match_state_dict, unwrap
+from bayesadam.curvature.match import Match, match_state_dict
 from bayesadam.curvature.read import read_match
 from bayesadam.curvature.reader import has_tensors
 from bayesadam.errors import MatchError

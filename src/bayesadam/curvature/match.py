@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._alone import unwrap
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.curvature.reader import Group, State, StateReader, has_tensors, outline, parameter_shape
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
@@ -44,17 +45,6 @@ class Match:
     omitted: Mapping[str, str]
     foreign: int = 0
     optimizers: tuple[str, ...] = ()
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile, DataParallel and DistributedDataParallel, so that names are its own."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from bayesadam import _storage as storage
 from bayesadam import likelihoods
+from bayesadam._alone import unwrap
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
-from bayesadam.curvature.match import unwrap
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior.distribution import Distribution, check_draws

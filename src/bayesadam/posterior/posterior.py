@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
 from bayesadam import likelihoods
-from bayesadam._alone import alone_with
+from bayesadam._alone import alone_with, unwrap
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
 from bayesadam.curvature import StateReader
 from bayesadam.curvature import match as matching
-from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters, unwrap
+from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters
 from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning

@@ -12,7 +12,7 @@ from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bayesadam.curvature.match import unwrap
+from bayesadam._alone import unwrap
 from bayesadam.errors import SettingError
 from bayesadam.pruning.names import checked_masks, owners
 

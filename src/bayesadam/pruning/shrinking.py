@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import in_eval_mode
-from bayesadam.curvature.match import unwrap
+from bayesadam._alone import in_eval_mode, unwrap
 from bayesadam.errors import MatchError
 from bayesadam.pruning.apply import copied, prune
 from bayesadam.pruning.graph import Layer, Layout, Reader, Seen, Units, arguments, understand

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bayesadam._alone import unwrap
 from bayesadam._extras import require
 from bayesadam.checkpoint.files import load_tree
-from bayesadam.curvature.match import unwrap
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
 from bayesadam.posterior import Posterior
