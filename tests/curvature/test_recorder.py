@@ -253,3 +253,220 @@ def test_misuse_is_told():
     optimizer.step()
     with pytest.raises(StateError, match=r"0\.weight.*not finite"):
         recorder.gradients(model)
+
+
+# --- a trained model, whatever trained it -------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Batch norm and dropout, which differ in training, and a layer that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.drop(self.norm(self.first(x)).tanh())))
+
+
+def normed() -> Normed:
+    torch.manual_seed(0)
+    model = Normed()
+    for x in batches(5, seed=9):
+        model(x)
+    return model.train()
+
+
+def pairs(count: int, size: int = 8, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 3, generator=generator), torch.randint(2, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def by_hand(model: nn.Module, data) -> list[dict[str, torch.Tensor]]:
+    """Gradients by backward() of a copy in eval mode."""
+    model, found = copy.deepcopy(model).eval(), []
+    for x, y in data:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_from_batches_takes_the_gradients_in_eval_mode():
+    model, data = normed(), pairs(6)
+    recorder = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    expected = by_hand(model, data)
+    found = recorder.gradients(model)
+    assert recorder.recorded == 6
+    assert recorder.batch_size == 8
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad} == set(expected[0])
+    for name, stack in found.items():
+        torch.testing.assert_close(stack, torch.stack([g[name] for g in expected]), rtol=1e-6, atol=1e-8)
+    trained_mode = copy.deepcopy(model).train()
+    nn.functional.cross_entropy(trained_mode(data[0][0]), data[0][1]).backward()
+    assert not torch.allclose(found["first.weight"][0], trained_mode.first.weight.grad, rtol=0.05)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+def test_from_batches_leaves_the_model_as_it_was(raises, grad):
+    model, data = normed(), pairs(3)
+    model.norm.eval()
+    if grad:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number)) if parameter.requires_grad else None
+    before, modes = everything(model), {name: m.training for name, m in model.named_modules()}
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    calls = []
+
+    def loss_fn(outputs, targets):
+        calls.append(1)
+        if raises and len(calls) == 2:
+            raise RuntimeError("broken loss")
+        return nn.functional.cross_entropy(outputs, targets)
+
+    if raises:
+        with pytest.raises(RuntimeError, match="broken loss"):
+            ba.Recorder.from_batches(model, data, loss_fn)
+    else:
+        ba.Recorder.from_batches(model, data, loss_fn)
+    assert len(calls) == (2 if raises else 3)
+    assert {name: m.training for name, m in model.named_modules()} == modes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(model).items())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["frozen.weight", "frozen.bias"]
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (grads[name] is None)
+        assert grads[name] is None or torch.equal(parameter.grad, grads[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_from_batches_reads_no_more_than_it_keeps():
+    model, read = normed(), []
+
+    def loader():
+        for number, batch in enumerate(pairs(20)):
+            read.append(number)
+            yield batch
+
+    recorder = ba.Recorder.from_batches(model, loader(), nn.functional.cross_entropy, keep=4)
+    assert read == [0, 1, 2, 3]
+    expected = by_hand(model, pairs(20)[:4])
+    found = recorder.gradients(model)["head.weight"]
+    torch.testing.assert_close(found, torch.stack([g["head.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
+
+
+def test_from_batches_leaves_out_a_smaller_last_batch():
+    model, data = normed(), pairs(3)
+    recorder = ba.Recorder.from_batches(model, [*data, *pairs(1, size=5)], nn.functional.cross_entropy)
+    assert recorder.recorded == 3
+    assert recorder.batch_size == 8
+    plain = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    assert torch.equal(recorder.gradients(model)["head.bias"], plain.gradients(model)["head.bias"])
+
+
+def test_from_batches_takes_loaders_tuples_and_mappings():
+    model, data = normed(), pairs(4)
+    expected = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy).gradients(model)
+    inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)
+    packed = [((x,), y) for x, y in data]
+    named = [({"x": x}, y) for x, y in data]
+    for batched in (loader, packed, named):
+        found = ba.Recorder.from_batches(model, batched, nn.functional.cross_entropy).gradients(model)
+        assert all(torch.equal(found[name], stack) for name, stack in expected.items())
+
+
+def test_from_batches_hands_a_mapping_to_the_model_and_the_loss():
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = normed()
+
+        def forward(self, x, labels=None):
+            return {"logits": self.net(x), "loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+    model, data = Labelled(), pairs(4)
+    mappings = [{"x": x, "labels": y} for x, y in data]
+    by_name = ba.Recorder.from_batches(
+        model, mappings, lambda out, batch: nn.functional.cross_entropy(out["logits"], batch["labels"])
+    )
+    by_model = ba.Recorder.from_batches(model, mappings, lambda out, batch: out["loss"])
+    expected = by_hand(model.net, data)
+    for recorder in (by_name, by_model):
+        assert recorder.batch_size == 8
+        found = recorder.gradients(model)["net.first.weight"]
+        torch.testing.assert_close(found, torch.stack([g["first.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
+
+
+def test_from_batches_works_where_gradients_are_off_and_parameters_unused():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model.forward = lambda x: model["used"](x)
+    with torch.no_grad():
+        recorder = ba.Recorder.from_batches(model, pairs(3), nn.functional.cross_entropy)
+        assert not torch.is_grad_enabled()
+    assert set(recorder.gradients(model)) == {"used.weight", "used.bias"}
+    posterior = ba.Posterior.from_recorder(model, recorder, 24)
+    assert set(posterior.omitted) == {"unused.weight", "unused.bias"}
+
+
+def test_from_batches_without_a_batch_is_told():
+    model = normed()
+    recorder = ba.Recorder.from_batches(model, [], nn.functional.cross_entropy)
+    with pytest.raises(StateError):
+        recorder.gradients(model)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+def test_a_posterior_of_a_recorder_is_that_of_its_optimiser(structure):
+    model, data = normed(), pairs(12)
+    recorder = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    # A prior wide enough for what twelve gradients determine.
+    found = ba.Posterior.from_recorder(model, recorder, 96, structure=structure, prior_precision=50.0)
+    expected = ba.Posterior.from_optimizer(
+        model,
+        recorder.optimizers,
+        96,
+        structure=structure,
+        recorder=recorder,
+        power=1.0,
+        batch_size=8,
+        prior_precision=50.0,
+    )
+    assert found.settings.batch_size == 8
+    assert found.settings.power == 1
+    assert found.structure.kind == structure
+    assert set(found.omitted) == {"frozen.weight", "frozen.bias"}
+    for name, variance in expected.variance.items():
+        assert torch.equal(found.variance[name], variance)
+        assert torch.equal(found.mean[name], dict(model.named_parameters())[name])
+    if structure == "diagonal":
+        square = torch.stack([g["head.weight"] for g in by_hand(model, data)]).square().mean(dim=0)
+        torch.testing.assert_close(found.variance["head.weight"], 1 / (96 * 8 * square + 50))
+
+
+def test_a_posterior_of_a_recorder_is_kronecker_by_default_and_needs_a_batch_size():
+    model = normed()
+    recorder = ba.Recorder.from_batches(model, pairs(6), nn.functional.cross_entropy)
+    found = ba.Posterior.from_recorder(model, recorder, 48)
+    assert found.structure.kind == "kronecker"
+    assert all(delta == 1.0 for delta in found.prior_precision.values())
+    assert ba.Posterior.from_recorder(model, recorder, 48, batch_size=3).settings.batch_size == 3
+    live = network()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    attached = ba.Recorder(optimizer, keep=6, every=1)
+    train(live, optimizer, batches(6))
+    with pytest.raises(SettingError, match="batch_size"):
+        ba.Posterior.from_recorder(live, attached, 48)
+    assert ba.Posterior.from_recorder(live, attached, 48, batch_size=8).structure.kind == "kronecker"
