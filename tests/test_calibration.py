@@ -44,7 +44,7 @@ def calibrate(*arguments: Any, **options: Any) -> Any:
     """Fitted to all data, which is what these tests look at; the split and the report have tests of their own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnusedPosteriorWarning)
-        return ba.calibrate(*arguments, fit_fraction=1.0, **options)
+        return ba.calibrate(*arguments, folds=1, **options)
 
 
 def fitted(model: nn.Module, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], y: Tensor) -> ba.Posterior:

@@ -2,11 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from bayesadam._warnings import warn
 from bayesadam.errors import BayesAdamWarning, CalibrationError, SettingError, UnusedPosteriorWarning
 from bayesadam.held_out import aligned
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Link
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive
 from bayesadam.likelihoods.conformal import Guarantee
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty, place_blocks
 from bayesadam.likelihoods.record import CalibrationMethod
@@ -36,6 +37,8 @@ AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 _RATIOS = 25
 _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
+_POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "network alone"
+_PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _HOTTEST = 20.0
 _ROUNDS = 4
@@ -54,14 +57,15 @@ def calibrate(
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
-    fit_fraction: float = 0.5,
+    folds: int = 2,
 ) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance, and compares with the best temperature alone: where that does better, probabilities are the mean
-    network's at that temperature, a warning and the report say so, and the posterior stays for all else. `"evidence"`
+    outputs a variance, and compares with the best temperature alone, and with none: where one of these does better,
+    probabilities are the mean network's at that temperature, a warning and the report say so, and the posterior stays for
+    all else. `"evidence"`
     takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
     equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
     γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
@@ -69,7 +73,8 @@ def calibrate(
     default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
     all parameters, whatever it was before. `novelty` is not touched.
 
-    `posterior.calibration` says what was done, and holds the scores behind `prediction_set` and `novelty_pvalue`.
+    What is compared, and what stands behind `prediction_set` and `novelty_pvalue`, are scores of examples under settings
+    that were fitted to the others; the settings themselves are fitted to all. `posterior.calibration` says what was done.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
@@ -78,8 +83,8 @@ def calibrate(
             which for a causal language model is one place further on. Classes of −100 are left out.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: what `predict` will be called with; so are the rest.
-        fit_fraction: the share of the examples that settings are fitted to; the others judge them and stand behind the
-            guarantees. With 1, or fewer than 20 examples, all are fitted, and there are no guarantees.
+        folds: into how many parts the data are cut, each scored under a fit to the others. With 1, or fewer than 20
+            examples, there are no such scores, hence no guarantees.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
@@ -87,8 +92,8 @@ def calibrate(
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
-    if not 0 < fit_fraction <= 1:
-        raise SettingError(f"fit_fraction must be above 0 and at most 1, got {fit_fraction!r}")
+    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
+        raise SettingError(f"folds must be a whole number of at least 1, got {folds!r}")
     options = Options(
         likelihood=likelihood,
         predictive=predictive,
@@ -101,13 +106,15 @@ def calibrate(
     seed = 0 if predictive == "linearised" else fresh_seed(generator)
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
     held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
-    fitted, scored = _split(held_out, fit_fraction)
-    chosen = method or options.record.calibration
-    found = [_calibrated(_Data(member, fitted, options, seed), scored, chosen) for member in members]
-    report = _reported(found, fitted, scored, options, seed, chosen)
+    weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
+    task = _Task(members, weights, options, seed, method or options.record.calibration)
+    fits = task.fitted(held_out)
+    for fit in fits:
+        fit.posterior.warn_of_limits()
+    report, found = _chosen(task, fits, held_out, folds)
     if isinstance(posterior, Mixture):
-        return Mixture([one.posterior for one in found], posterior.weights, calibration=report)
-    return replace(found[0].posterior, calibration=report)
+        return Mixture(found, posterior.weights, calibration=report)
+    return replace(found[0], calibration=report)
 
 
 @contextmanager
@@ -118,69 +125,117 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def _split(batches: Batches, share: float) -> tuple[Batches, Batches]:
-    """A share of the examples of every batch, drawn at random but always the same, and the rest; all where they are few."""
-    if share == 1 or sum(len(y) for _, y in batches) < FEWEST_SCORED:
-        return batches, []
-    generator = torch.Generator().manual_seed(0)
-    parts: tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]] = ([], [])
-    # Rounding what each batch gives must not add up, as it would with batches of one example.
-    owed = 0.0
-    for inputs, y in batches:
-        order = torch.randperm(len(y), generator=generator)
-        owed += share * len(y)
-        count = min(round(owed), len(y))
-        owed -= count
-        for part, rows in zip(parts, (order[:count], order[count:]), strict=True):
-            if len(rows):
-                part.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
-    return parts
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A calibrated posterior, and what the held-out data said."""
+class _Fit(NamedTuple):
+    """A posterior with the settings that the data prefer, and the best temperature of the mean network, of classes."""
 
     posterior: Posterior
-    nll: Mapping[str, float]
-    preferred: str
+    temperature: float
 
 
-def _reported(
-    found: Sequence[_Found], fitted: Batches, scored: Batches, options: Options, seed: int, method: CalibrationMethod
-) -> CalibrationReport:
-    """The report on one posterior or all members of a mixture, with the held-out scores of the whole."""
-    n_fitted, n_scored = (sum(len(y) for _, y in part) for part in (fitted, scored))
-    first, members = found[0], len(found)
-    nll = {name: sum(one.nll[name] for one in found) / members for name in first.nll}
-    unused = sum(not one.posterior.averaged for one in found)
-    preferred = (
-        first.preferred if members == 1 else f"{members - unused} of {members} members average over their posterior"
-    )
-    whole = first.posterior if members == 1 else Mixture([one.posterior for one in found])
-    guarantee = _guarantee(whole, fitted, scored, options, seed) if n_scored else Guarantee()
-    t, averaged = first.posterior.temperature, unused < members
-    return CalibrationReport(options.likelihood, method, n_fitted, n_scored, nll, t, averaged, preferred, guarantee)
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What is calibrated, and how: one network, or the members of a mixture."""
 
+    members: Sequence[Posterior]
+    weights: Sequence[float]
+    options: Options
+    seed: int
+    method: CalibrationMethod
 
-def _guarantee(whole: Posterior | Mixture, fitted: Batches, scored: Batches, options: Options, seed: int) -> Guarantee:
-    """Scores of the examples that nothing was fitted to; novelty is never fitted, so all of its are."""
-    record = options.record
-    novelty: list[Tensor] = []
-    parts: list[Guarantee] = []
-    for number, (inputs, y) in enumerate([*fitted, *scored]):
+    def fitted(self, batches: Batches) -> list[_Fit]:
+        """Every member fitted to the batches."""
+        fits = []
+        for member in self.members:
+            data = _Data(member.replace(temperature=1.0, averaged=True), batches, self.options, self.seed)
+            best = (_by_evidence if self.method == "evidence" else _by_validation)(data.posterior, data)
+            if self.options.predictive != "linearised":
+                best = _by_repeated_prediction(best, data)
+            fits.append(_Fit(best, data.temperature(best) if self.options.record.tempered else 1.0))
+        return fits
+
+    def candidates(self, fits: Sequence[_Fit], inputs: Any) -> dict[str, Predictive]:
+        """What may be in use in the end, on one batch: the posterior, and of classes the mean network at a temperature."""
+        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed))
         with quietly():
-            found = whole._predict(inputs, replace(options, generator=torch.Generator().manual_seed(seed)))
-        if options.predictive == "linearised" and has_novelty(found):
-            novelty.append(found.novelty)
-        if number >= len(fitted):
-            parts.append(record.conformity(found, y.to(found.mean.device), seed=number))
-    joined = {
-        name: torch.cat([part.tensors()[name] for part in parts]).cpu()
-        for name in parts[0].tensors()
-        if all(name in part.tensors() for part in parts)
+            found = [predictive_of(fit.posterior, inputs, options) for fit in fits]
+        named = {_POSTERIOR: found}
+        if self.options.record.tempered and self.options.predictive == "linearised":
+            both: Any = list(zip(fits, found, strict=True))
+            named[_TEMPERATURE] = [replace(p, temperature=fit.temperature, averaged=False) for fit, p in both]
+            named[_ALONE] = [replace(p, temperature=1.0, averaged=False) for _, p in both]
+        mixed = len(fits) > 1
+        return {n: self.options.record.mixture(each, self.weights) if mixed else each[0] for n, each in named.items()}
+
+
+def _chosen(
+    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int
+) -> tuple[CalibrationReport, list[Posterior]]:
+    """The candidate that scores best on examples that it was not fitted to, with the report."""
+    record, n = task.options.record, sum(len(y) for _, y in held_out)
+    crossed = folds > 1 and n >= FEWEST_SCORED
+    parts = _parts(held_out, folds) if crossed else [held_out]
+    totals: defaultdict[str, float] = defaultdict(float)
+    scores: list[dict[str, Guarantee]] = []
+    count, novelty = 0, []
+    for number, part in enumerate(parts):
+        others = [batch for index, other in enumerate(parts) if index != number for batch in other]
+        own = task.fitted(others) if crossed else fits
+        for inputs, y in part:
+            named = task.candidates(own, inputs)
+            y = y.to(next(iter(named.values())).mean.device)
+            for name, found in named.items():
+                log_probs = record.log_probs(found, y)
+                totals[name] -= float(log_probs.sum(dtype=torch.float64))
+            count += len(log_probs)
+            if crossed:
+                scores.append({name: record.conformity(found, y, seed=len(scores)) for name, found in named.items()})
+            if has_novelty(named[_POSTERIOR]):
+                novelty.append(named[_POSTERIOR].novelty)
+    nll = {name: total / max(count, 1) for name, total in totals.items()}
+    # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
+    handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
+    best = min(nll, key=lambda name: nll[name] + handicap[name])
+    guarantee = Guarantee.joined([each[best] for each in scores], novelty if crossed else [])
+    outputs = {
+        _POSTERIOR: lambda fit: fit.posterior,
+        _TEMPERATURE: lambda fit: fit.posterior.replace(temperature=fit.temperature, averaged=False),
+        _ALONE: lambda fit: fit.posterior.replace(temperature=1.0, averaged=False),
     }
-    return Guarantee.of(joined | ({"novelty": torch.cat(novelty).cpu()} if novelty else {}))
+    chosen = [outputs[best](fit) for fit in fits]
+    t = chosen[0].temperature
+    if best == _POSTERIOR:
+        preferred = "the posterior is in use" + (f", with logits at temperature {t:.3g}" if record.tempered else "")
+    else:
+        preferred = (
+            f"the data prefer the mean network at temperature {t:.3g}: probabilities do not average over the posterior"
+        )
+        warn(
+            f"{preferred} (negative log-likelihood {nll[best]:.4f} against {nll[_POSTERIOR]:.4f}). Variances, draws and "
+            "novelty are those of the posterior all the same",
+            UnusedPosteriorWarning,
+        )
+    scored = n if crossed else 0
+    options = task.options
+    report = CalibrationReport(
+        options.likelihood, task.method, n, scored, nll, t, best == _POSTERIOR, preferred, guarantee
+    )
+    return report, chosen
+
+
+def _parts(batches: Batches, folds: int) -> list[Batches]:
+    """The examples in parts of equal size, drawn at random but always the same."""
+    total = sum(len(y) for _, y in batches)
+    places = torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
+    found: list[list[tuple[Any, Tensor]]] = [[] for _ in range(folds)]
+    first = 0
+    for inputs, y in batches:
+        own = places[first : first + len(y)]
+        first += len(y)
+        for number, part in enumerate(found):
+            rows = (own == number).nonzero().flatten()
+            if len(rows):
+                part.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
+    return list(found)
 
 
 def log_marginal_likelihood(
@@ -289,37 +344,6 @@ class _Data:
         return total / max(count, 1)
 
 
-def _calibrated(data: _Data, scored: Batches, method: CalibrationMethod) -> _Found:
-    options, record = data.options, data.options.record
-    best = (_by_evidence if method == "evidence" else _by_validation)(data.posterior, data)
-    if options.predictive != "linearised":
-        best = _by_repeated_prediction(best, data)
-    best.warn_of_limits()
-    judges = scored or data.batches
-    if not record.tempered:
-        return _Found(best, {"posterior": data.nll(best, judges)}, "the posterior is in use")
-    alone = best.replace(temperature=1.0, averaged=False)
-    rival = alone.replace(temperature=data.temperature(best))
-    linearised = replace(data, options=replace(options, predictive="linearised"))
-    nll = {
-        "network alone": linearised.nll(alone, judges),
-        "best temperature alone": linearised.nll(rival, judges),
-        "posterior": data.nll(best, judges),
-    }
-    if nll["posterior"] <= nll["best temperature alone"] or options.predictive != "linearised":
-        return _Found(best, nll, f"probabilities average over the posterior, at temperature {best.temperature:.3g}")
-    preferred = (
-        f"the data prefer temperature {rival.temperature:.3g} alone: probabilities do not average over the posterior"
-    )
-    warn(
-        f"on held-out data the best temperature alone scores {nll['best temperature alone']:.4f} and the posterior "
-        f"{nll['posterior']:.4f}: probabilities are the network's at temperature {rival.temperature:.3g}. Variances, draws and "
-        "novelty are those of the posterior all the same",
-        UnusedPosteriorWarning,
-    )
-    return _Found(rival, nll, preferred)
-
-
 def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances.
 
@@ -389,7 +413,7 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
         if "temperature" in chosen:
             chosen = {"temperature": _refined(lambda t, w=weight: score(w, temperature=t), chosen["temperature"])}  # type: ignore[misc]
     unit = posterior.settings.weight / posterior.settings.scale
-    outputs = {"noise_variance": None, "temperature": 1.0, "averaged": True} | chosen
+    outputs = {"noise_variance": None} | chosen
     return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, **outputs)
 
 

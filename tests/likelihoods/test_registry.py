@@ -77,7 +77,7 @@ def calibrate(*arguments: Any, **options: Any) -> Any:
     """Fitted to all data, whatever they prefer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnusedPosteriorWarning)
-        return ba.calibrate(*arguments, fit_fraction=1.0, **options)
+        return ba.calibrate(*arguments, folds=1, **options)
 
 
 # --- the records ----------------------------------------------------------------------------------------------------

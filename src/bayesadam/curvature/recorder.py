@@ -76,7 +76,7 @@ class Recorder:
         # It is never stepped: recorders know their parameters by an optimiser.
         recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)
         device = parameters[0].device
-        with in_eval_mode(model), torch.enable_grad():
+        with in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():
             for batch in batches:
                 batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
                 inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch

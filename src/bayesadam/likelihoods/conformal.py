@@ -7,7 +7,7 @@ Of n held-out scores and one more, exchangeable with them, every rank is equally
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -93,6 +93,14 @@ class Guarantee:
         mark = "classes."
         classes = {name.removeprefix(mark): tensor for name, tensor in tensors.items() if name.startswith(mark)}
         return cls(classes, *(tensors.get(name) for name in ("labels", "residuals", "novelty")))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Guarantee], novelty: Sequence[Tensor]) -> Guarantee:
+        """Of several batches, on the CPU; of scores that not every batch has, none."""
+        held = [part.tensors() for part in parts]
+        names = set.intersection(*map(set, held)) if held else set()
+        found = {name: torch.cat([each[name] for each in held]).cpu() for name in names}
+        return cls.of(found | ({"novelty": torch.cat(list(novelty)).cpu()} if novelty else {}))
 
 
 def check_level(level: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from typing import Any, ClassVar, Literal
@@ -96,10 +96,9 @@ class Predictive:
 
     def _held_out(self, name: str) -> Any:
         found = getattr(self.guarantee, name, None)
-        if found is None:
+        if found is None or (isinstance(found, Mapping) and not found):
             raise CalibrationError(
-                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples, and "
-                "fit_fraction below 1"
+                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
             )
         return found
 
@@ -284,10 +283,10 @@ class LogitPredictive(Predictive):
         if not by_class:
             return scores <= threshold(held_out, level).unsqueeze(-1)
         labels = self._held_out("labels").to(scores.device)
-        if labels.dim() != 1:
+        if labels[0].numel() != 1:
             raise SettingError("by_class=True is for one label per example")
-        limits = torch.stack([threshold(held_out[labels == k], level) for k in range(probs.shape[-1])])
-        return scores <= limits
+        limits = [threshold(held_out[labels == k], level) for k in range(probs.shape[-1])]
+        return scores <= torch.stack(limits)
 
     @classmethod
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:

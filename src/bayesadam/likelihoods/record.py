@@ -110,7 +110,8 @@ class Likelihood(ABC):
         probs, labels = predictive.class_probs, targets.reshape(predictive.class_probs.shape[:-1]).long()
         if self.ignored is not None and (labels.dim() > 1 or bool((labels == self.ignored).any())):
             return Guarantee()
-        uniform = uniform_like(probs, seed)
+        # Other numbers than those of `prediction_set`, whose seed is 1.
+        uniform = uniform_like(probs, seed + 2)
         every = {method: class_scores(probs, method, uniform) for method in get_args(SetMethod)}
         true = {method: s.gather(-1, labels.unsqueeze(-1)).squeeze(-1) for method, s in every.items()}
         return Guarantee(true, labels)

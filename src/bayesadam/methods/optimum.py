@@ -117,7 +117,7 @@ def _flat(network: nn.Module) -> Tensor:
 
 
 def _linearised(posterior: Posterior, problem: Problem) -> Callable[[Tensor], Predictive]:
-    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood)
+    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood, novelty=False)
 
 
 def _jacobian(network: nn.Module, x: Tensor) -> Tensor:

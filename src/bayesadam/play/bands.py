@@ -78,7 +78,7 @@ def reach_of(posterior: Posterior, x: Tensor) -> float:
     """mean_n Σ J_n² at the inputs x, (n, 1): the variance of f under weights of unit variance."""
     ones = {name: torch.ones_like(theta) for name, theta in posterior.mode.items()}
     unit = Posterior.from_moments(posterior.model, posterior.mode, ones, 1.0).replace(noise_variance=1.0)
-    return float(unit.predict(x, likelihood="regression").variance.mean())
+    return float(unit.predict(x, likelihood="regression", novelty=False).variance.mean())
 
 
 def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_precision: float, noise: float) -> Posterior:
@@ -96,5 +96,5 @@ def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_preci
 
 def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:
     """f ~ N(f(x; θ), J Σ Jᵀ) on a grid (g,)."""
-    found = posterior.predict(grid[:, None], likelihood="regression")
+    found = posterior.predict(grid[:, None], likelihood="regression", novelty=False)
     return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))

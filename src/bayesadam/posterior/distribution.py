@@ -15,7 +15,7 @@ from bayesadam.predict.linearised import DEFAULT_BUDGET
 from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 R = TypeVar("R", bound=Predictive)
 C = TypeVar("C", bound=Predictive)
@@ -149,7 +149,12 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         with batch norm variances grow with the squared distance from the running statistics.
         """
         given = Options(likelihood=likelihood, forward=forward, memory_budget=memory_budget, novelty=True)
-        return self._predict(inputs, given).novelty
+        return self.for_novelty._predict(inputs, given).novelty
+
+    @property
+    @abstractmethod
+    def for_novelty(self) -> Self:
+        """The same under the settings of novelty."""
 
     @abstractmethod
     def _predict(self, inputs: Any, options: Options) -> Predictive:

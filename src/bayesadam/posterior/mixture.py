@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,11 @@ class Mixture(
         (number,) = self._picks(1, seed)
         with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
+
+    @cached_property
+    def for_novelty(self) -> Mixture:
+        """The members' curvatures under the settings of novelty."""
+        return Mixture([member.for_novelty for member in self.members], self.weights)
 
     def _predict(self, inputs: Any, options: Options) -> Predictive:
         """p(y) = Σ π_m p_m(y); `n_samples` are drawn from each member, from a stream of its own."""

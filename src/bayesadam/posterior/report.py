@@ -19,9 +19,9 @@ class CalibrationReport:
         likelihood: its name.
         method: `"validation"` or `"evidence"`.
         n_fitted: held-out examples behind the settings.
-        n_scored: held-out examples that nothing was fitted to, behind `nll` and the guarantees; 0 if all were fitted.
-        nll: mean negative log-likelihood of the network alone, at the best temperature alone (of classes), and of the
-            posterior, on the scored examples, or on the fitted ones if none were scored.
+        n_scored: how many of them were scored under settings fitted to the others, behind `nll` and the guarantees.
+        nll: mean negative log-likelihood of the posterior and, of classes, of the mean network at the best temperature and
+            at 1; of examples under settings fitted to others, or to them where `n_scored` is 0.
         temperature: T of the probabilities.
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.
@@ -39,8 +39,8 @@ class CalibrationReport:
     guarantee: Guarantee = field(default_factory=Guarantee, repr=False)
 
     def __str__(self) -> str:
-        scored = f"{self.n_scored} others" if self.n_scored else "the same"
-        lines = [f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, scored on {scored}"]
+        scored = "each scored under a fit to others" if self.n_scored else "scored on the same"
+        lines = [f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, {scored}"]
         lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
         return "\n".join([*lines, f"  {self.preferred}"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,17 +62,21 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
     novel: Novel | None = None
     with evaluating(gaussian.model):
         if kind == "linearised":
-            params, asked = parameters_at_mean(gaussian), [gaussian]
-            if options.novelty or (options.novelty is None and _outputs(call, params, inputs) <= _FEW_OUTPUTS):
-                asked.append(gaussian.for_novelty)
-            variances = [each.coordinate_variance.__getitem__ for each in asked]
-            bases, directions = gaussian.structure.bases, [each.directions for each in asked]
-            covariance = options.covariance or (len(asked) > 1 and record.coupled)
-            found = moments(call, params, variances, inputs, covariance, budget, bases, directions)
+            params = parameters_at_mean(gaussian)
+            few = options.novelty is None and _outputs(call, params, inputs) <= _FEW_OUTPUTS
+            other = gaussian.for_novelty if options.novelty or few else None
+            together = other is not None and _same(gaussian.mean, other.mean)
+            asked = [gaussian] if other is None or not together else [gaussian, other]
+            covariance = options.covariance or (together and record.coupled)
+            found = _moments(call, params, asked, inputs, covariance, budget)
             mean, variance = found.mean, found.variance[0]
             block = found.covariance[0] if options.covariance and found.covariance is not None else None
-            if len(asked) > 1:
-                novel = _novel(found, record.hessian_diagonal(mean, noise), running_deviation(call, params, inputs))
+            if other is not None:
+                if not together:
+                    params = parameters_at_mean(other)
+                    found = _moments(call, params, [other], inputs, record.coupled, budget)
+                precision = record.hessian_diagonal(found.mean, noise)
+                novel = _novel(found, precision, running_deviation(call, params, inputs))
         else:
             draws, centre = _draws(gaussian, call, inputs, options)
     if draws is not None:
@@ -96,11 +100,24 @@ def _outputs(call: Call, params: Mapping[str, Tensor], inputs: Any) -> int:
     return plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs).outputs
 
 
+def _same(mean: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two means are the same tensors, as they are where neither is shrunk by its prior."""
+    return all(other[name] is mu for name, mu in mean.items())
+
+
+def _moments(
+    call: Call, params: Mapping[str, Tensor], asked: Sequence[Gaussian], inputs: Any, covariance: bool, budget: int
+) -> Moments:
+    variances = [each.coordinate_variance.__getitem__ for each in asked]
+    bases, directions = asked[0].structure.bases, [each.directions for each in asked]
+    return moments(call, params, variances, inputs, covariance, budget, bases, directions)
+
+
 def _novel(found: Moments, precision: Tensor, deviation: Tensor | None) -> Novel:
-    """The second of the moments, with variances that grow with the deviation from running statistics."""
+    """The last of the moments, with variances that grow with the deviation from running statistics."""
     factor = found.mean.new_ones(len(found.mean)) if deviation is None else deviation.to(found.mean)
-    variance = found.variance[1] * factor.view(-1, *[1] * (found.mean.dim() - 1))
-    block = None if found.covariance is None else found.covariance[1] * factor[:, None, None]
+    variance = found.variance[-1] * factor.view(-1, *[1] * (found.mean.dim() - 1))
+    block = None if found.covariance is None else found.covariance[-1] * factor[:, None, None]
     return Novel(found.mean, variance, block, precision)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -19,9 +20,10 @@ from torch import Tensor
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
+from bayesadam.curvature.recorder import Recorder
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules.adam import Adam
-from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.errors import CalibrationError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.sklearn.training import Schedule, fit_networks, split
@@ -29,6 +31,8 @@ from bayesadam.sklearn.training import Schedule, fit_networks, split
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
 RegressionLikelihood = Literal["regression", "heteroscedastic", "poisson"]
+Structure = Literal["diagonal", "kronecker", "low-rank"]
+_RECORDED = 100
 _DTYPES = (np.float64, np.float32)
 _LARGEST_SEED = 2**31 - 1
 # Chosen on made-up tables. A cross-entropy keeps falling as weights grow, a squared error does not.
@@ -52,6 +56,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     validation_fraction: float = 0.2
     n_ensemble: int = 5
     calibration: Calibration | None = "auto"
+    structure: Structure = "diagonal"
     power: float = 0.5
     random_state: Any = None
     device: str | torch.device = "cpu"
@@ -89,11 +94,18 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             # Without weight decay δ would be 0, and dead units of infinite variance.
             prior = None if decay else 1.0
             power, size = float(self.power), one.batch_size
-            posterior = Posterior.from_state_dict(
-                model, one.state, n, optimizer="adamw", prior_precision=prior, power=power, batch_size=size
-            )
-            model.double()
-            posterior = posterior.to(dtype=torch.float64)
+            if self.structure == "diagonal":
+                posterior = Posterior.from_state_dict(
+                    model, one.state, n, optimizer="adamw", prior_precision=prior, power=power, batch_size=size
+                )
+                model.double()
+                posterior = posterior.to(dtype=torch.float64)
+            else:
+                batches = _batches((x[part.rows], y[part.rows]), size, part.seed)
+                recorder = Recorder.from_batches(
+                    model.double(), batches, lambda f, t: kind.loss(f[None], t[None]).sum(), keep=_RECORDED
+                )
+                posterior = Posterior.from_recorder(model, recorder, n, structure=self.structure)
             held_out = x[part.held_out], y[part.held_out]
             self.posteriors_.append(calibrated(posterior, held_out, name, self.calibration))
         self.posterior_ = Mixture(self.posteriors_)
@@ -114,7 +126,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     def _predictive(self, inputs: Tensor, name: LikelihoodName, *, seed: int = 0, **options: Any) -> Predictive:
         """The mixture's; with a generator of its own, for torch's global one is the user's."""
         generator = torch.Generator().manual_seed(seed)
-        return self.posterior_.predict(inputs, likelihood=name, generator=generator, **options)
+        return self.posterior_.predict(inputs, likelihood=name, generator=generator, novelty=False, **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -150,7 +162,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
         calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as its
             prior precision (1 if λ is 0) and the noise from held-out residuals.
-        power: p of the curvature v̂ᵖ; the paper's is 1/2.
+        structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the trained
+            weights, which widen where there are no data.
+        power: p of the diagonal's curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
 
@@ -293,10 +307,22 @@ def calibrated(
         return posterior
     method = None if calibration == "auto" else calibration
     try:
-        return calibrate(posterior, held_out, likelihood=name, method=method)
+        with warnings.catch_warnings():
+            # Whichever probabilities the held-out data prefer, the mixture has.
+            warnings.simplefilter("ignore", UnusedPosteriorWarning)
+            return calibrate(posterior, held_out, likelihood=name, method=method, folds=1)
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
         return posterior
+
+
+def _batches(data: tuple[Tensor, Tensor], size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """Batches without end, a new order for every pass."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(data[0]), generator=generator)
+        for rows in order[: len(order) - len(order) % size].view(-1, size):
+            yield tuple(part[rows] for part in data)
 
 
 def _scaler(columns: Array) -> Any:
@@ -344,6 +370,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "validation_fraction": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 and below 1"),
     "n_ensemble": (_is_count, "a positive whole number"),
     "calibration": (lambda value: value in (*get_args(Calibration), None), f"None or one of {get_args(Calibration)}"),
+    "structure": (lambda value: value in get_args(Structure), f"one of {get_args(Structure)}"),
     "power": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "device": (_is_device, "a device that torch knows"),
 }

@@ -204,7 +204,7 @@ def held_out_numbers(
     means, variances, targets = [], [], []
     device = next(iter(posterior.parameters().values())).device
     for inputs, given in batches:
-        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward)
+        found = posterior.predict(to_device(inputs, device), likelihood=likelihood, forward=forward, novelty=False)
         y = record.matched(given.to(found.mean.device), found.mean)
         keep = record.counted(found.mean, y)
         means.append(found.mean[keep])
@@ -216,7 +216,7 @@ def held_out_numbers(
         return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.predicted_mean, y)}
     assert isinstance(joined, LogitPredictive)
     numbers = {}
-    network = replace(joined, variance=torch.zeros_like(joined.variance))
+    network = replace(joined, temperature=1.0, averaged=False)
     for prefix, predictive in {"": joined, "network_": network}.items():
         numbers[f"{prefix}nll"] = nll(predictive, y)
         numbers[f"{prefix}ece"] = ece(predictive.class_probs.flatten(0, -2), y.flatten().long())
