@@ -33,6 +33,14 @@ class PrecisionRule:
         return shrunk_mean(mode, second_moment, self.weight, self.delta, self.power) if self.shrink else mode
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
+
+    first: int
+    total: int
+
+
 def curvature(second_moment: Tensor, power: float) -> Tensor:
     """c = v̂ᵖ, in new memory."""
     return second_moment.sqrt() if power == 0.5 else second_moment.pow(power)

@@ -8,26 +8,18 @@ parameter draws that part of what one that holds it all would. Streams differ be
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.structures.formulas import PrecisionRule
+from bayesadam.structures.formulas import Part, PrecisionRule
 
 # A block fits a CPU core's cache. Part of what a seed means: changing it changes every draw.
 _BLOCK = 65_536
 _THREADED_FROM = 4 * _BLOCK
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
-
-    first: int
-    total: int
 
 
 def fresh_seed(generator: torch.Generator | None) -> int:

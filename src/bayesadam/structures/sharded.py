@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from bayesadam._shards import agreed, box, is_sharded, own_part, placed_like, recover, reshard, wrapped
 from bayesadam.structures import noise
-from bayesadam.structures.formulas import PrecisionRule
-from bayesadam.structures.noise import Part
+from bayesadam.structures.formulas import Part, PrecisionRule
 from bayesadam.structures.settings import Precision
 
 
