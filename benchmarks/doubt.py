@@ -251,7 +251,7 @@ def main() -> None:
     every = sorted({network for networks in DATA.values() for network in networks})
     parser = arguments(
         __doc__,
-        quick="two seeds, two networks, hundreds of images, one epoch",
+        quick="two seeds, one network, hundreds of images, one epoch",
         peer="laplace-torch and pytorch-ood",
         device=True,
     )
@@ -264,12 +264,12 @@ def main() -> None:
     import_peer("laplace", "laplace-torch", alone=options.alone)
     import_detectors(alone=options.alone)
     small = options.device == "cpu"
-    quick = {"train": 320, "held_out": 100, "test": 100, "outside": 50} if options.quick else {}
+    quick = {"train": 320, "held_out": 60, "test": 60, "outside": 20} if options.quick else {}
     sizes = Sizes(**({"train": 10_000, "test": 2000} if small else {}) | quick)
     sizes = Sizes(options.images or sizes.train, sizes.held_out, sizes.test, sizes.outside)
     made_up = options.quick and folder() is None
     names = options.data or (["mnist"] if options.quick else list(DATA))
-    networks = options.networks or (["mlp", "resnet"] if options.quick and not options.data else every)
+    networks = options.networks or (["lenet"] if options.quick and not options.data else every)
     seeds = range(2 if options.quick else options.seeds)
     rows = {name: row for name, row in ROWS.items() if not (options.alone and row.peer)}
     tables, verdicts, results, failed = [], [], {}, []
