@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,9 +31,9 @@ RATE, KEEP = 1e-3, 50
 IVON_RATE, IVON_DECAY = 0.1, 0.9999
 DROPOUT = 0.1
 FEATURE_IMAGES = 10_000
-# laplace-torch holds the Jacobians of a batch: (images, classes, weights).
-JACOBIAN_BYTES = 5e8
-MOST_WEIGHTS = 4_000_000
+# laplace-torch holds the Jacobians of a batch, (images, classes, weights): bytes at a time, and weights at most.
+JACOBIAN_BYTES = {"cpu": 5e7, "cuda": 1e9}
+MOST_WEIGHTS = {"cpu": 100_000, "cuda": 4_000_000}
 
 
 # --- networks -------------------------------------------------------------------------------------------------------
@@ -275,7 +274,8 @@ def laplace(subset: str) -> Callable[[Case], Scorer]:
         from laplace import Laplace
 
         weights = sum(p.numel() for p in (case.model if subset == "all" else case.model[-1]).parameters())
-        if weights > MOST_WEIGHTS:
+        kind = case.suite.train[0].device.type
+        if weights > MOST_WEIGHTS[kind]:
             raise ValueError(f"the Jacobians of {weights:,} weights would take too long")
         errors = []
         for structure in ("kron", "diag"):
@@ -284,7 +284,7 @@ def laplace(subset: str) -> Callable[[Case], Scorer]:
                 peer = Laplace(copy.deepcopy(case.model), "classification", subset, structure)
                 peer.fit(DataLoader(TensorDataset(*case.suite.train), batch_size=case.batch))
                 peer.optimize_prior_precision(method="marglik")
-                chunk = max(1, int(JACOBIAN_BYTES / (4 * case.suite.classes * weights)))
+                chunk = max(1, int(JACOBIAN_BYTES[kind] / (4 * case.suite.classes * weights)))
 
                 def probs_of(x: Tensor, peer: Any = peer, chunk: int = chunk) -> Tensor:
                     return torch.cat([peer(part, link_approx="probit").detach() for part in x.split(chunk)])
@@ -393,13 +393,3 @@ ROWS: Mapping[str, Row] = {
     "ViM": Row(of_features("ViM"), "training", peer="pytorch-ood"),
 }
 OURS = tuple(name for name in ROWS if name.startswith("ours"))
-
-
-def fitted(row: Row, case: Case) -> tuple[Scorer, list[str]]:
-    """A row's scorer, and what it warned of."""
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        scorer = row.fit(case)
-    return scorer, sorted(
-        {str(warning.message) for warning in heard if issubclass(warning.category, ba.BayesAdamWarning)}
-    )
