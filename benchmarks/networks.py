@@ -1,4 +1,4 @@
-"""The networks of the benchmarks: a multi-layer perceptron, a ResNet-18 for 32 × 32 images, a small transformer."""
+"""The networks of the benchmarks: a multi-layer perceptron, convolutional and residual networks, small transformers."""
 
 from __future__ import annotations
 
@@ -56,6 +56,101 @@ class ResNet18(nn.Sequential):
             nn.Flatten(),
             nn.Linear(width_in, classes),
         )
+
+
+def lenet(classes: int = 10) -> nn.Sequential:
+    """LeNet-5 with ReLU and largest values, for 28 × 28 images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
+def small_resnet(channels: int = 1, classes: int = 10) -> nn.Sequential:
+    """Three residual blocks with batch norm, of 16, 32 and 64 channels, and global pooling."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Residual(16, 16, 1),
+        Residual(16, 32, 2),
+        Residual(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, classes),
+    )
+
+
+class Patches(nn.Module):
+    """Patches of an image as vectors, a vector of its place added to each."""
+
+    def __init__(self, size: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, width, patch, patch)
+        self.places = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 3, size, size) to (batch, patches, width)."""
+        return self.project(x).flatten(2).transpose(1, 2) + self.places
+
+
+class Attention(nn.Module):
+    """Self-attention of several heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) to the same."""
+        batch, length, width = x.shape
+        parts = self.project(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(*parts.unbind())
+        return self.join(found.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """x + attention of it, then + two linear layers of it, with layer norm before each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attend = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.think = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) to the same."""
+        x = x + self.attend(x)
+        return x + self.think(x)
+
+
+class MeanOverPlaces(nn.Module):
+    """(batch, length, width) to (batch, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean."""
+        return x.mean(dim=1)
+
+
+def vit(classes: int = 10, *, width: int = 192, depth: int = 6, heads: int = 6) -> nn.Sequential:
+    """A small vision transformer for 32 × 32 images: patches of 4 × 4, layer norm, the mean over places."""
+    blocks = [Block(width, heads) for _ in range(depth)]
+    return nn.Sequential(
+        Patches(32, 4, width), *blocks, nn.LayerNorm(width), MeanOverPlaces(), nn.Linear(width, classes)
+    )
 
 
 class Transformer(nn.Module):

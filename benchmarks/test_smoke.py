@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
-PEERS = {"bandits": "vowpalwabbit", "predict": "laplace", "step": "ivon", "structures": "laplace"}
+PEERS = {"bandits": "vowpalwabbit", "doubt": "laplace", "predict": "laplace", "step": "ivon", "structures": "laplace"}
 LIMIT = 1800
 
 
