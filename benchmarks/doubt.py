@@ -9,8 +9,8 @@ made up where that is not set.
 
 Networks: 784-400-400-10, LeNet and a small residual network with batch norm on MNIST and Fashion-MNIST, ResNet-18 and a
 small vision transformer on CIFAR-10 without automobiles and cats. Adam at 0.001, a cosine to 0, batches of 128; 8 epochs,
-5 of the residual network, 20 with flips and crops on CIFAR-10. The last 5,000 training images are held out. A CPU takes
-10,000 training images and 2,000 test images, a GPU all.
+5 of the residual network, 20 with flips and crops on CIFAR-10. The last 5,000 training images are held out, 2,000 test images
+are scored. A CPU takes 10,000 training images, a GPU all.
 
 A row gives probabilities and doubt. Ours: `ba.calibrate` on the held-out images for the one, `novelty` for the other. "data"
 is what doubt needs beside the checkpoint (the Kronecker row: a recorder during training). V = 1 is far from the size of a
@@ -271,7 +271,7 @@ def main() -> None:
     import_detectors(alone=options.alone)
     small = options.device == "cpu"
     quick = {"train": 320, "held_out": 40, "test": 20, "outside": 5} if options.quick else {}
-    sizes = Sizes(**({"train": 10_000, "test": 2000} if small else {}) | quick)
+    sizes = Sizes(**({"train": 10_000} if small else {}) | quick)
     sizes = Sizes(options.images or sizes.train, sizes.held_out, sizes.test, sizes.outside)
     made_up = options.quick and folder() is None
     names = options.data or (["mnist"] if options.quick else list(DATA))

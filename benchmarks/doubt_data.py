@@ -35,7 +35,7 @@ class Sizes:
 
     train: int | None = None
     held_out: int = 5000
-    test: int = 10_000
+    test: int = 2000
     outside: int = 1000
 
 

@@ -34,7 +34,7 @@ from bayesadam.structures.structure import Directions
 Batches = Sequence[tuple[Any, Tensor]]
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # Ratios δ/w tried in one pass over the data, and decades of scale around the best.
-_RATIOS = 25
+_RATIOS = 13
 _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
 _POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "network alone"
