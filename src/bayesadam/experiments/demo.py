@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
+# The p-value from which on a point counts as novel.
+_FLAGGED = 0.05
+
 
 @dataclass(frozen=True)
 class DemoSettings:
@@ -65,11 +68,11 @@ class Demo:
     """What the demo found: all that its picture, its table and its metrics show.
 
     Attributes:
-        predictive: of the linearised network on the grid, whose y has no noise.
+        predictive: of the linearised network on the grid, whose y has no noise; with the novelty of every point.
         noise_std: σ of the observations, as calibrated.
         draws: functions drawn from it, (draws, grid points).
         summaries: by parameter, see `summarise`.
-        scores: in-range RMSE, NLL and coverage on the test points.
+        scores: in-range RMSE, NLL and coverage on the test points, and the shares flagged as novel in range and outside.
         pruning: test RMSE at each of the fractions, by ranking.
     """
 
@@ -151,6 +154,11 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     second_moment = curvature.read_optimizer(model, optimizer).second_moment
     rmse, nll, coverage = scores.rmse(tested.mean, test.y), scores.nll(tested, test.y), scores.coverage(tested, test.y)
     function_std = float(tested.variance.sqrt().mean())
+    outside = (grid.x < TRAIN_INTERVAL[0]) | (grid.x > TRAIN_INTERVAL[1])
+    flagged = [
+        float((p <= _FLAGGED).double().mean())
+        for p in (tested.novelty_pvalue, predictive.novelty_pvalue[outside[:, 0]])
+    ]
     return Demo(
         train=train,
         grid=grid,
@@ -161,7 +169,8 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
         summaries=summarise(posterior, second_moment),
-        scores={"rmse": rmse, "nll": nll, "coverage95": coverage, "function_std": function_std},
+        scores={"rmse": rmse, "nll": nll, "coverage95": coverage, "function_std": function_std}
+        | dict(zip(("flagged_in_range", "flagged_outside"), flagged, strict=True)),
         pruning={ranking: pruned_rmse(posterior, test, ranking, _FRACTIONS) for ranking in ("snr", "magnitude")},
     )
 
@@ -196,27 +205,30 @@ def score_line(demo: Demo) -> str:
     found, delta = demo.scores, next(iter(demo.posterior.prior_precision.values()))
     return (
         f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
-        f"{found['coverage95']:.1%} of them in the 95 % interval. Calibrated: noise {demo.noise_std:.3f}, "
+        f"{found['coverage95']:.1%} of them in the 95 % interval. As novel as one held-out point in twenty, or more: "
+        f"{found['flagged_in_range']:.0%} of them, {found['flagged_outside']:.0%} of points outside. Calibrated: noise {demo.noise_std:.3f}, "
         f"scale {demo.posterior.settings.scale:.3g}, prior precision {float(delta):.3g}"
     )
 
 
 def picture(demo: Demo) -> Figure:
-    """Predictions, signal-to-noise ratios and pruning, in three panels."""
+    """Predictions, novelty, signal-to-noise ratios and pruning, in four panels."""
     title = f"A posterior over {demo.posterior.n_weights:,} weights, read off the state of AdamW"
     dead = {name: v == 0 for name, v in demo.second_moment.items()}
     with plots.house_style():
-        figure = plots.new_figure(12, 6.4, title, 13)
-        panels = figure.subplot_mosaic([["functions", "snr"], ["functions", "pruning"]], width_ratios=[1.4, 1])
+        figure = plots.new_figure(12, 7.2, title, 13)
+        rows: Any = [["functions", "snr"], ["functions", "snr"], ["functions", "pruning"], ["novelty", "pruning"]]
+        panels = figure.subplot_mosaic(rows, width_ratios=[1.4, 1])
         _draw_functions(panels["functions"], demo)
+        _draw_novelty(panels["novelty"], demo)
         axes = panels["snr"]
         plots.strip_panel(axes, demo.posterior.snr(), marked=dead, labels=("a weight", "v = 0: the prior alone"))
-        axes.set(title="(b) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
+        axes.set(title="(c) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
         axes = panels["pruning"]
         for ranking, label in (("snr", "signal-to-noise ratio"), ("magnitude", "magnitude")):
             style: Any = {"color": plots.colour(ranking), "markersize": 3, "linewidth": 1.5, "label": label}
             axes.plot([100 * fraction for fraction in _FRACTIONS], demo.pruning[ranking], "o-", **style)
-        axes.set(title="(c) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
+        axes.set(title="(d) Removing weights", xlabel="weights set to 0 (%)", ylabel="test RMSE", ylim=(0, None))
         axes.legend(loc="upper left", title="lowest first by", alignment="left")
     return figure
 
@@ -233,6 +245,17 @@ def _draw_functions(axes: Axes, demo: Demo) -> None:
     )
     place: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
     axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **place)
+
+
+def _draw_novelty(axes: Axes, demo: Demo) -> None:
+    axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
+    axes.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
+    assert demo.predictive.guarantee is not None  # it is calibrated
+    assert demo.predictive.guarantee.novelty is not None
+    usual = float(demo.predictive.guarantee.novelty.double().quantile(1 - _FLAGGED))
+    axes.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
+    axes.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
+    axes.legend(loc="lower right")
 
 
 def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None = None) -> tuple[Path, ...]:
