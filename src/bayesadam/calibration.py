@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
@@ -329,8 +328,18 @@ class _Data:
                 keep = record.counted(outputs, targets)
                 parts.append((outputs[keep], targets[keep]))
         mean, y = (torch.cat(part) for part in zip(*parts, strict=True))
-        zeros = torch.zeros_like(mean)
-        return _refined(lambda t: self.score(mean, zeros, y, temperature=t), 1.0, reach=math.log(_HOTTEST))
+        return self.best_temperature(mean, torch.zeros_like(mean), y, start=1.0, reach=math.log(_HOTTEST))
+
+    def best_weight(
+        self, mean: Tensor, table: Tensor, y: Tensor, *, start: float, most: float, **of_outputs: Any
+    ) -> float:
+        """w of the greatest log-likelihood, the variances being table/w."""
+        return _refined(lambda w: self.score(mean, table / w, y, **of_outputs), start, most=most)
+
+    def best_temperature(self, mean: Tensor, variance: Tensor, y: Tensor, *, start: float, reach: float) -> float:
+        """T of the greatest log-likelihood, within bounds: a temperature near 0 would be sure of everything."""
+        least = math.log(_TEMPERATURES[0])
+        return _refined(lambda t: self.score(mean, variance, y, temperature=t), start, reach=reach, least=least)
 
     def nll(self, posterior: Posterior, batches: Batches) -> float:
         """Mean negative log-likelihood of batches under the predictive that is calibrated."""
@@ -404,14 +413,12 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
     where = ratios.index(ratio)
     table, mean = tables[where], means[where]
 
-    def score(weight: float, **of_outputs: Any) -> float:
-        return data.score(mean, table / weight, y, **of_outputs)
-
     most = math.log(_middle(mean, table)) + math.log(10) * steps[-1] / 2 if record.tempered else math.inf
     for _ in range(_ROUNDS if "temperature" in chosen else 1):
-        weight = _refined(partial(score, **chosen), weight, most=most)
+        weight = data.best_weight(mean, table, y, start=weight, most=most, **chosen)
         if "temperature" in chosen:
-            chosen = {"temperature": _refined(lambda t, w=weight: score(w, temperature=t), chosen["temperature"])}  # type: ignore[misc]
+            scaled = table / weight
+            chosen = {"temperature": data.best_temperature(mean, scaled, y, start=chosen["temperature"], reach=1.2)}
     unit = posterior.settings.weight / posterior.settings.scale
     outputs = {"noise_variance": None} | chosen
     return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, **outputs)
@@ -521,11 +528,12 @@ def _refined(
     start: float,
     *,
     reach: float = 1.2,
+    least: float = -math.inf,
     most: float = math.inf,
 ) -> float:
-    """Golden-section search in the logarithm, as far as `reach` to either side of `start`, not above `most`."""
+    """Golden-section search in the logarithm, as far as `reach` to either side of `start`, from `least` to `most`."""
     golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(start) - reach, min(math.log(start) + reach, most)
+    low, high = max(math.log(start) - reach, least), min(math.log(start) + reach, most)
     a, b = high - golden * (high - low), low + golden * (high - low)
     fa, fb = score(math.exp(a)), score(math.exp(b))
     for _ in range(25):
