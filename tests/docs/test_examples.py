@@ -140,6 +140,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+# Which probabilities made-up data prefer is no matter of the page.
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_example_runs(page, tmp_path, monkeypatch):
     """In order, one namespace a page; what may not run is compiled, and says why."""
@@ -191,7 +193,8 @@ def test_every_command_is_one(where, words):
     elif words[0] == "bayesadam":
         _parse(words[1:])
     elif words[0].endswith("python"):
-        text = (ROOT / words[1]).read_text(encoding="utf-8")
+        # Options that all benchmarks share are the harness's.
+        text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / words[1], ROOT / "benchmarks" / "harness.py"))
         assert all(f'"{word}"' in text for word in words[2:] if word.startswith("--"))
     elif words[0] == "pytest":
         assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
