@@ -15,7 +15,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration import _split
+from bayesadam.calibration import _PARAMETERS, _parts
 from bayesadam.errors import CalibrationError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
@@ -95,42 +95,60 @@ def best_temperature(f: np.ndarray, y: Tensor) -> float:
     return math.exp(found.x)
 
 
-def parts(batch: Batch, share: float = 0.5) -> tuple[Batch, Batch]:
-    (fitted,), (scored,) = _split([batch], share)
-    return fitted, scored
+def crossed(posterior: Any, batch: Batch, **options: Any) -> list[tuple[Any, Batch]]:
+    """The posterior fitted to each half of the data, whatever else would do better there, with the other half."""
+    (first,), (second,) = _parts([batch], 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_PARAMETERS, "posterior", -math.inf)
+        fits = [calibrated(posterior, fitted, folds=1, **options) for fitted in (second, first)]
+    return list(zip(fits, (first, second), strict=True))
 
 
-# --- the split --------------------------------------------------------------------------------------------------------
+def joined(found: list[tuple[Any, Batch]], number: Any) -> Tensor:
+    """Of every example under the fit that has not seen it."""
+    return torch.cat([number(fit, x, y) for fit, (x, y) in found])
+
+
+def temperatures(found: list[tuple[Any, Batch]], model: nn.Module) -> list[float]:
+    """Best for the half that each fit has seen."""
+    return [best_temperature(logits(model, x), y) for _, (x, y) in reversed(found)]
+
+
+def log_probs(fit: Any, x: Tensor, y: Tensor) -> Tensor:
+    return fit.predict(x, likelihood="classification").log_prob(y).double()
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 101])
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.75])
-def test_the_split_takes_its_share_of_any_batches(size, share):
+@pytest.mark.parametrize("folds", [2, 3, 10])
+def test_parts_are_disjoint_and_exhaustive(size, folds):
     n = 101
     x = torch.arange(n)
     batches = [({"a": x[i : i + size], "const": torch.ones(())}, 10 * x[i : i + size]) for i in range(0, n, size)]
-    fitted, scored = _split(batches, share)
-    assert abs(sum(len(y) for _, y in fitted) - share * n) <= 1
-    found = torch.cat([y for _, y in [*fitted, *scored]])
-    assert torch.equal(found.sort().values, 10 * x)
-    for inputs, y in [*fitted, *scored]:
+    parts, again = _parts(batches, folds), _parts(batches, folds)
+    assert len(parts) == folds
+    assert all(abs(sum(len(y) for _, y in part) - n / folds) < 1 for part in parts)
+    every = [batch for part in parts for batch in part]
+    assert torch.equal(torch.cat([y for _, y in every]).sort().values, 10 * x)
+    for inputs, y in every:
         assert torch.equal(10 * inputs["a"], y)
-        assert len(y) > 0
-    again = _split(batches, share)
-    for one, other in zip([*fitted, *scored], [*again[0], *again[1]], strict=True):
+    for one, other in zip(every, [batch for part in again for batch in part], strict=True):
         assert torch.equal(one[1], other[1])
-
-
-def test_the_split_is_not_by_order():
-    """Loaders of sorted data would else be fitted to other classes than they are scored on."""
-    fitted, _ = _split([(torch.arange(100), torch.arange(100))], 0.5)
-    assert 15 < int((fitted[0][1] < 50).sum()) < 35
+    # Whatever the batches, an example is in the same part.
+    (whole,) = _parts([(x, x)], folds)[0]
+    assert torch.equal(torch.cat([inputs["a"] for inputs, _ in parts[0]]), whole[1])
+    # Nor are they by order: sorted data would else be fitted to other classes than they are scored on.
+    assert 0.2 < float((whole[1] < 50).double().mean()) < 0.8
 
 
 def test_random_numbers_of_the_user_s_are_left_alone():
+    posterior = network()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    _split([(torch.arange(100), torch.arange(100))], 0.5)
+    _parts([(torch.arange(100), torch.arange(100))], 2)
+    calibrated(posterior, blobs(24, 1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -138,12 +156,12 @@ def test_batches_of_one_example_serve():
     x, y = blobs(24, 1)
     one_by_one = calibrated(network(), [(x[i : i + 1], y[i : i + 1]) for i in range(24)])
     report = one_by_one.calibration
-    assert (report.n_fitted, report.n_scored) == (12, 12)
+    assert (report.n_fitted, report.n_scored) == (24, 24)
     assert report.guarantee.novelty.shape == (24,)
-    assert report.guarantee.classes["aps"].shape == (12,)
+    assert report.guarantee.classes["aps"].shape == (24,)
     # Each batch has random numbers of its own.
     probs = one_by_one.predict(x, likelihood="classification").probs
-    assert len(report.guarantee.classes["aps"].unique()) == 12
+    assert len(report.guarantee.classes["aps"].unique()) == 24
     assert bool(torch.isfinite(probs).all())
 
 
@@ -151,83 +169,94 @@ def test_the_same_data_give_the_same():
     first, second = (calibrated(network(), blobs(80, 1)) for _ in range(2))
     assert first.settings.scale == second.settings.scale
     assert first.temperature == second.temperature
-    assert first.calibration.nll == second.calibration.nll
-    for name, tensor in first.calibration.guarantee.tensors().items():
-        assert torch.equal(tensor, second.calibration.guarantee.tensors()[name])
+    same_report(first.calibration, second.calibration)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 @pytest.mark.parametrize("steps", [300, 10])
-def test_the_report_s_numbers(share, steps):
+def test_the_report_s_numbers(steps):
     batch, posterior = blobs(120, 1), network(steps=steps)
-    found = calibrated(posterior, batch, fit_fraction=share)
-    report = found.calibration
-    fitted, scored = parts(batch, share)
-    assert (report.n_fitted, report.n_scored) == (len(fitted[1]), len(scored[1]))
-    assert report.n_fitted + report.n_scored == 120
+    found, whole = calibrated(posterior, batch), calibrated(posterior, batch, folds=1)
+    report, fits = found.calibration, crossed(posterior, batch)
     assert (report.likelihood, report.method) == ("classification", "validation")
-    f = logits(posterior.model, scored[0])
-    t = best_temperature(logits(posterior.model, fitted[0]), fitted[1])
-    assert report.nll["network alone"] == pytest.approx(nll_at(1.0, f, scored[1]), rel=1e-5)
-    assert report.nll["best temperature alone"] == pytest.approx(nll_at(t, f, scored[1]), rel=1e-4)
-    assert report.averaged == (report.nll["posterior"] <= report.nll["best temperature alone"])
-    assert report.averaged == found.averaged
-    assert report.temperature == found.temperature
-    mine = -float(found.predict(scored[0], likelihood="classification").log_prob(scored[1]).double().mean())
-    assert mine == pytest.approx(min(report.nll["posterior"], report.nll["best temperature alone"]), rel=1e-5)
+    assert (report.n_fitted, report.n_scored) == (120, 120)
+    pairs = list(zip(temperatures(fits, posterior.model), (scored for _, scored in fits), strict=True))
+    of_temperature = sum(nll_at(t, logits(posterior.model, x), y) * len(y) for t, (x, y) in pairs) / 120
+    assert report.nll["best temperature alone"] == pytest.approx(of_temperature, rel=1e-4)
+    f = logits(posterior.model, batch[0])
+    assert report.nll["network alone"] == pytest.approx(nll_at(1.0, f, batch[1]), rel=1e-5)
+    assert report.nll["posterior"] == pytest.approx(-float(joined(fits, log_probs).mean()), rel=1e-5)
+    # The settings are those of all examples.
+    assert found.settings.scale == whole.settings.scale
+    assert (report.temperature, report.averaged) == (found.temperature, found.averaged)
+    best = min(report.nll, key=report.nll.__getitem__)
+    assert report.averaged == (best == "posterior")
     if not report.averaged:
+        t = best_temperature(f, batch[1]) if best == "best temperature alone" else 1.0
         assert found.temperature == pytest.approx(t, rel=1e-2)
 
 
 @pytest.mark.parametrize("method", ["evidence", "validation"])
 def test_the_report_s_numbers_of_a_regression(method):
-    batch, posterior = waves(100, 1), curve()
-    found = calibrated(posterior, batch, "regression", method=method)
-    report = found.calibration
-    _, scored = parts(batch)
-    assert (report.n_fitted, report.n_scored, report.method) == (50, 50, method)
-    p = found.predict(scored[0])
-    by_hand = torch.distributions.Normal(p.mean, (p.variance + found.noise_variance).sqrt()).log_prob(scored[1])
-    assert report.nll == {"posterior": pytest.approx(-float(by_hand.sum(dim=1).mean()), abs=1e-5)}
-    residuals = ((scored[1] - p.mean) / (p.variance + found.noise_variance).sqrt()).abs()
+    batch, posterior, options = waves(100, 1), curve(), {"likelihood": "regression", "method": method}
+    found = calibrated(posterior, batch, **options)
+    report, fits = found.calibration, crossed(posterior, batch, **options)
+    assert (report.n_fitted, report.n_scored, report.method) == (100, 100, method)
+    assert torch.equal(found.noise_variance, calibrated(posterior, batch, folds=1, **options).noise_variance)
+
+    def by_hand(fit: Any, x: Tensor) -> torch.distributions.Normal:
+        p = fit.predict(x)
+        return torch.distributions.Normal(p.mean, (p.variance + fit.noise_variance).sqrt())
+
+    scores = joined(fits, lambda fit, x, y: by_hand(fit, x).log_prob(y).sum(dim=1))
+    assert report.nll == {"posterior": pytest.approx(-float(scores.mean()), abs=1e-5)}
+    residuals = joined(fits, lambda fit, x, y: ((y - by_hand(fit, x).mean) / by_hand(fit, x).stddev).abs())
     torch.testing.assert_close(report.guarantee.residuals, residuals)
     assert report.guarantee.classes == {}
 
 
-def test_the_guarantee_s_scores():
-    batch, posterior = blobs(120, 1), network()
+def in_use(found: Any, fits: list[tuple[Any, Batch]]) -> list[tuple[Any, Batch]]:
+    """The fits as what `found` has chosen: the posterior, or the mean network at the temperature of each fit."""
+    if found.averaged:
+        return fits
+    ts = temperatures(fits, found.model) if found.temperature != 1 else [1.0, 1.0]
+    return [(fit.replace(temperature=t, averaged=False), scored) for t, (fit, scored) in zip(ts, fits, strict=True)]
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(5, 300), (0, 10)])
+def test_the_guarantee_s_scores(seed, steps):
+    batch, posterior = blobs(200, 35), network(seed, steps)
     found = calibrated(posterior, batch)
-    fitted, scored = parts(batch)
-    guarantee = found.calibration.guarantee
-    assert torch.equal(guarantee.labels, scored[1])
-    p = found.predict(scored[0], likelihood="classification").probs
-    torch.testing.assert_close(guarantee.classes["lac"], 1 - p.gather(1, scored[1][:, None]).squeeze(1))
-    # Nothing is ever fitted to novelty: all examples serve.
-    novelty = torch.cat([posterior.novelty(fitted[0]), posterior.novelty(scored[0])])
-    torch.testing.assert_close(guarantee.novelty.sort().values, novelty.sort().values)
+    guarantee, fits = found.calibration.guarantee, in_use(found, crossed(posterior, batch))
+    assert torch.equal(guarantee.labels, joined(fits, lambda fit, x, y: y))
+    scores = joined(fits, log_probs)
+    assert min(found.calibration.nll.values()) == pytest.approx(-float(scores.mean()), rel=1e-4)
+    torch.testing.assert_close(guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
+    # Nothing is ever fitted to novelty.
+    novelty = joined(fits, lambda fit, x, y: posterior.novelty(x))
+    torch.testing.assert_close(guarantee.novelty, novelty)
     fresh = blobs(30, 2)[0]
-    by_hand = (1 + (novelty[None] >= posterior.novelty(fresh)[:, None]).sum(dim=1)) / 121
+    by_hand = (1 + (novelty[None] >= posterior.novelty(fresh)[:, None]).sum(dim=1)) / 201
     torch.testing.assert_close(
         found.predict(fresh, likelihood="classification").novelty_pvalue, by_hand.double(), rtol=1e-6, atol=1e-9
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a single pair is scored as batch number 1, prediction_set's default seed")
 def test_randomised_sets_have_random_numbers_of_their_own():
     """Those of a prediction must be independent of those behind the held-out scores."""
     batch = blobs(80, 1)
     found = calibrated(network(), batch)
-    _, (x, y) = parts(batch)
-    p = found.predict(x, likelihood="classification").probs.double()
-    own = p.gather(1, y[:, None]).squeeze(1)
+    fits = in_use(found, crossed(network(), batch))
+    p = joined(fits, lambda fit, x, y: fit.predict(x, likelihood="classification").probs.double())
+    own = p.gather(1, found.calibration.guarantee.labels[:, None]).squeeze(1)
     likelier = torch.where(p > own[:, None], p, 0).sum(dim=1)
     held_out = (found.calibration.guarantee.classes["aps"].double() - likelier) / own
-    sure = own > 0.05
-    # What prediction_set() takes by default.
-    assert float((held_out - uniform_like(p, 1)).abs()[sure].mean()) > 0.1
+    # What prediction_set() takes by default, for each half.
+    default = torch.cat([uniform_like(p[:40], 1)] * 2)
+    assert float((held_out - default).abs()[own > 0.05].mean()) > 0.1
+    assert bool(((held_out > -0.02) & (held_out < 1.02))[own > 0.05].all())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -241,15 +270,22 @@ def test_false_alarms_and_coverage_are_about_nominal(seed):
         assert abs(float((p.novelty_pvalue <= alpha).double().mean()) - alpha) < 4 * spread
     for method in ("lac", "aps", "raps"):
         covered = p.prediction_set(0.8, method=method).gather(1, y[:, None]).double().mean()
-        assert abs(float(covered) - 0.8) < 4 * math.sqrt(0.16 * (1 / 200 + 1 / 2000))
+        assert abs(float(covered) - 0.8) < 4 * math.sqrt(0.16 * (1 / 400 + 1 / 2000))
 
 
 def test_the_report_in_words():
     batch = blobs(90, 1)
-    text = str(calibrated(network(), batch, fit_fraction=0.4).calibration)
-    for told in ("classification", "validation", "36 held-out", "54 others", "network alone", "best temperature alone"):
+    text = str(calibrated(network(), batch).calibration)
+    for told in (
+        "classification",
+        "validation",
+        "90 held-out",
+        "fit to others",
+        "network alone",
+        "best temperature alone",
+    ):
         assert told in text
-    text = str(calibrated(network(), batch, fit_fraction=1).calibration)
+    text = str(calibrated(network(), batch, folds=1).calibration)
     assert "90 held-out" in text
     assert "the same" in text
     assert "regression: fitted by evidence" in str(calibrated(curve(), waves(60, 1), "regression").calibration)
@@ -259,48 +295,41 @@ def test_the_report_in_words():
 # --- no guarantees ----------------------------------------------------------------------------------------------------
 
 
-def test_with_all_examples_fitted_there_are_no_guarantees():
-    for batch, share in ((blobs(60, 1), 1), (blobs(19, 1), 0.5)):
-        found = calibrated(network(), batch, fit_fraction=share)
-        assert (found.calibration.n_fitted, found.calibration.n_scored) == (len(batch[1]), 0)
-        assert found.calibration.guarantee.tensors() == {}
-        f = logits(found.model, batch[0])
-        # Scored on the fitted ones themselves.
-        assert found.calibration.nll["network alone"] == pytest.approx(nll_at(1.0, f, batch[1]), rel=1e-5)
-        p = found.predict(batch[0], likelihood="classification")
-        with pytest.raises(CalibrationError, match=r"at least 20 examples.*fit_fraction below 1"):
-            _ = p.novelty_pvalue
-        assert p.novelty.shape == batch[1].shape
-    found = calibrated(curve(), waves(60, 1), "regression", fit_fraction=1)
-    with pytest.raises(CalibrationError, match=r"at least 20 examples.*fit_fraction below 1"):
+@pytest.mark.parametrize(("count", "folds"), [(60, 1), (19, 2)])
+def test_without_parts_there_are_no_guarantees(count, folds):
+    batch, remedy = blobs(count, 1), "at least 20 examples and two folds"
+    found = calibrated(network(), batch, folds=folds)
+    assert (found.calibration.n_fitted, found.calibration.n_scored) == (count, 0)
+    assert found.calibration.guarantee.tensors() == {}
+    # Scored on the fitted ones themselves, less what a parameter wins by that.
+    f, nll = logits(found.model, batch[0]), found.calibration.nll
+    assert nll["network alone"] == pytest.approx(nll_at(1.0, f, batch[1]), rel=1e-5)
+    t = best_temperature(f, batch[1])
+    assert nll["best temperature alone"] == pytest.approx(nll_at(t, f, batch[1]), rel=1e-4)
+    alone = min(nll["best temperature alone"] + 1 / count, nll["network alone"])
+    assert found.averaged == (nll["posterior"] + 3 / count < alone)
+    p = found.predict(batch[0], likelihood="classification")
+    with pytest.raises(CalibrationError, match=remedy):
+        _ = p.novelty_pvalue
+    with pytest.raises(CalibrationError, match=remedy):
+        p.prediction_set()
+    assert p.novelty.shape == batch[1].shape
+    found = calibrated(curve(), waves(count, 1), "regression", folds=folds)
+    with pytest.raises(CalibrationError, match=remedy):
         found.predict(waves(5, 2)[0]).prediction_set()
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="an empty Guarantee has classes={}, which is not None")
-@pytest.mark.parametrize(("count", "share"), [(60, 1), (19, 0.5)])
-def test_with_all_examples_fitted_there_are_no_sets(count, share):
-    found = calibrated(network(), blobs(count, 1), fit_fraction=share)
-    with pytest.raises(CalibrationError, match=r"at least 20 examples.*fit_fraction below 1"):
-        found.predict(blobs(5, 2)[0], likelihood="classification").prediction_set()
+@pytest.mark.parametrize("folds", [0, -1, 2.0, True, math.nan, "2"])
+def test_folds_that_are_no_number_of_parts_are_refused(folds):
+    with pytest.raises(SettingError, match="folds"):
+        calibrated(network(), blobs(60, 1), folds=folds)
 
 
-def test_without_calibration_there_are_no_guarantees():
-    p = network().predict(blobs(5, 2)[0], likelihood="classification")
-    with pytest.raises(CalibrationError, match="calibrate"):
-        p.prediction_set()
-    with pytest.raises(CalibrationError, match="calibrate"):
-        _ = p.novelty_pvalue
-
-
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan])
-def test_shares_that_are_none_are_refused(share):
-    with pytest.raises(SettingError, match="fit_fraction"):
-        calibrated(network(), blobs(60, 1), fit_fraction=share)
-
-
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="no example is fitted: torch.cat of an empty list")
-def test_a_share_that_rounds_to_no_example_still_fits_one():
-    assert calibrated(network(), blobs(40, 1), fit_fraction=0.01).calibration.n_fitted >= 1
+@pytest.mark.parametrize("folds", [3, 24, 30])
+def test_any_number_of_folds_serves(folds):
+    """Up to, and beyond, one example a part."""
+    report = calibrated(curve(), waves(24, 1), "regression", folds=folds).calibration
+    assert report.n_scored == len(report.guarantee.residuals) == len(report.guarantee.novelty) == 24
 
 
 # --- never below temperature scaling ----------------------------------------------------------------------------------
@@ -312,7 +341,6 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
         found = calibrated(posterior, batch)
     report = found.calibration
     assert report.nll["best temperature alone"] < report.nll["posterior"]
-    assert not found.averaged
     assert not report.averaged
     assert "temperature" in report.preferred
     assert report.preferred in str(report)
@@ -329,36 +357,35 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     assert not torch.allclose(used.probs, p.probs, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_it_is_never_worse_than_the_best_temperature(seed):
-    """Over- and under-trained, few and many classes, few and many examples."""
+def problem(seed: int, count: int) -> tuple[ba.Posterior, Batch, Batch]:
+    """Over- and under-trained, few and many classes."""
     classes = 2 + seed % 4
     steps, lr = [(300, 2e-2), (600, 5e-2), (10, 1e-3), (30, 5e-3)][seed // 5]
-    posterior = network(seed, steps, lr, classes)
-    batch = blobs(40 + 30 * (seed % 3), 100 + seed, classes=classes)
-    found = calibrated(posterior, batch)
-    fitted, scored = parts(batch)
-    t = best_temperature(logits(posterior.model, fitted[0]), fitted[1])
-    floor = nll_at(t, logits(posterior.model, scored[0]), scored[1])
-    mine = -float(found.predict(scored[0], likelihood="classification").log_prob(scored[1]).double().mean())
-    assert mine <= floor * (1 + 1e-4)
-    assert found.calibration.averaged == found.averaged
+    fresh = blobs(2000, 300 + seed, classes=classes)
+    return network(seed, steps, lr, classes), blobs(count, 100 + seed, classes=classes), fresh
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_fifty_examples_are_enough(seed):
-    posterior = network(seed % 3)
-    found = calibrated(posterior, blobs(50, 50 + seed))
-    x, y = blobs(400, 7)
-    scores = found.predict(x, likelihood="classification").log_prob(y)
-    assert bool(torch.isfinite(scores).all())
-    assert all(math.isfinite(v) and v > 0 for v in found.calibration.nll.values())
-    assert (found.calibration.n_fitted, found.calibration.n_scored) == (25, 25)
-    # On fresh data about as good as temperature scaling fitted to the same half.
-    fitted, _ = parts(blobs(50, 50 + seed))
-    f = logits(posterior.model, x)
-    t = best_temperature(logits(posterior.model, fitted[0]), fitted[1])
-    assert -float(scores.double().mean()) < 1.05 * nll_at(t, f, y)
+WEAK = pytest.mark.xfail(
+    strict=True, reason="a T fitted to 25 examples loses to none, which is then in use with all 50"
+)
+
+
+@pytest.mark.parametrize("count", [pytest.param(50, marks=WEAK), 150])
+def test_it_is_never_worse_than_the_best_temperature(count):
+    mine, floor = [], []
+    for seed in range(20):
+        posterior, batch, (x, y) = problem(seed, count)
+        found = calibrated(posterior, batch)
+        report = found.calibration
+        assert report.averaged == found.averaged == (min(report.nll, key=report.nll.__getitem__) == "posterior")
+        assert all(math.isfinite(value) and value > 0 for value in report.nll.values())
+        scores = log_probs(found, x, y)
+        assert bool(torch.isfinite(scores).all())
+        t = best_temperature(logits(posterior.model, batch[0]), batch[1])
+        mine.append(-float(scores.mean()))
+        floor.append(nll_at(t, logits(posterior.model, x), y))
+    # On fresh data, against temperature scaling fitted to all that is held out.
+    assert np.mean(mine) <= 1.01 * np.mean(floor)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -369,8 +396,8 @@ def test_fifty_examples_are_enough_for_a_regression(seed):
     assert bool(torch.isfinite(p.log_prob(y)).all())
     low, high = p.prediction_set(0.8)
     covered = ((low <= y) & (y <= high)).double().mean(dim=0)
-    # 25 scores: a beta variable about .8 with a standard deviation of .08.
-    assert bool(((covered > 0.45) & (covered <= 1)).all())
+    # 50 scores: a beta variable about .8 with a standard deviation of .06.
+    assert bool(((covered > 0.56) & (covered <= 1)).all())
 
 
 # --- changes and files ------------------------------------------------------------------------------------------------
@@ -380,8 +407,11 @@ def test_a_changed_posterior_has_no_report():
     found = calibrated(network(), blobs(60, 1))
     for change in ({"scale": 2.0}, {"prior_precision": 3.0}, {"temperature": 1.5}, {"averaged": True}, {}):
         assert found.replace(**change).calibration is None
-        with pytest.raises(CalibrationError):
-            found.replace(**change).predict(blobs(5, 2)[0], likelihood="classification").prediction_set()
+        p = found.replace(**change).predict(blobs(5, 2)[0], likelihood="classification")
+        with pytest.raises(CalibrationError, match="calibrate"):
+            p.prediction_set()
+        with pytest.raises(CalibrationError, match="calibrate"):
+            _ = p.novelty_pvalue
     assert found.calibration is not None
     moved = found.to(dtype=torch.float64)
     assert moved.calibration is found.calibration
@@ -393,9 +423,7 @@ def same_report(found: Any, expected: Any) -> None:
     tensors = expected.guarantee.tensors()
     assert found.guarantee.tensors().keys() == tensors.keys()
     assert tensors
-    for name, tensor in tensors.items():
-        assert found.guarantee.tensors()[name].dtype == tensor.dtype
-        assert torch.equal(found.guarantee.tensors()[name], tensor)
+    torch.testing.assert_close(found.guarantee.tensors(), tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("steps", [300, 10])
@@ -411,6 +439,8 @@ def test_a_saved_posterior_keeps_its_report(tmp_path, steps):
     assert torch.equal(mine.novelty_pvalue, theirs.novelty_pvalue)
     for method in ("lac", "aps", "raps"):
         assert torch.equal(mine.prediction_set(0.9, method=method), theirs.prediction_set(0.9, method=method))
+    network().save(tmp_path / "raw")
+    assert ba.Posterior.load(tmp_path / "raw", mlp(2, 16, 3)).calibration is None
     assert torch.equal(mine.prediction_set(0.7, by_class=True), theirs.prediction_set(0.7, by_class=True))
 
 
@@ -422,11 +452,6 @@ def test_a_saved_regression_keeps_its_report(tmp_path):
     x = waves(20, 2)[0]
     for mine, theirs in zip(found.predict(x).prediction_set(), posterior.predict(x).prediction_set(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_posterior_that_was_never_calibrated_is_saved_without_a_report(tmp_path):
-    network().save(tmp_path / "posterior")
-    assert ba.Posterior.load(tmp_path / "posterior", mlp(2, 16, 3)).calibration is None
 
 
 def test_a_saved_mixture_keeps_its_report(tmp_path):
@@ -446,67 +471,42 @@ def test_a_saved_mixture_keeps_its_report(tmp_path):
 # --- mixtures ---------------------------------------------------------------------------------------------------------
 
 
-def mixture_scores(weights: list[float]) -> tuple[Any, Tensor, Tensor]:
-    """A calibrated mixture's held-out scores and novelty, and those of its own predictions."""
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.95, 0.05]])
+def test_a_mixture_s_numbers_are_of_the_whole(weights):
     batch = blobs(80, 1)
-    mixture = calibrated(ba.Mixture([network(0), network(1, 10)], weights), batch)
-    fitted, scored = parts(batch)
-    p = mixture.predict(scored[0], likelihood="classification").probs
-    novelty = mixture.novelty(torch.cat([fitted[0], scored[0]]))
-    return mixture.calibration, 1 - p.gather(1, scored[1][:, None]).squeeze(1), novelty
-
-
-def test_a_mixture_s_guarantee_is_of_the_whole():
-    report, scores, novelty = mixture_scores([0.5, 0.5])
-    torch.testing.assert_close(report.guarantee.classes["lac"], scores)
-    torch.testing.assert_close(report.guarantee.novelty, novelty)
-    assert "of 2 members" in report.preferred
-    assert report.n_fitted == report.n_scored == 40
-
-
-@pytest.mark.xfail(strict=True, reason="the held-out scores are those of the mixture with equal weights")
-def test_a_mixture_s_guarantee_knows_its_weights():
-    report, scores, novelty = mixture_scores([0.95, 0.05])
-    torch.testing.assert_close(report.guarantee.classes["lac"], scores)
-    torch.testing.assert_close(report.guarantee.novelty, novelty)
-
-
-@pytest.mark.xfail(strict=True, reason="the report averages the members' own scores")
-def test_a_mixture_s_score_is_its_own():
-    batch = blobs(80, 1)
-    mixture = calibrated(ba.Mixture([network(0), network(1, 10)]), batch)
-    _, (x, y) = parts(batch)
-    mine = -float(mixture.predict(x, likelihood="classification").log_prob(y).double().mean())
-    assert mixture.calibration.nll["posterior"] == pytest.approx(mine, rel=1e-4)
+    mixture = ba.Mixture([network(0), network(1, 10)], weights)
+    found, fits = calibrated(mixture, batch), crossed(mixture, batch)
+    report = found.calibration
+    assert report.n_fitted == report.n_scored == 80
+    assert len({member.averaged for member in found}) == 1
+    assert report.averaged == found.members[0].averaged == (min(report.nll, key=report.nll.__getitem__) == "posterior")
+    f = [logits(member.model, batch[0]) for member in mixture]
+    pooled = sum(w * torch.from_numpy(each).softmax(dim=1) for w, each in zip(weights, f, strict=True))
+    alone = -float(pooled.gather(1, batch[1][:, None]).log().mean())
+    assert report.nll["network alone"] == pytest.approx(alone, rel=1e-5)
+    torch.testing.assert_close(report.guarantee.novelty, joined(fits, lambda fit, x, y: mixture.novelty(x)))
+    scores = joined(fits, log_probs)
+    assert report.nll["posterior"] == pytest.approx(-float(scores.mean()), rel=1e-4)
+    if report.averaged:
+        torch.testing.assert_close(report.guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
 
 
 # --- once more --------------------------------------------------------------------------------------------------------
 
 
-def test_calibrating_again_starts_anew():
+@pytest.mark.parametrize("method", ["validation", "evidence"])
+def test_calibrating_again_starts_anew(method):
     batch = blobs(100, 1)
-    once = calibrated(network(), batch)
-    again = calibrated(once.replace(temperature=5.0, averaged=False), batch)
-    assert again.calibration.averaged == once.calibration.averaged
-    for name, value in once.calibration.nll.items():
-        assert again.calibration.nll[name] == pytest.approx(value, rel=1e-2)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="evidence keeps averaged=False and T of before, and scores that as the posterior"
-)
-def test_evidence_scores_the_posterior_and_not_what_was_there_before():
-    batch = blobs(100, 1)
-    fresh = calibrated(network(), batch, method="evidence")
-    again = calibrated(network().replace(temperature=5.0, averaged=False), batch, method="evidence")
-    assert again.calibration.nll["posterior"] == pytest.approx(fresh.calibration.nll["posterior"], rel=1e-4)
+    once = calibrated(network(), batch, method=method)
+    again = calibrated(network().replace(temperature=5.0, averaged=False), batch, method=method)
+    assert again.averaged == once.averaged
+    assert again.calibration.nll == pytest.approx(once.calibration.nll, rel=1e-4)
 
 
 def test_no_warning_where_the_posterior_is_in_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnusedPosteriorWarning)
         found = calibrated(network(5), blobs(200, 35))
-    assert found.averaged
     assert found.calibration.averaged
-    assert found.calibration.nll["posterior"] < 0.99 * found.calibration.nll["best temperature alone"]
-    assert "average over the posterior" in found.calibration.preferred
+    assert found.calibration.nll["posterior"] < found.calibration.nll["best temperature alone"]
+    assert "the posterior is in use" in found.calibration.preferred

@@ -23,6 +23,7 @@ from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixtur
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
+from bayesadam.errors import StructureWarning
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split
@@ -383,6 +384,40 @@ def test_predictions_are_in_the_units_of_the_data():
     ):
         assert np.allclose(1e-5 * mine + shift, theirs, rtol=1e-3, atol=1e-7)
     assert other.noise_variance_ == pytest.approx(1e-10 * model.noise_variance_, rel=1e-3)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("n", [6, 120])
+def test_every_structure_fits_predicts_clones(structure, n):
+    # A hundred gradients are too few for low rank by its own warning.
+    warnings.simplefilter("ignore", StructureWarning)
+    x, y = sine(n)
+    options = {"structure": structure, "n_ensemble": 2, "random_state": 0}
+    found = BadamRegressor(**options).fit(x, y)
+    mean, std = found.predict(x, return_std=True)
+    again = clone(found)
+    assert again.get_params()["structure"] == structure
+    for one, other in zip((mean, std), again.fit(x, y).predict(x, return_std=True), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert np.isfinite(mean).all()
+    assert (std > 0).all()
+
+
+def test_kronecker_factors_widen_at_least_as_much_outside_the_data():
+    x, y = sine()
+    far = x[:20] * 10
+    stds = {}
+    for structure in ("diagonal", "kronecker"):
+        found = BadamRegressor(structure=structure, n_ensemble=1, random_state=0).fit(x, y)
+        (member,) = found.posteriors_
+        inputs = torch.from_numpy(found.input_scaler_.transform(far))
+        stds[structure] = member.predict(inputs).variance.mean()
+    assert stds["kronecker"] >= stds["diagonal"]
+
+
+def test_a_structure_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"structure must be .*got 'full'"):
+        BadamRegressor(structure="full").fit(*sine())
 
 
 def test_one_column_stays_a_column():

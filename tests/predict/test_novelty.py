@@ -201,7 +201,6 @@ def test_a_prior_of_several_numbers_does_not_change_it():
         assert torch.equal(posterior.replace(prior_precision=prior).novelty(x), posterior.novelty(x))
 
 
-@pytest.mark.xfail(strict=True, reason="the mean is that of the likelihood form, which shrinks with the prior")
 def test_the_likelihood_form_does_not_change_it():
     posterior, x = trained(), normal(5, 3, seed=100)
     other = posterior.replace(form="likelihood", prior_precision=20.0)
@@ -236,7 +235,6 @@ def test_weights_without_curvature_or_prior_are_no_hindrance():
     assert_novelty(posterior.replace(prior_precision=1.0).novelty(x), entropy(pairwise(*dense_moments(posterior, x))))
 
 
-@pytest.mark.xfail(strict=True, raises=ba.ImproperError, reason="the posterior's own prior is asked for")
 def test_weights_without_curvature_or_prior_need_no_other_prior():
     torch.manual_seed(0)
     model = mlp(3, 4, 3)

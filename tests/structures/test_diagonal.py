@@ -280,7 +280,8 @@ def test_n_must_be_positive(n_data):
         ({"batch_size": 0}, "batch_size must be"),
         ({"form": "laplace"}, "form must be one of"),
         ({"scale": -1.0}, "scale must be"),
-        ({"temperature": 1.0}, "cannot replace"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"tempering": 1.0}, "cannot replace"),
     ],
 )
 def test_bad_settings_name_the_value(changes, match):

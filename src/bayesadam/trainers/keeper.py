@@ -145,6 +145,7 @@ class PosteriorKeeper:
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
         scale, precision = tuned.settings.scale, tuned.prior_precision
         changes = {"scale": scale, "prior_precision": precision, "noise_variance": tuned.noise_variance}
+        changes |= {"temperature": tuned.temperature, "averaged": tuned.averaged}
         # One number for all parameters, by either method of calibration.
         delta = next(iter(precision.values()))
         return changes, {**numbers, "scale": scale, "prior_precision": float(delta)}
