@@ -194,7 +194,9 @@ def test_every_command_is_one(where, words):
         _parse(words[1:])
     elif words[0].endswith("python"):
         # Options that all benchmarks share are the harness's.
-        text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / words[1], ROOT / "benchmarks" / "harness.py"))
+        text = "".join(
+            path.read_text(encoding="utf-8") for path in (ROOT / words[1], ROOT / "benchmarks" / "harness.py")
+        )
         assert all(f'"{word}"' in text for word in words[2:] if word.startswith("--"))
     elif words[0] == "pytest":
         assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
