@@ -41,6 +41,7 @@ _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _HOTTEST = 20.0
 _ROUNDS = 4
+_FEW = 200
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
@@ -56,15 +57,14 @@ def calibrate(
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
-    folds: int = 2,
+    folds: int | None = None,
 ) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance, and compares with the best temperature alone, and with none: where one of these does better,
-    probabilities are the mean network's at that temperature, a warning and the report say so, and the posterior stays for
-    all else. `"evidence"`
+    outputs a variance, and compares with the best temperature alone: where that does better, probabilities are the mean
+    network's at that temperature, a warning and the report say so, and the posterior stays for all else. `"evidence"`
     takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
     equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
     γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
@@ -82,8 +82,8 @@ def calibrate(
             which for a causal language model is one place further on. Classes of −100 are left out.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: what `predict` will be called with; so are the rest.
-        folds: into how many parts the data are cut, each scored under a fit to the others. With 1, or fewer than 20
-            examples, there are no such scores, hence no guarantees.
+        folds: into how many parts the data are cut, each scored under a fit to the others; None for 2, or 5 where there are
+            fewer than 200 examples. With 1, or fewer than 20 examples, there are no such scores, hence no guarantees.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
@@ -91,7 +91,7 @@ def calibrate(
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
-    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
+    if folds is not None and (isinstance(folds, bool) or not isinstance(folds, int) or folds < 1):
         raise SettingError(f"folds must be a whole number of at least 1, got {folds!r}")
     options = Options(
         likelihood=likelihood,
@@ -167,10 +167,11 @@ class _Task:
 
 
 def _chosen(
-    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int
+    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None
 ) -> tuple[CalibrationReport, list[Posterior]]:
     """The candidate that scores best on examples that it was not fitted to, with the report."""
     record, n = task.options.record, sum(len(y) for _, y in held_out)
+    folds = folds or (5 if n < _FEW else 2)
     crossed = folds > 1 and n >= FEWEST_SCORED
     parts = _parts(held_out, folds) if crossed else [held_out]
     totals: defaultdict[str, float] = defaultdict(float)
@@ -193,12 +194,12 @@ def _chosen(
     nll = {name: total / max(count, 1) for name, total in totals.items()}
     # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
     handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
-    best = min(nll, key=lambda name: nll[name] + handicap[name])
+    # The network alone is told of, and does not compete: whatever it wins across folds, the best temperature has it on all.
+    best = min(nll.keys() - {_ALONE}, key=lambda name: nll[name] + handicap[name])
     guarantee = Guarantee.joined([each[best] for each in scores], novelty if crossed else [])
     outputs = {
         _POSTERIOR: lambda fit: fit.posterior,
         _TEMPERATURE: lambda fit: fit.posterior.replace(temperature=fit.temperature, averaged=False),
-        _ALONE: lambda fit: fit.posterior.replace(temperature=1.0, averaged=False),
     }
     chosen = [outputs[best](fit) for fit in fits]
     t = chosen[0].temperature

@@ -7,6 +7,7 @@ Of n held-out scores and one more, exchangeable with them, every rank is equally
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -60,8 +61,11 @@ def class_scores(probs: Tensor, method: SetMethod, uniform: Tensor) -> Tensor:
 
 
 def uniform_like(probs: Tensor, seed: int) -> Tensor:
-    """One number between 0 and 1 for each row of probabilities, always the same ones."""
-    generator = torch.Generator().manual_seed(seed)
+    """One number between 0 and 1 for each row of probabilities: the same for the same batch, others for another.
+
+    Numbers that were the same for all batches would carry their own deviation from uniform into every coverage.
+    """
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(probs.detach().cpu().contiguous().numpy().tobytes()))
     return torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64).to(probs.device)
 
 

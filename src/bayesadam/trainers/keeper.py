@@ -18,6 +18,7 @@ from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
+from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.call import Forward, to_device
 from bayesadam.scores import coverage, ece, nll, rmse
 from bayesadam.structures.settings import Settings
@@ -126,8 +127,8 @@ class PosteriorKeeper:
                 if posterior.is_sharded:
                     raise SettingError("a sharded model cannot be calibrated here: load its posterior into a whole one")
                 data = list(batches_of(validation() if self.held_out is None else self.held_out))
-                changes, numbers = on_first_rank(lambda: self._calibration(posterior, data))
-                posterior = posterior.replace(**changes)
+                changes, report, numbers = on_first_rank(lambda: self._calibration(posterior, data))
+                posterior = replace(posterior.replace(**changes), calibration=report)
                 _save(posterior, path)
             self._log(log, posterior, numbers)
             self._posterior = posterior
@@ -137,8 +138,10 @@ class PosteriorKeeper:
             said = f"training is over, but there is no posterior: {type(error).__name__}: {error}{saved}"
             warn(said, NoPosteriorWarning)
 
-    def _calibration(self, posterior: Posterior, batches: list[Batch]) -> tuple[dict[str, Any], dict[str, float]]:
-        """The settings that calibration found, and numbers for the logger."""
+    def _calibration(
+        self, posterior: Posterior, batches: list[Batch]
+    ) -> tuple[dict[str, Any], CalibrationReport | None, dict[str, float]]:
+        """The settings that calibration found, its report, and numbers for the logger."""
         assert self.likelihood is not None  # by __init__
         data = list(aligned(posterior, batches, likelihood=self.likelihood, forward=self.forward))
         tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
@@ -148,7 +151,7 @@ class PosteriorKeeper:
         changes |= {"temperature": tuned.temperature, "averaged": tuned.averaged}
         # One number for all parameters, by either method of calibration.
         delta = next(iter(precision.values()))
-        return changes, {**numbers, "scale": scale, "prior_precision": float(delta)}
+        return changes, tuned.calibration, {**numbers, "scale": scale, "prior_precision": float(delta)}
 
 
 def count_examples(loaders: Any) -> int | None:
