@@ -20,6 +20,9 @@ from bayesadam.errors import MatchError  # noqa: E402
 from bayesadam.held_out import aligned  # noqa: E402
 from predict.cases_networks import jacobian, posterior_over  # noqa: E402
 
+# Which probabilities made-up data prefer does not matter here.
+pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
+
 WORDS, LENGTH, WIDTH = 9, 5, 4
 _BERT: dict[str, Any] = {
     "vocab_size": WORDS,

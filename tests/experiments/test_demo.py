@@ -144,7 +144,7 @@ def test_nothing_in_the_picture_overlaps(small):
         figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     panels = figure.axes
-    assert len(panels) == 3
+    assert len(panels) == 4
     boxes = [axes.get_tightbbox(renderer) for axes in panels]
     for i, box in enumerate(boxes):
         assert figure.bbox.contains(box.x0, box.y0)

@@ -21,6 +21,9 @@ from bayesadam.optim import SOAP
 from bayesadam.posterior.mixture import Mixture
 from cases import mlp, train, trained
 
+# Which probabilities made-up data prefer does not matter here.
+pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
+
 N, DELTA = 50, 0.7
 WEIGHTS = (0.5, 0.2, 0.3)
 

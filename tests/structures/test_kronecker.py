@@ -13,6 +13,9 @@ from bayesadam.errors import FileError, SettingError
 from bayesadam.optim import SOAP
 from bayesadam.structures.kronecker import Kronecker
 
+# Which probabilities made-up data prefer does not matter here.
+pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
+
 N, DELTA = 50, 0.7
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,7 @@ class ClassificationPredictive(LogitPredictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of class indices, one number per example."""
-        check_classes(self.mean, y)
-        return _log(self.probs).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+        return _log_probs(self.probs, y)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n draws of the class, (n, batch)."""
@@ -127,11 +126,9 @@ class Classification(Likelihood):
 
     def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
         """log p of every class index but −100, whatever their shape."""
+        assert isinstance(predictive, LogitPredictive)
         keep = self.counted(predictive.mean, targets)
-        draws = None if predictive.draws is None else predictive.draws[:, keep]
-        mean, variance = predictive.mean[keep], predictive.variance[keep]
-        changed = replace(predictive, mean=mean, variance=variance, covariance=None, draws=draws, novel=None)
-        return changed.log_prob(targets[keep])
+        return _log_probs(predictive.probs[keep], targets[keep])
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
@@ -223,6 +220,12 @@ class Binary(Likelihood):
 def _check_binary(y: Tensor) -> None:
     if not bool(((y == 0) | (y == 1)).all()):
         raise MatchError(f"binary targets must be 0 or 1, got {float(y.min()):g} to {float(y.max()):g}")
+
+
+def _log_probs(probs: Tensor, y: Tensor) -> Tensor:
+    """log p of one class index for each row of probabilities."""
+    check_classes(probs, y)
+    return _log(probs).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
 
 def _log(probs: Tensor) -> Tensor:
