@@ -118,8 +118,9 @@ def test_scores_of_places_are_those_of_examples():
 def test_uniform_numbers_are_the_same_every_time_and_differ_by_seed():
     probs = random_probs(1000, 3)
     one = uniform_like(probs, 1)
-    assert torch.equal(one, uniform_like(probs.float(), 1))
+    assert torch.equal(one, uniform_like(probs.clone(), 1))
     assert not torch.equal(one, uniform_like(probs, 2))
+    assert not torch.equal(one[:500], uniform_like(probs[:500], 1)), "every batch has its own"
     assert 0 <= float(one.min()) < 0.02
     assert 0.98 < float(one.max()) < 1
     assert abs(float(one.mean()) - 0.5) < 5 / math.sqrt(12 * 1000)
@@ -238,7 +239,8 @@ def test_sets_hold_the_classes_whose_score_is_low_enough(method, by_class, level
     classes, n = 4, 90
     before, after = random_probs(n, classes, seed=1), random_probs(50, classes, seed=2)
     y = drawn_classes(before, seed=3)
-    u, v = uniform_like(before, 5), uniform_like(after, 1)
+    # A batch's numbers follow from its probabilities, to the last bit.
+    u, v = uniform_like(before, 5), uniform_like(classes_at(after, Guarantee()).class_probs, 1)
     scores = [score_by_hand(before[i].tolist(), int(y[i]), method, float(u[i])) for i in range(n)]
 
     def inside(i: int, k: int) -> bool:
