@@ -1,4 +1,4 @@
-"""Calibration: the scale s, the prior precision δ and the observation noise, from held-out data."""
+"""Calibration: scale s, prior precision δ, temperature and observation noise from held-out data, and what they are worth."""
 
 import math
 import warnings
@@ -32,15 +32,19 @@ from bayesadam.structures.structure import Directions
 
 Batches = Sequence[tuple[Any, Tensor]]
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
-# Ratios δ/w tried in one pass over the data, and decades of scale around the best.
+# Ratios δ/w tried in one pass over the data.
 _RATIOS = 13
+# Steps along scale and prior under a sampling predictive, at most.
 _MOST_STEPS = 8
 _NOISE_ROUNDS = 8
+# What is compared, and how many parameters each fits.
 _POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "network alone"
 _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
+# Temperatures tried, the coldest the least; the hottest there may be; rounds of scale and temperature in turn.
 _TEMPERATURES = (0.25, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _HOTTEST = 20.0
 _ROUNDS = 4
+# Below that many examples five folds cost little, and leave enough to fit.
 _FEW = 200
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
@@ -195,7 +199,8 @@ def _chosen(
     # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
     handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
     # The network alone is told of, and does not compete: whatever it wins across folds, the best temperature has it on all.
-    best = min(nll.keys() - {_ALONE}, key=lambda name: nll[name] + handicap[name])
+    rivals = [name for name in nll if name != _ALONE]
+    best = min(rivals, key=lambda name: nll[name] + handicap[name] if math.isfinite(nll[name]) else math.inf)
     guarantee = Guarantee.joined([each[best] for each in scores], novelty if crossed else [])
     outputs = {
         _POSTERIOR: lambda fit: fit.posterior,
