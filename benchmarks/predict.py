@@ -94,7 +94,7 @@ def peer_of(posterior: ba.Posterior, backend: str) -> Any:
 
 
 def covariance(posterior: ba.Posterior, inputs: Tensor, **options: Any) -> Tensor:
-    return posterior.predict(inputs, likelihood="classification", covariance=True, **options).covariance
+    return posterior.predict(inputs, likelihood="classification", covariance=True, novelty=False, **options).covariance
 
 
 def reference(posterior: ba.Posterior, inputs: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ def _sweep_point(
     how: dict[str, Any] = {"predictive": "sampled", "n_samples": draws} if draws else {}
 
     def call() -> object:
-        return posterior.predict(inputs, likelihood="classification", **how)
+        return posterior.predict(inputs, likelihood="classification", novelty=False, **how)
 
     return {"weights": posterior.n_weights, "batch": batch, "outputs": classes, "draws": draws or 0, "call": call}
 
@@ -372,7 +372,9 @@ def bench_large(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
 
             def call(posterior=posterior, inputs=inputs, whole=what == "covariances") -> float:
                 began = time.perf_counter()
-                posterior.predict(inputs, likelihood="classification", covariance=whole, memory_budget=budget)
+                posterior.predict(
+                    inputs, likelihood="classification", covariance=whole, memory_budget=budget, novelty=False
+                )
                 torch.cuda.synchronize()
                 return time.perf_counter() - began
 
