@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 _SECONDS = "seconds"
 # Seconds between two looks at what the workers have sent.
 _POLL = 0.1
+_CODE_LOOKS = 100
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,17 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
     pool = ProcessPoolExecutor(jobs, context, _start_worker, (sender, context.Lock()))
     others = set(multiprocessing.active_children())
     workers: set[BaseProcess] = set()
+
+    def submit(group: Sequence[str]) -> Future[None]:
+        future = pool.submit(_send_parts, work, group)
+        # At once: one that is dead by the next look is no longer among the active.
+        workers.update(set(multiprocessing.active_children()) - others)
+        return future
+
     try:
         # Signals strike in the main thread: in another one, no worker is left half started.
         with ThreadPoolExecutor(1) as starter:
-            pending = set(starter.map(lambda group: pool.submit(_send_parts, work, group), groups))
-        workers = set(multiprocessing.active_children()) - others
+            pending = set(starter.map(submit, groups))
         # Only the workers can write now, so that a message cut off by a worker's death ends in EOFError.
         sender.close()
         while pending:
@@ -197,7 +205,7 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
         pool.shutdown()
     except BrokenProcessPool:
         # The pool, or the last lines here, end the other workers.
-        code = next((w.exitcode for w in workers if w.exitcode not in (0, None, -signal.SIGTERM)), "unknown")
+        code = _exit_code(workers)
         raise BayesAdamError(
             f"a worker process ended with exit code {code} (-9 often means out of memory): the same command resumes "
             "with what is not finished; --jobs 1 works in one process"
@@ -207,6 +215,16 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
             worker.kill()
         pool.shutdown(cancel_futures=True)
         receiver.close()
+
+
+def _exit_code(workers: Collection[BaseProcess]) -> int | str:
+    """Of the worker that failed; the pool may know of its death before its exit code can be had."""
+    for _ in range(_CODE_LOOKS):
+        for worker in workers:
+            if worker.exitcode not in (0, None, -signal.SIGTERM):
+                return worker.exitcode
+        time.sleep(_POLL)
+    return "unknown"
 
 
 _channel: tuple[Connection[Any, Any], Lock]
