@@ -316,11 +316,17 @@ class _Data:
                 block = None if found.covariance is None else place_blocks(found.covariance[0], found.mean)[keep]
                 yield found.mean[keep], found.variance[:, keep], block, y[keep]
 
+    def scores(self, mean: Tensor, variances: Tensor, y: Tensor, **of_outputs: Any) -> list[float]:
+        """Mean log-likelihood of the targets under each of k sets of variances, (k, n, ...); −∞ where it is not finite."""
+        k = len(variances)
+        means, targets = mean.expand(k, *mean.shape).flatten(0, 1), y.expand(k, *y.shape).flatten(0, 1)
+        found = self.options.record.predictive(means, variances.flatten(0, 1), link=self.options.link, **of_outputs)
+        values = found.log_prob(targets).reshape(k, -1).mean(dim=1, dtype=torch.float64)
+        return [value if math.isfinite(value) else -math.inf for value in values.tolist()]
+
     def score(self, mean: Tensor, variance: Tensor, y: Tensor, **of_outputs: Any) -> float:
-        """Mean log-likelihood of the targets, −∞ where it is not finite."""
-        found = self.options.record.predictive(mean, variance, link=self.options.link, **of_outputs).log_prob(y)
-        value = float(found.mean(dtype=torch.float64))
-        return value if math.isfinite(value) else -math.inf
+        """The same under one set of variances, (n, ...)."""
+        return self.scores(mean, variance[None], y, **of_outputs)[0]
 
     def temperature(self, posterior: Posterior) -> float:
         """T of the greatest log-likelihood of the mean network."""
@@ -407,7 +413,8 @@ def _by_validation(posterior: Posterior, data: _Data) -> Posterior:
             continue
         for each in of_outputs:
             weights = [w for x in steps if (w := middle * 10 ** (x / 2)) <= largest]
-            found = max(((data.score(mean, table / w, y, **each), w) for w in weights), default=best[:2])
+            scores = data.scores(mean, torch.stack([table / w for w in weights]), y, **each) if weights else []
+            found = max(zip(scores, weights, strict=True), default=best[:2])
             if found[0] > best[0]:
                 best = (*found, ratio, each)
     value, weight, ratio, chosen = best
