@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,6 +71,38 @@ def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
     path = out / f"{name}.json"
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"results: {path}", flush=True)
+
+
+# --- targets --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise: what, how much was asked for, what was measured."""
+
+    name: str
+    asked: str
+    measured: float
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'MISSED':7s} {self.measured:8.4g}  {self.asked:7s} {self.name}"
+
+
+def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
+    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
+
+
+def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
+    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
 
 
 # --- numbers over seeds, runs and splits ----------------------------------------------------------------------------

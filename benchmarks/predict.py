@@ -30,21 +30,11 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from harness import arguments, import_peer, interleaved, setting, write_results
+from harness import Target, arguments, at_least, at_most, import_peer, interleaved, setting, write_results
 from networks import ResNet18, Transformer, mlp, settle
 
 N, DELTA, CLASSES = 60_000, 10_000.0, 10
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Target:
-    """One promise: what, how much was asked for, what was measured."""
-
-    name: str
-    asked: str
-    measured: float
-    met: bool
 
 
 @dataclass(frozen=True)
@@ -391,20 +381,6 @@ def bench_large(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
-    if measured is None:
-        return []
-    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
-    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
-
-
-def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
-    if measured is None:
-        return []
-    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
-    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
-
-
 BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Target]]]] = {
     "mlp": bench_mlp,
     "resnet": bench_resnet,
@@ -442,7 +418,7 @@ def main() -> None:
     results["targets"] = [asdict(target) for target in targets]
     write_results(options.out, "predict", results)
     for target in targets:
-        print(f"{'met' if target.met else 'MISSED':7s} {target.measured:8.4g}  {target.asked:7s} {target.name}")
+        print(target)
 
 
 if __name__ == "__main__":
