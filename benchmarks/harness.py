@@ -118,14 +118,10 @@ def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
 
 
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
-    """What each call returns, in their order, out of `jobs` processes of one thread each; where that is 1, out of this."""
-    if jobs == 1:
-        torch.set_num_threads(1)
-        for call in calls:
-            yield call()
-        return
-    # Workers are born with it: numpy's linear algebra, too, then keeps to one thread.
+    """What each call returns, in their order, out of `jobs` processes of one thread each."""
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this process.
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap(_called, calls)
 
