@@ -217,12 +217,11 @@ def judged(key: str, shares: Sequence[float], n: int, m: int) -> Found:
 
 def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
     """Sets, intervals and false alarms over random splits of one pool a table."""
-    chunk = math.ceil(splits / max(1, 2 * jobs))
+    chunk = math.ceil(splits / jobs)
     parts = [range(first, min(first + chunk, splits)) for first in range(0, splits, chunk)]
-    calls = [partial(some_splits, name, part) for name in TABLES for part in parts]
-    results, found = parallel(calls, jobs=jobs), {}
+    found: Found = {}
     for name in TABLES:
-        own = [next(results) for _ in parts]
+        own = list(parallel([partial(some_splits, name, part) for part in parts], jobs=jobs))
         shares, (_, n, m) = [row for part, _, _ in own for row in part], own[0]
         found[name] = {key: judged(key, [row[key] for row in shares], n, m) for key in shares[0]}
         print(f"{name}: {n} held out, {m} for testing")

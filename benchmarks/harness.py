@@ -124,6 +124,8 @@ def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Re
     torch.set_num_threads(1)
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap(_called, calls)
+        pool.close()
+        pool.join()
 
 
 def _called(call: Callable[[], Result]) -> Result:
