@@ -10,23 +10,30 @@ import argparse
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bayesadam import scores
 
+Result = TypeVar("Result")
+
 # --- options, peers and results -------------------------------------------------------------------------------------
 
 
-def arguments(doc: str | None, *, quick: str, peer: str | None = None, device: bool = False) -> argparse.ArgumentParser:
+def arguments(
+    doc: str | None, *, quick: str, peer: str | None = None, device: bool = False, jobs: int | None = None
+) -> argparse.ArgumentParser:
     """A parser with the options that benchmarks share.
 
     Args:
@@ -34,6 +41,7 @@ def arguments(doc: str | None, *, quick: str, peer: str | None = None, device: b
         quick: what `--quick` does.
         peer: the packages compared with, where there are any; `--alone` goes without them.
         device: whether it has a `--device`, CUDA where there is one.
+        jobs: how many processes it has where `--jobs` says nothing; None for a benchmark that has no such option.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -42,6 +50,8 @@ def arguments(doc: str | None, *, quick: str, peer: str | None = None, device: b
         parser.add_argument("--alone", action="store_true", help=f"without {peer}, whose ratios are then missing")
     if device:
         parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if jobs:
+        parser.add_argument("--jobs", type=int, default=jobs, help="processes, of one thread each")
     return parser
 
 
@@ -70,6 +80,56 @@ def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
     path = out / f"{name}.json"
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"results: {path}", flush=True)
+
+
+# --- targets --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise: what, how much was asked for, what was measured."""
+
+    name: str
+    asked: str
+    measured: float
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'MISSED':7s} {self.measured:8.4g}  {self.asked:7s} {self.name}"
+
+
+def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
+    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
+
+
+def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
+    """The target, printed; none where nothing was measured."""
+    if measured is None:
+        return []
+    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
+    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
+
+
+# --- many processes -------------------------------------------------------------------------------------------------
+
+
+def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
+    """What each call returns, in their order, out of `jobs` processes of one thread each."""
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this process.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(_called, calls)
+        pool.close()
+        pool.join()
+
+
+def _called(call: Callable[[], Result]) -> Result:
+    return call()
 
 
 # --- numbers over seeds, runs and splits ----------------------------------------------------------------------------

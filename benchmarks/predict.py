@@ -4,8 +4,10 @@
     python benchmarks/predict.py --device cuda [--memory-budget 8]
 
 The peer computes Jacobians with whichever of its backends is the fastest that works; --alone measures ours without it.
-Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the resident set, each side in a process of its own. On CUDA ours alone is timed,
-at large batches. The last lines say which targets were met; predict.json and growth.png go to --out.
+Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the
+resident set, each side in a process of its own. "novelty" is what novelty costs a prediction, ours alone, on a CPU or on
+CUDA; there ours alone is timed at large batches, too. The last lines say which targets were met; predict.json and growth.png
+go to --out.
 """
 
 from __future__ import annotations
@@ -23,28 +25,31 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from harness import arguments, import_peer, interleaved, setting, write_results
-from networks import ResNet18, Transformer, mlp, settle
+from harness import (
+    Target,
+    arguments,
+    at_least,
+    at_most,
+    import_peer,
+    interleaved,
+    ratio,
+    ratio_range,
+    setting,
+    write_results,
+)
+from networks import ResNet18, Transformer, lenet, mlp, settle
 
 N, DELTA, CLASSES = 60_000, 10_000.0, 10
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Target:
-    """One promise: what, how much was asked for, what was measured."""
-
-    name: str
-    asked: str
-    measured: float
-    met: bool
 
 
 @dataclass(frozen=True)
@@ -175,9 +180,9 @@ def linearised(name: str, options: argparse.Namespace, *, rounds: int, times: in
     first = time.perf_counter() - began
     print(f"ours {own * 1e3:.1f} ms; the first call on a model, which finds out about its layers, {first * 1e3:.1f} ms")
     result |= {"ours_ms": own * 1e3, "first_call_ms": first * 1e3}
-    for backend, (taken, ratio) in found.items():
-        print(f"laplace-torch ({backend}) {taken * 1e3:.0f} ms, {ratio:.0f} times ours")
-        result |= {f"{backend}_ms": taken * 1e3, f"{backend} / ours": ratio}
+    for backend, (taken, times_ours) in found.items():
+        print(f"laplace-torch ({backend}) {taken * 1e3:.0f} ms, {times_ours:.0f} times ours")
+        result |= {f"{backend}_ms": taken * 1e3, f"{backend} / ours": times_ours}
     if found:
         result["ratio"] = min(found.values())[1]
     return result
@@ -352,6 +357,40 @@ def picture(result: dict[str, Any], path: Path) -> None:
     print(f"picture: {path}")
 
 
+# --- novelty --------------------------------------------------------------------------------------------------------
+
+
+def bench_novelty(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
+    """A prediction with novelty over one with covariances and without it, batch 500, in turns."""
+    result: dict[str, Any] = {}
+    targets: list[Target] = []
+    batch, rounds = (20, 1) if options.quick else (500, 15)
+    for name, build, shape in (("MLP", mlp, (784,)), ("LeNet", lenet, (1, 28, 28))):
+        torch.manual_seed(0)
+        inputs, model = torch.randn(batch, *shape, device=options.device), build().to(options.device)
+        diagonal = posterior_of(model, inputs)
+        batches = [(inputs, torch.randint(CLASSES, (batch,))) for _ in range(20)]
+        recorder = ba.Recorder.from_batches(model, batches, F.cross_entropy, keep=len(batches))
+        kronecker = ba.Posterior.from_recorder(model, recorder, N, prior_precision=DELTA)
+        for structure, posterior in {"diagonal": diagonal, "Kronecker": kronecker}.items():
+
+            def call(posterior: ba.Posterior = posterior, inputs: Tensor = inputs, **how: bool) -> object:
+                found = posterior.predict(inputs, likelihood="classification", **how)
+                used = found.probs, found.novelty if how["novelty"] else found.covariance
+                if options.device == "cuda":
+                    torch.cuda.synchronize()
+                return used
+
+            calls = {"with": partial(call, novelty=True), "without": partial(call, covariance=True, novelty=False)}
+            seconds = interleaved(calls, rounds=rounds)
+            over, what = ratio(seconds, "with", "without"), f"{name}, {structure}"
+            ms = {f"{key}_ms": statistics.median(taken) * 1e3 for key, taken in seconds.items()}
+            result[what] = {**ms, "ratio": over, "range": ratio_range(seconds, "with", "without"), "batch": batch}
+            print(f"{what}: with novelty {ms['with_ms']:.2f} ms, covariances alone {ms['without_ms']:.2f} ms")
+            targets += at_most(f"novelty, {what}: time, with / without", 1.3, over)
+    return result, targets
+
+
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 
 
@@ -391,26 +430,13 @@ def bench_large(options: argparse.Namespace) -> tuple[dict[str, Any], list[Targe
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
-    if measured is None:
-        return []
-    print(f"{name} = {measured:.4g} (target: at least {asked:g})")
-    return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
-
-
-def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
-    if measured is None:
-        return []
-    print(f"{name} = {measured:.4g} (target: at most {asked:g})")
-    return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
-
-
 BENCHES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Target]]]] = {
     "mlp": bench_mlp,
     "resnet": bench_resnet,
     "transformer": bench_transformer,
     "draws": bench_draws,
     "growth": bench_growth,
+    "novelty": bench_novelty,
     "large": bench_large,
 }
 
@@ -432,7 +458,8 @@ def main() -> None:
     print(f"{options.device}, torch {torch.__version__}, {options.threads} threads")
     if options.device == "cpu":
         import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
-    chosen = options.only or (["large"] if options.device == "cuda" else [name for name in BENCHES if name != "large"])
+    on_cuda = ["novelty", "large"]
+    chosen = options.only or (on_cuda if options.device == "cuda" else [name for name in BENCHES if name != "large"])
     results: dict[str, Any] = {**setting(), "device": options.device}
     targets: list[Target] = []
     for name in chosen:
@@ -442,7 +469,7 @@ def main() -> None:
     results["targets"] = [asdict(target) for target in targets]
     write_results(options.out, "predict", results)
     for target in targets:
-        print(f"{'met' if target.met else 'MISSED':7s} {target.measured:8.4g}  {target.asked:7s} {target.name}")
+        print(target)
 
 
 if __name__ == "__main__":

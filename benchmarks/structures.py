@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ from bayesadam.engine.stack import Stack
 from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.methods import Data, Problem, Training
-from harness import arguments, import_peer, mean_and_error, setting, write_results
+from harness import arguments, import_peer, mean_and_error, parallel, setting, write_results
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8
 FAR = torch.tensor([[-0.4], [0.7], [1.1]])
@@ -490,11 +488,12 @@ def verdicts(results: Mapping[str, Results]) -> list[str]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="one seed, few epochs, one network function and one table", peer="laplace-torch")
+    parser = arguments(
+        __doc__, quick="one seed, few epochs, one network function and one table", peer="laplace-torch", jobs=2
+    )
     parser.add_argument("--only", nargs="+", choices=("toy", "tables"), default=["toy", "tables"])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0, help="1000 and up are for choosing settings")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     options = parser.parse_args()
     import_peer("laplace.curvature", "laplace-torch", alone=options.alone)
     began = time.perf_counter()
@@ -504,17 +503,13 @@ def main() -> None:
     work += [(toy, name) for name in ACTIVATIONS[:few] if "toy" in options.only]
     work += [(tabular, name) for name in TABLES[:few] if "tables" in options.only]
     results: dict[str, Results] = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        options.jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        jobs = [(part, name, pool.submit(part, name, seeds, options.quick, options.alone)) for part, name in work]
-        for part, name, job in jobs:
-            results[name] = job.result()
-            if part is toy:
-                print(told(f"toy, {name}", results[name], TOY_COLUMNS), end="\n\n", flush=True)
-            else:
-                print(told(name, beside_the_diagonal(results[name]), TABLE_COLUMNS), end="\n\n", flush=True)
+    calls = [partial(part, name, seeds, options.quick, options.alone) for part, name in work]
+    for (part, name), found in zip(work, parallel(calls, jobs=options.jobs), strict=True):
+        results[name] = found
+        if part is toy:
+            print(told(f"toy, {name}", found, TOY_COLUMNS), end="\n\n", flush=True)
+        else:
+            print(told(name, beside_the_diagonal(found), TABLE_COLUMNS), end="\n\n", flush=True)
     print(f"Mean ± standard error over {len(seeds)} seeds or splits, in {(time.perf_counter() - began) / 60:.0f} min.")
     about = {**setting(), "seeds": list(seeds), "quick": options.quick}
     write_results(options.out, "structures", {**about, "results": results})

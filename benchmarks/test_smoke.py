@@ -13,7 +13,16 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
-PEERS = {"bandits": "vowpalwabbit", "doubt": "laplace", "predict": "laplace", "step": "ivon", "structures": "laplace"}
+# Those that do something else altogether by an option, which is then in the name of their results.
+RUNS = [*((script,) for script in SCRIPTS), ("tabular", "--made-up-gaps")]
+PEERS = {
+    ("bandits",): "vowpalwabbit",
+    ("doubt",): "laplace",
+    ("predict",): "laplace",
+    ("step",): "ivon",
+    ("structures",): "laplace",
+    ("tabular", "--made-up-gaps"): "laplace",
+}
 LIMIT = 1800
 
 
@@ -43,19 +52,20 @@ def test_peers_can_be_imported(module):
     importlib.import_module(module)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_benchmarks_run_and_end_with_a_number(script, tmp_path):
-    done = run(script, "--out", tmp_path)
+@pytest.mark.parametrize("command", RUNS, ids=" ".join)
+def test_benchmarks_run_and_end_with_a_number(command, tmp_path):
+    done = run(*command, "--out", tmp_path)
     if done.returncode and "no source delivered it" in done.stderr:
         pytest.skip(f"{done.stderr.splitlines()[-1]}; set BAYESADAM_DATA")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads((tmp_path / f"{script}.json").read_text(encoding="utf-8"))
+    name = "".join(command).replace("--", "-")
+    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
     assert re.search(r"\d", done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("script", PEERS)
-def test_a_comparison_without_its_peer_fails(script, tmp_path):
-    done = run(script, "--out", tmp_path, before=f"sys.modules[{PEERS[script]!r}] = None")
+@pytest.mark.parametrize("command", PEERS, ids=" ".join)
+def test_a_comparison_without_its_peer_fails(command, tmp_path):
+    done = run(*command, "--out", tmp_path, before=f"sys.modules[{PEERS[command]!r}] = None")
     assert done.returncode == 1
     assert "nothing to compare with" in done.stderr
     assert not list(tmp_path.iterdir())
