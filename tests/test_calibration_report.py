@@ -220,6 +220,9 @@ def test_the_report_s_numbers_of_a_regression(method):
     residuals = joined(fits, lambda fit, x, y: ((y - by_hand(fit, x).mean) / by_hand(fit, x).stddev).abs())
     torch.testing.assert_close(report.guarantee.residuals, residuals)
     assert report.guarantee.classes == {}
+    # Of a new input, novelty will be under the noise of the fit to all; so are those it is compared with.
+    of_all = joined(fits, lambda fit, x, y: found.novelty(x, likelihood="regression"))
+    torch.testing.assert_close(report.guarantee.novelty, of_all)
 
 
 def in_use(found: Any, fits: list[tuple[Any, Batch]]) -> list[tuple[Any, Batch]]:

@@ -194,7 +194,9 @@ def _chosen(
             if crossed:
                 scores.append({name: record.conformity(found, y, seed=len(scores)) for name, found in named.items()})
             if has_novelty(named[_POSTERIOR]):
-                novelty.append(named[_POSTERIOR].novelty)
+                # Novelty goes with the noise, and predictions will have that of the fit to all.
+                settled = task.candidates(fits, inputs) if record.noise and crossed else named
+                novelty.append(settled[_POSTERIOR].novelty)
     nll = {name: total / max(count, 1) for name, total in totals.items()}
     # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
     handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
