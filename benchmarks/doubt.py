@@ -43,7 +43,6 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.structures.novelty import EPSILON
 from doubt_data import NoData, Sizes, Suite, folder, suite
 from doubt_rows import (
     AT_SHARES,
@@ -51,6 +50,7 @@ from doubt_rows import (
     OURS,
     RATE,
     ROWS,
+    STRUCTURES,
     Case,
     Row,
     Scorer,
@@ -260,23 +260,28 @@ def markdown(title: str, rows: Mapping[str, Sequence[Found]]) -> str:
     return "\n\n".join(tables)
 
 
-def leave_one_out(title: str, cells: Iterable[Found]) -> list[str]:
+def share_name(structure: str, share: float) -> str:
+    return f"{structure}, δ = {share:g}"
+
+
+def leave_one_out(title: str, cells: Sequence[Found]) -> list[str]:
     """For each structure the mean AUROC at our δ, and on each set at the δ that is best on the others of its network."""
     told = []
     for structure, rows in AT_SHARES.items():
         fixed, chosen = [], []
-        for cell in cells:
-            found = [cell["rows"][name]["auroc"] for name in rows if "auroc" in cell["rows"].get(name, ())]
-            if len(found) < len(rows):
+        for cell in [each for each in cells if each["seed"] != JOINT]:
+            named = {share: cell["rows"].get(share_name(structure, share), {}) for share in rows}
+            if not all("auroc" in row for row in named.values()):
                 continue
-            fixed.append(mean_of(cell["rows"][f"{structure}, δ = {EPSILON:g}"], "auroc"))
+            fixed.append(mean_of(named[STRUCTURES[structure][1]], "auroc"))
+            found = [row["auroc"] for row in named.values()]
             for left in found[0]:
                 best = max(found, key=lambda auroc: sum(value for name, value in auroc.items() if name != left))
                 chosen.append(best[left])
         if fixed:
+            ours, theirs = statistics.fmean(fixed), statistics.fmean(chosen)
             told.append(
-                f"{title}, {structure}: mean AUROC {statistics.fmean(fixed):.4f} at our δ, {statistics.fmean(chosen):.4f} at the "
-                "best on the other sets"
+                f"{title}, {structure}: mean AUROC {ours:.4f} at our δ, {theirs:.4f} at the best on the other sets"
             )
     return told
 
@@ -316,7 +321,7 @@ def main() -> None:
     seeds = options.seeds or list(range(2 if options.quick else 5))
     rows = {name: row for name, row in ROWS.items() if not (options.alone and row.peer)}
     if options.shares:
-        rows |= {name: row for at in AT_SHARES.values() for name, row in at.items()}
+        rows |= {share_name(name, share): row for name, at in AT_SHARES.items() for share, row in at.items()}
     tables, verdicts, results, failed = [], [], {}, []
     for name in names:
         sizes = QUICK if options.quick else NATURAL if name == "cifar10" else Sizes()

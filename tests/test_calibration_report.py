@@ -195,7 +195,7 @@ def test_the_report_s_numbers(steps):
     assert report.nll["posterior"] == pytest.approx(-float(joined(fits, log_probs).mean()), rel=1e-5)
     # The settings are those of all examples.
     assert found.settings.scale == whole.settings.scale
-    assert (report.temperature, report.averaged) == (found.temperature, found.averaged)
+    assert (report.temperatures, report.averaged) == ((found.temperature,), found.averaged)
     best = preferred(report.nll)
     assert report.averaged == (best == "posterior")
     if not report.averaged:
@@ -482,6 +482,7 @@ def test_a_mixture_s_numbers_are_of_the_whole(weights):
     report = found.calibration
     assert report.n_fitted == report.n_scored == 80
     assert len({member.averaged for member in found}) == 1
+    assert report.temperatures == tuple(member.temperature for member in found)
     assert report.averaged == found.members[0].averaged == (preferred(report.nll) == "posterior")
     f = [logits(member.model, batch[0]) for member in mixture]
     pooled = sum(w * torch.from_numpy(each).softmax(dim=1) for w, each in zip(weights, f, strict=True))

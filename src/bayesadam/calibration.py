@@ -209,13 +209,13 @@ def _chosen(
         _TEMPERATURE: lambda fit: fit.posterior.replace(temperature=fit.temperature, averaged=False),
     }
     chosen = [outputs[best](fit) for fit in fits]
-    t = chosen[0].temperature
+    temperatures = tuple(each.temperature for each in chosen)
+    least, most = (f"{t:.3g}" for t in (min(temperatures), max(temperatures)))
+    at = f"temperature {least}" if least == most else f"temperatures from {least} to {most}"
     if best == _POSTERIOR:
-        preferred = "the posterior is in use" + (f", with logits at temperature {t:.3g}" if record.tempered else "")
+        preferred = "the posterior is in use" + (f", with logits at {at}" if record.tempered else "")
     else:
-        preferred = (
-            f"the data prefer the mean network at temperature {t:.3g}: probabilities do not average over the posterior"
-        )
+        preferred = f"the data prefer the mean network at {at}: probabilities do not average over the posterior"
         warn(
             f"{preferred} (negative log-likelihood {nll[best]:.4f} against {nll[_POSTERIOR]:.4f}). Variances, draws and "
             "novelty are those of the posterior all the same",
@@ -224,7 +224,7 @@ def _chosen(
     scored = n if crossed else 0
     options = task.options
     report = CalibrationReport(
-        options.likelihood, task.method, n, scored, nll, t, best == _POSTERIOR, preferred, guarantee
+        options.likelihood, task.method, n, scored, nll, temperatures, best == _POSTERIOR, preferred, guarantee
     )
     return report, chosen
 

@@ -145,8 +145,9 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
     ) -> Tensor:
         """How unlike the training data each example is, (batch,), as `predict(...).novelty`; no data are needed.
 
-        It has settings of its own, p = 1 and δ = 1e-3 of the mean curvature, which calibration does not touch. In a network
-        with batch norm variances grow with the squared distance from the running statistics.
+        It has settings of its own, p = 1 and δ = 1e-3 of the mean curvature, 1e-4 of one in rotated coordinates, which
+        calibration does not touch. In a network with batch norm variances grow with the squared distance from the running
+        statistics.
         """
         given = Options(likelihood=likelihood, forward=forward, memory_budget=memory_budget, novelty=True)
         return self.for_novelty._predict(inputs, given).novelty

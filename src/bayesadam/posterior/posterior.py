@@ -315,7 +315,7 @@ class Posterior(
 
     @cached_property
     def for_novelty(self) -> Posterior:
-        """The same curvature under the settings of novelty, p = 1 and δ = 1e-3 mean(w c), whatever calibration has chosen."""
+        """The same curvature under the settings of novelty, p = 1 and δ = ε mean(w c), whatever calibration has chosen."""
         return replace(self, settings=novelty_settings(self.structure, self.settings, self.n_weights))
 
     @property

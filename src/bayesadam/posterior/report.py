@@ -22,7 +22,7 @@ class CalibrationReport:
         n_scored: how many of them were scored under settings fitted to the others, behind `nll` and the guarantees.
         nll: mean negative log-likelihood of the posterior and, of classes, of the mean network at the best temperature and
             at 1; of examples under settings fitted to others, or to them where `n_scored` is 0.
-        temperature: T of the probabilities.
+        temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.
         guarantee: the scores.
@@ -33,7 +33,7 @@ class CalibrationReport:
     n_fitted: int
     n_scored: int
     nll: Mapping[str, float]
-    temperature: float
+    temperatures: tuple[float, ...]
     averaged: bool
     preferred: str
     guarantee: Guarantee = field(default_factory=Guarantee, repr=False)
@@ -53,4 +53,5 @@ class CalibrationReport:
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
-        return cls(**header, guarantee=Guarantee.of(tensors))
+        plain = {**header, "temperatures": tuple(header["temperatures"])}
+        return cls(**plain, guarantee=Guarantee.of(tensors))

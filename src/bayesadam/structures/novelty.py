@@ -6,10 +6,16 @@ from bayesadam._shards import whole
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.structure import Structure
 
-# δ as a share of the mean curvature; from 1e-5 to 1e-2 little changes.
-EPSILON = 1e-3
+# δ as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a curvature has
+# more very small eigenvalues, which a large δ would hide.
+EPSILON, ROTATED_EPSILON = 1e-3, 1e-4
 # Where nothing says how many examples were behind one gradient.
 _USUAL_BATCH = 100
+
+
+def novelty_share(structure: Structure) -> float:
+    """ε of a structure."""
+    return ROTATED_EPSILON if structure.bases else EPSILON
 
 
 def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
@@ -21,5 +27,5 @@ def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -
     batch = settings.batch_size or _USUAL_BATCH
     base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
     total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0))
-    delta = EPSILON * base.weight * total / n_weights
+    delta = novelty_share(structure) * base.weight * total / n_weights
     return replace(base, prior_precision=dict.fromkeys(settings.prior_precision, delta or 1.0))
