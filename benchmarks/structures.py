@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam import scores
-from bayesadam.calibration import CalibrationMethod
 from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.engine.stack import Stack
 from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.likelihoods import RegressionPredictive
+from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.methods import Data, Problem, Training
 from harness import arguments, import_peer, mean_and_error, parallel, setting, write_results
 

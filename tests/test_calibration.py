@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -17,15 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
-from bayesadam.calibration import CalibrationError, log_marginal_likelihood
-from bayesadam.errors import BayesAdamError, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.calibration import choice, data, log_marginal_likelihood, validation
+from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures.diagonal import Diagonal
 from cases import mlp
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over
-
-module = sys.modules["bayesadam.calibration"]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -101,8 +99,8 @@ def log_likelihood(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **opti
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer settings tried, for tests that do not ask for the best ones."""
-    monkeypatch.setattr(module, "_RATIOS", 5)
-    monkeypatch.setattr(module, "_NOISE_SHARES", (0.1, 0.5, 1.0))
+    monkeypatch.setattr(validation, "_RATIOS", 5)
+    monkeypatch.setattr(validation, "_NOISE_SHARES", (0.1, 0.5, 1.0))
 
 
 every_likelihood = pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
@@ -455,13 +453,14 @@ def test_the_marginal_likelihood_needs_noise_a_prior_and_data():
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dict[str, Any]]]:
     """Every candidate that calibration predicted with, and how."""
     seen: list[tuple[ba.Posterior, dict[str, Any]]] = []
-    original = module.predictive_of
+    original = predictive_of
 
     def recorded(posterior: ba.Posterior, inputs: Any, options: Options) -> Any:
         seen.append((posterior, {**vars(options), "seed": options.generator.initial_seed()}))
         return original(posterior, inputs, options)
 
-    monkeypatch.setattr(module, "predictive_of", recorded)
+    for module in (choice, data):
+        monkeypatch.setattr(module, "predictive_of", recorded)
     return seen
 
 

@@ -15,7 +15,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration import _PARAMETERS, _parts
+from bayesadam.calibration.choice import _PARAMETERS, _parts
 from bayesadam.errors import CalibrationError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import bayesadam as ba  # noqa: E402
-from bayesadam.calibration import calibrate, log_marginal_likelihood  # noqa: E402
+from bayesadam.calibration import calibrate, log_marginal_likelihood, validation  # noqa: E402
 from bayesadam.errors import MatchError  # noqa: E402
 from bayesadam.held_out import aligned  # noqa: E402
 from predict.cases_networks import jacobian, posterior_over  # noqa: E402
@@ -172,7 +171,7 @@ def test_a_sequence_classifier_keeps_its_labels():
 @pytest.mark.parametrize("method", ["validation", "evidence"])
 @pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
 def test_calibration_on_labels_is_that_on_outputs_cut_by_hand(method: str, predictive: str, monkeypatch):
-    monkeypatch.setattr(sys.modules["bayesadam.calibration"], "_RATIOS", 5)
+    monkeypatch.setattr(validation, "_RATIOS", 5)
     posterior = posterior_over(built(gpt2), n_data=4 * (LENGTH - 2))
     ids = torch.randint(3, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()

@@ -1,0 +1,223 @@
+"""`calibrate`: settings fitted to held-out data, compared on examples that they were not fitted to."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam._warnings import warn
+from bayesadam.calibration.data import Batches, HeldOut, quietly
+from bayesadam.calibration.evidence import by_evidence
+from bayesadam.calibration.validation import by_repeated_prediction, by_validation
+from bayesadam.errors import SettingError, UnusedPosteriorWarning
+from bayesadam.held_out import aligned
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty
+from bayesadam.likelihoods.record import CalibrationMethod
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior.report import CalibrationReport
+from bayesadam.predict.call import Forward, chosen_examples
+from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.options import Options, PredictiveKind
+from bayesadam.predict.prediction import predictive_of
+from bayesadam.structures.noise import fresh_seed
+
+AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
+# What is compared, and how many parameters each fits.
+_POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "network alone"
+_PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
+# Below that many examples five folds cost little, and leave enough to fit.
+_FEW = 200
+
+
+def calibrate(
+    posterior: AnyPosterior,
+    batches: Any,
+    *,
+    likelihood: LikelihoodName,
+    method: CalibrationMethod | None = None,
+    predictive: PredictiveKind = "linearised",
+    n_samples: int = 30,
+    link: Link = "probit",
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+    folds: int | None = None,
+) -> AnyPosterior:
+    """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
+
+    `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
+    the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
+    outputs a variance, and compares with the best temperature alone: where that does better, probabilities are the mean
+    network's at that temperature, a warning and the report say so, and the posterior stays for all else. `"evidence"`
+    takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
+    equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
+    γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
+    nothing, so regression defaults to evidence; for classification evidence fails where validation works, so that is the
+    default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
+    all parameters, whatever it was before. `novelty` is not touched.
+
+    What is compared, and what stands behind `prediction_set` and `novelty_pvalue`, are scores of examples under settings
+    that were fitted to the others; the settings themselves are fitted to all. `posterior.calibration` says what was done.
+
+    Args:
+        posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
+        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
+            belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
+            which for a causal language model is one place further on. Classes of −100 are left out.
+        method: `"validation"` or `"evidence"`; None takes the default above.
+        predictive: what `predict` will be called with; so are the rest.
+        folds: into how many parts the data are cut, each scored under a fit to the others; None for 2, or 5 where there are
+            fewer than 200 examples. With 1, or fewer than 20 examples, there are no such scores, hence no guarantees.
+
+    Raises:
+        CalibrationError: nothing tried gave a finite score.
+        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
+    """
+    if method is not None and method not in get_args(CalibrationMethod):
+        raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
+    if folds is not None and (isinstance(folds, bool) or not isinstance(folds, int) or folds < 1):
+        raise SettingError(f"folds must be a whole number of at least 1, got {folds!r}")
+    options = Options(
+        likelihood=likelihood,
+        predictive=predictive,
+        n_samples=n_samples,
+        link=link,
+        forward=forward,
+        memory_budget=memory_budget,
+    )
+    # Every candidate sees the same random numbers, so that they differ by their settings alone.
+    seed = 0 if predictive == "linearised" else fresh_seed(generator)
+    members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
+    held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
+    weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
+    task = _Task(members, weights, options, seed, method or options.record.calibration)
+    fits = task.fitted(held_out)
+    for fit in fits:
+        fit.posterior.warn_of_limits()
+    report, found = _chosen(task, fits, held_out, folds)
+    if isinstance(posterior, Mixture):
+        return Mixture(found, posterior.weights, calibration=report)
+    return replace(found[0], calibration=report)
+
+
+class _Fit(NamedTuple):
+    """A posterior with the settings that the data prefer, and the best temperature of the mean network, of classes."""
+
+    posterior: Posterior
+    temperature: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What is calibrated, and how: one network, or the members of a mixture."""
+
+    members: Sequence[Posterior]
+    weights: Sequence[float]
+    options: Options
+    seed: int
+    method: CalibrationMethod
+
+    def fitted(self, batches: Batches) -> list[_Fit]:
+        """Every member fitted to the batches."""
+        fits = []
+        for member in self.members:
+            data = HeldOut(member.replace(temperature=1.0, averaged=True), batches, self.options, self.seed)
+            best = (by_evidence if self.method == "evidence" else by_validation)(data.posterior, data)
+            if self.options.predictive != "linearised":
+                best = by_repeated_prediction(best, data)
+            fits.append(_Fit(best, data.temperature(best) if self.options.record.tempered else 1.0))
+        return fits
+
+    def candidates(self, fits: Sequence[_Fit], inputs: Any) -> dict[str, Predictive]:
+        """What may be in use in the end, on one batch: the posterior, and of classes the mean network at a temperature."""
+        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed))
+        with quietly():
+            found = [predictive_of(fit.posterior, inputs, options) for fit in fits]
+        named = {_POSTERIOR: found}
+        if self.options.record.tempered and self.options.predictive == "linearised":
+            both: Any = list(zip(fits, found, strict=True))
+            named[_TEMPERATURE] = [replace(p, temperature=fit.temperature, averaged=False) for fit, p in both]
+            named[_ALONE] = [replace(p, temperature=1.0, averaged=False) for _, p in both]
+        mixed = len(fits) > 1
+        return {n: self.options.record.mixture(each, self.weights) if mixed else each[0] for n, each in named.items()}
+
+
+def _chosen(
+    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None
+) -> tuple[CalibrationReport, list[Posterior]]:
+    """The candidate that scores best on examples that it was not fitted to, with the report."""
+    record, n = task.options.record, sum(len(y) for _, y in held_out)
+    folds = folds or (5 if n < _FEW else 2)
+    crossed = folds > 1 and n >= FEWEST_SCORED
+    parts = _parts(held_out, folds) if crossed else [held_out]
+    totals: defaultdict[str, float] = defaultdict(float)
+    scores: list[dict[str, Guarantee]] = []
+    count, novelty = 0, []
+    for number, part in enumerate(parts):
+        others = [batch for index, other in enumerate(parts) if index != number for batch in other]
+        own = task.fitted(others) if crossed else fits
+        for inputs, y in part:
+            named = task.candidates(own, inputs)
+            y = y.to(next(iter(named.values())).mean.device)
+            for name, found in named.items():
+                log_probs = record.log_probs(found, y)
+                totals[name] -= float(log_probs.sum(dtype=torch.float64))
+            count += len(log_probs)
+            if crossed:
+                scores.append({name: record.conformity(found, y, seed=len(scores)) for name, found in named.items()})
+            if has_novelty(named[_POSTERIOR]):
+                # Novelty goes with the noise, and predictions will have that of the fit to all.
+                settled = task.candidates(fits, inputs) if record.noise and crossed else named
+                novelty.append(settled[_POSTERIOR].novelty)
+    nll = {name: total / max(count, 1) for name, total in totals.items()}
+    # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
+    handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
+    # The network alone is told of, and does not compete: whatever it wins across folds, the best temperature has it on all.
+    rivals = [name for name in nll if name != _ALONE]
+    best = min(rivals, key=lambda name: nll[name] + handicap[name] if math.isfinite(nll[name]) else math.inf)
+    guarantee = Guarantee.joined([each[best] for each in scores], novelty if crossed else [])
+    outputs = {
+        _POSTERIOR: lambda fit: fit.posterior,
+        _TEMPERATURE: lambda fit: fit.posterior.replace(temperature=fit.temperature, averaged=False),
+    }
+    chosen = [outputs[best](fit) for fit in fits]
+    temperatures = tuple(each.temperature for each in chosen)
+    least, most = (f"{t:.3g}" for t in (min(temperatures), max(temperatures)))
+    at = f"temperature {least}" if least == most else f"temperatures from {least} to {most}"
+    if best == _POSTERIOR:
+        preferred = "the posterior is in use" + (f", with logits at {at}" if record.tempered else "")
+    else:
+        preferred = f"the data prefer the mean network at {at}: probabilities do not average over the posterior"
+        warn(
+            f"{preferred} (negative log-likelihood {nll[best]:.4f} against {nll[_POSTERIOR]:.4f}). Variances, draws and "
+            "novelty are those of the posterior all the same",
+            UnusedPosteriorWarning,
+        )
+    scored = n if crossed else 0
+    options = task.options
+    report = CalibrationReport(
+        options.likelihood, task.method, n, scored, nll, temperatures, best == _POSTERIOR, preferred, guarantee
+    )
+    return report, chosen
+
+
+def _parts(batches: Batches, folds: int) -> list[Batches]:
+    """The examples in parts of equal size, drawn at random but always the same."""
+    total = sum(len(y) for _, y in batches)
+    places = torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
+    found: list[list[tuple[Any, Tensor]]] = [[] for _ in range(folds)]
+    first = 0
+    for inputs, y in batches:
+        own = places[first : first + len(y)]
+        first += len(y)
+        for number, part in enumerate(found):
+            rows = (own == number).nonzero().flatten()
+            if len(rows):
+                part.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
+    return list(found)
