@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -33,6 +33,8 @@ _POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "netwo
 _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
 # Below that many examples five folds cost little, and leave enough to fit.
 _FEW = 200
+# By how many standard errors of the mean difference the posterior has to beat the best temperature.
+_SURE = 2.0
 
 
 def calibrate(
@@ -53,8 +55,9 @@ def calibrate(
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance, and compares with the best temperature alone: where that does better, probabilities are the mean
-    network's at that temperature, a warning and the report say so, and the posterior stays for all else. `"evidence"`
+    outputs a variance, and compares with the best temperature alone: where the posterior is not better by more than two
+    standard errors, probabilities are the mean network's at that temperature, a warning and the report say so, and the
+    posterior stays for all else. `"evidence"`
     takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
     equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
     γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
@@ -148,17 +151,46 @@ class _Task:
         return {n: self.options.record.mixture(each, self.weights) if mixed else each[0] for n, each in named.items()}
 
 
-def _chosen(
-    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None
-) -> tuple[CalibrationReport, list[Posterior]]:
-    """The candidate that scores best on examples that it was not fitted to, with the report."""
+class _Scores(NamedTuple):
+    """Of every candidate what each example is worth, and what guarantees rest on; `crossed` where no fit saw its examples."""
+
+    log_probs: Mapping[str, Tensor]
+    conformity: Sequence[Mapping[str, Guarantee]]
+    novelty: Sequence[Tensor]
+    crossed: bool
+
+    @property
+    def nll(self) -> dict[str, float]:
+        return {name: -float(found.mean()) for name, found in self.log_probs.items()}
+
+    @property
+    def best(self) -> str:
+        """The posterior where it beats the best temperature beyond chance.
+
+        Fitted to what it is scored on, every parameter wins 1/n instead, as Akaike has it. The network alone does not
+        compete: whatever it wins across folds, the best temperature has it on all.
+        """
+        if _TEMPERATURE not in self.log_probs:
+            return _POSTERIOR
+        gain = self.log_probs[_POSTERIOR] - self.log_probs[_TEMPERATURE]
+        if not bool(gain.isfinite().all()):
+            return min(
+                (_POSTERIOR, _TEMPERATURE), key=lambda name: v if math.isfinite(v := self.nll[name]) else math.inf
+            )
+        n, parameters = len(gain), _PARAMETERS[_POSTERIOR] - _PARAMETERS[_TEMPERATURE]
+        least = _SURE * float(gain.std()) / math.sqrt(n) if self.crossed else parameters / n
+        return _POSTERIOR if float(gain.mean()) > least else _TEMPERATURE
+
+
+def _scored(task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None) -> _Scores:
+    """Every example under a fit to the others; under `fits` where there are too few of them, or one fold is asked for."""
     record, n = task.options.record, sum(len(y) for _, y in held_out)
     folds = folds or (5 if n < _FEW else 2)
     crossed = folds > 1 and n >= FEWEST_SCORED
     parts = _parts(held_out, folds) if crossed else [held_out]
-    totals: defaultdict[str, float] = defaultdict(float)
-    scores: list[dict[str, Guarantee]] = []
-    count, novelty = 0, []
+    log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
+    conformity: list[dict[str, Guarantee]] = []
+    novelty: list[Tensor] = []
     for number, part in enumerate(parts):
         others = [batch for index, other in enumerate(parts) if index != number for batch in other]
         own = task.fitted(others) if crossed else fits
@@ -166,32 +198,33 @@ def _chosen(
             named = task.candidates(own, inputs)
             y = y.to(next(iter(named.values())).mean.device)
             for name, found in named.items():
-                log_probs = record.log_probs(found, y)
-                totals[name] -= float(log_probs.sum(dtype=torch.float64))
-            count += len(log_probs)
-            if crossed:
-                scores.append({name: record.conformity(found, y, seed=len(scores)) for name, found in named.items()})
+                log_probs[name].append(record.log_probs(found, y).double().cpu())
+            if not crossed:
+                continue
+            conformity.append({name: record.conformity(f, y, seed=len(conformity)) for name, f in named.items()})
             if has_novelty(named[_POSTERIOR]):
                 # Novelty goes with the noise, and predictions will have that of the fit to all.
-                settled = task.candidates(fits, inputs) if record.noise and crossed else named
+                settled = task.candidates(fits, inputs) if record.noise else named
                 novelty.append(settled[_POSTERIOR].novelty)
-    nll = {name: total / max(count, 1) for name, total in totals.items()}
-    # Fitted to what it is scored on, every parameter of a candidate wins 1/n, as Akaike has it.
-    handicap = {name: 0.0 if crossed else _PARAMETERS[name] / max(count, 1) for name in nll}
-    # The network alone is told of, and does not compete: whatever it wins across folds, the best temperature has it on all.
-    rivals = [name for name in nll if name != _ALONE]
-    best = min(rivals, key=lambda name: nll[name] + handicap[name] if math.isfinite(nll[name]) else math.inf)
-    guarantee = Guarantee.joined([each[best] for each in scores], novelty if crossed else [])
-    outputs = {
-        _POSTERIOR: lambda fit: fit.posterior,
-        _TEMPERATURE: lambda fit: fit.posterior.replace(temperature=fit.temperature, averaged=False),
-    }
-    chosen = [outputs[best](fit) for fit in fits]
+    return _Scores({name: torch.cat(found) for name, found in log_probs.items()}, conformity, novelty, crossed)
+
+
+def _chosen(
+    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None
+) -> tuple[CalibrationReport, list[Posterior]]:
+    """What predicts from now on, and the report."""
+    scores = _scored(task, fits, held_out, folds)
+    best, nll = scores.best, scores.nll
+    averaged = best == _POSTERIOR
+    chosen = [
+        fit.posterior if averaged else fit.posterior.replace(temperature=fit.temperature, averaged=False)
+        for fit in fits
+    ]
     temperatures = tuple(each.temperature for each in chosen)
     least, most = (f"{t:.3g}" for t in (min(temperatures), max(temperatures)))
     at = f"temperature {least}" if least == most else f"temperatures from {least} to {most}"
-    if best == _POSTERIOR:
-        preferred = "the posterior is in use" + (f", with logits at {at}" if record.tempered else "")
+    if averaged:
+        preferred = "the posterior is in use" + (f", with logits at {at}" if task.options.record.tempered else "")
     else:
         preferred = f"the data prefer the mean network at {at}: probabilities do not average over the posterior"
         warn(
@@ -199,12 +232,10 @@ def _chosen(
             "novelty are those of the posterior all the same",
             UnusedPosteriorWarning,
         )
-    scored = n if crossed else 0
-    options = task.options
-    report = CalibrationReport(
-        options.likelihood, task.method, n, scored, nll, temperatures, best == _POSTERIOR, preferred, guarantee
-    )
-    return report, chosen
+    n = sum(len(y) for _, y in held_out)
+    guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
+    of_data = task.options.likelihood, task.method, n, n if scores.crossed else 0
+    return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee), chosen
 
 
 def _parts(batches: Batches, folds: int) -> list[Batches]:
