@@ -78,9 +78,9 @@ def calibrated(posterior: Any, batch: Any, likelihood: str = "classification", *
 
 
 def beyond_chance(gain: Tensor) -> bool:
-    """Whether the mean of a gain is more than two of its standard errors."""
+    """Whether the mean of a gain is more than 1.5 of its standard errors."""
     values = gain.numpy()
-    return float(values.mean()) > 2 * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return float(values.mean()) > 1.5 * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def logits(model: nn.Module, x: Tensor) -> np.ndarray:

@@ -34,7 +34,7 @@ _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
 # Below that many examples five folds cost little, and leave enough to fit.
 _FEW = 200
 # By how many standard errors of the mean difference the posterior has to beat the best temperature.
-_SURE = 2.0
+_SURE = 1.5
 
 
 def calibrate(
@@ -55,7 +55,7 @@ def calibrate(
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance, and compares with the best temperature alone: where the posterior is not better by more than two
+    outputs a variance, and compares with the best temperature alone: where the posterior is not better by more than 1.5
     standard errors, probabilities are the mean network's at that temperature, a warning and the report say so, and the
     posterior stays for all else. `"evidence"`
     takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
