@@ -63,8 +63,8 @@ def no_warnings():
 
 
 @pytest.mark.filterwarnings("default")
-@parametrize_with_checks([BadamRegressor(), BadamClassifier()])
-def test_scikit_learn_accepts_the_defaults(estimator, check):
+@parametrize_with_checks([BadamRegressor(n_ensemble=2), BadamClassifier(n_ensemble=2)])
+def test_scikit_learn_accepts_them(estimator, check):
     with warnings.catch_warnings():
         # The checks feed bad data on purpose, and warn of that themselves.
         warnings.simplefilter("default")

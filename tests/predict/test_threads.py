@@ -108,6 +108,14 @@ def test_calibrations_and_predictions_from_several_threads(posterior, x):
     assert all(torch.equal(found, expected[n % 2]) for n, found in enumerate(at_once(work, 8)))
 
 
+def test_a_changed_posterior_does_not_look_into_the_model(posterior, monkeypatch):
+    """Another thread may have other tensors in it."""
+    monkeypatch.setattr("bayesadam.posterior.posterior.padding_rows", lambda model: pytest.fail("it was looked into"))
+    changed = posterior.replace(scale=2.0).for_novelty.to(dtype=torch.float64)
+    assert changed.padding == posterior.padding == {}
+    changed.sample()
+
+
 def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
     """They are shared: restored by the last, and not put back under the feet of a thread that still needs them."""
     posteriors = []

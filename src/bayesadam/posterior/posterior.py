@@ -86,6 +86,8 @@ class Posterior(
         temperature: T, by which logits are divided before they become probabilities.
         averaged: whether probabilities average over the posterior; else they are the mean network's at that temperature.
         calibration: what `calibrate` did, as long as nothing was changed since.
+        padding: the rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every draw.
+            None for those of the model.
     """
 
     model: nn.Module
@@ -97,6 +99,14 @@ class Posterior(
     temperature: float = 1.0
     averaged: bool = True
     calibration: CalibrationReport | None = None
+    padding: Mapping[str, int] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.padding is None:
+            # Once: other threads may have other tensors in the model by the time of a `replace`, which takes this over.
+            with alone_with(self.model):
+                rows = {name: row for name, row in padding_rows(self.model).items() if name in self.mode}
+            object.__setattr__(self, "padding", rows)
 
     @classmethod
     def from_optimizer(
@@ -283,11 +293,6 @@ class Posterior(
         for name in self._unfilled:
             keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
         return found
-
-    @cached_property
-    def padding(self) -> Mapping[str, int]:
-        """The rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every draw."""
-        return {name: row for name, row in padding_rows(self.model).items() if name in self.mode}
 
     @cached_property
     def _unfilled(self) -> list[str]:
