@@ -244,7 +244,7 @@ def test_without_a_prior_a_word_that_never_came_is_still_refused(structure: str)
     posterior = trained(structure, delta=0.0)
     model = posterior.model
     model.words.padding_idx = None
-    unpadded = replace(posterior)
+    unpadded = replace(posterior, padding=None)
     for ask in (unpadded.sample, lambda: unpadded.predict(batch(torch.Generator(), 3))):
         with pytest.raises(ImproperError):
             ask()
@@ -256,7 +256,7 @@ def test_padding_stays_where_it_is_in_draws_and_the_others_are_drawn_as_before(s
     kept = posterior.mode["words.weight"][0]
     drawn = posterior.sample(3, generator=torch.Generator().manual_seed(0))["words.weight"]
     posterior.model.words.padding_idx = None
-    unpadded = replace(posterior)
+    unpadded = replace(posterior, padding=None)
     expected = unpadded.sample(3, generator=torch.Generator().manual_seed(0))["words.weight"]
     assert not torch.equal(expected[:, 0], drawn[:, 0])
     assert torch.equal(expected[:, 1:], drawn[:, 1:])
