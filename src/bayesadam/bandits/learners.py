@@ -43,6 +43,8 @@ class Learner(ABC):
         self._memory: dict[str, Tensor] = {}
         self._streams: dict[str, Streams] = {}
         self._explore = self._stream("explore", seeds)
+        # What the scores of a choice are drawn from.
+        self._choice = self._explore
 
     def _stream(self, purpose: str, seeds: Sequence[int]) -> Streams:
         """A new source of random numbers, part of the state."""
@@ -51,14 +53,71 @@ class Learner(ABC):
 
     def scores(self, contexts: Tensor) -> Tensor:
         """(runs, k, features) → (runs, k, arms); the arm to choose is the largest."""
-        found = self._scores(contexts)
+        return self.explored(self.drawn(contexts))
+
+    def drawn(self, contexts: Tensor) -> Tensor:
+        """One draw of the scores for every row, (runs, k, arms), before any arm is drawn at random."""
+        return self._scores(contexts, self._choice)
+
+    def explored(self, scores: Tensor) -> Tensor:
+        """The scores, with random numbers in their place in a share ε of the rows."""
         if not self.settings.epsilon:
-            return found
-        draws = self._explore.uniform(contexts.shape[1], 1 + self.n_arms)
-        return torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], found)
+            return scores
+        draws = self._explore.uniform(scores.shape[1], 1 + self.n_arms)
+        return torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
 
     @abstractmethod
-    def _scores(self, contexts: Tensor) -> Tensor: ...
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        """One independent draw for every row, (runs, k, arms), out of these streams."""
+
+    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
+        """So many independent draws for every row, (runs, k, draws, arms)."""
+        found = self._scores(contexts.repeat_interleave(draws, dim=1), streams)
+        return found.view(*contexts.shape[:2], draws, self.n_arms)
+
+    def _outcomes(self, contexts: Tensor) -> Tensor | None:
+        """Where a row has finitely many scores, all alike probable: all of them, (runs, k, outcomes, arms)."""
+        return None
+
+    def choice_probabilities(
+        self, contexts: Tensor, allowed: Tensor, *, draws: int, streams: Streams, drawn: Tensor | None = None
+    ) -> Tensor:
+        """π(a | x) = ε/|A| + (1 − ε) P(a) with P(a) = P(a has the largest score in A), (runs, k, arms), float64.
+
+        P is exact for agents with finitely many scores. For the others it is the share of M = `draws` draws from `streams`,
+        unbiased with a standard error of √(P(1 − P)/M). Nothing of the learner changes.
+
+        `drawn` are the scores that a choice was made by, one draw more. That draw is any of the M + 1 alike, so that given
+        all of them the share, (count + 1)/(M + 1) for the arm that it chose, is the very probability of the choice; an arm
+        that none of them prefers could not be chosen. As an estimate of P given the choice, the share is too large by
+        (1 − P)/(M + 1) with a standard error of √(M P(1 − P))/(M + 1), and P E[1/share | chosen] = 1 − (1 − P)^(M+1): weights
+        of inverse shares are unbiased but for arms with P of the order 1/M or less.
+
+        Args:
+            contexts: (runs, k, features).
+            allowed: A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
+        """
+        runs, k, _ = contexts.shape
+        allowed = allowed.expand(runs, k, self.n_arms)
+        size = max(1, _ROWS_AT_ONCE // draws)
+        parts = [slice(first, first + size) for first in range(0, k, size)]
+        best = [
+            self._best(contexts[:, i], allowed[:, i], draws, streams, None if drawn is None else drawn[:, i])
+            for i in parts
+        ]
+        epsilon = self.settings.epsilon
+        return epsilon * _alike(allowed) + (1 - epsilon) * torch.cat(best, dim=1)
+
+    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
+        """P(a has the largest score in A), (runs, k, arms)."""
+        scores = self._outcomes(contexts)
+        if scores is None:
+            scores = self._many_scores(contexts, draws, streams)
+            scores = scores if drawn is None else torch.cat([scores, drawn.unsqueeze(2)], dim=2)
+        best = among(scores, allowed.unsqueeze(2)).argmax(dim=3)
+        counts = torch.zeros(allowed.shape, dtype=torch.float64, device=self.device)
+        counts.scatter_add_(2, best, counts.new_ones(()).expand(best.shape))
+        return counts / scores.shape[2]
 
     def observe(self, places: slice) -> None:  # noqa: B027
         """Take note of what came into the buffer at these places."""
@@ -87,6 +146,19 @@ class Learner(ABC):
             stream.restore(state[f"stream.{name}"])
 
 
+# Scores that are in memory at once when probabilities are counted.
+_ROWS_AT_ONCE = 1 << 14
+
+
+def among(scores: Tensor, allowed: Tensor) -> Tensor:
+    """The scores of the arms that are allowed, −∞ for the others."""
+    return scores.masked_fill(~allowed, -torch.inf)
+
+
+def _alike(allowed: Tensor) -> Tensor:
+    return allowed.double() / allowed.sum(dim=2, keepdim=True)
+
+
 # The names that files of format 1 may have in place of the engine's.
 _FORMER_NAMES = {
     "n_data": "n",
@@ -103,8 +175,11 @@ _FORMER_NAMES = {
 class Uniform(Learner):
     """Every arm alike."""
 
-    def _scores(self, contexts: Tensor) -> Tensor:
-        return self._explore.uniform(contexts.shape[1], self.n_arms)
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        return streams.uniform(contexts.shape[1], self.n_arms)
+
+    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
+        return _alike(allowed)
 
 
 # The first rewards' noise has this weight against what is observed, and each observation forgets this share of the others.
@@ -144,7 +219,7 @@ class NetworkLearner(Learner):
         )
         self.params = self.stack.params
         self._batches = self._stream("batches", self.owners)
-        self._posterior = self._stream("posterior", seeds)
+        self._choice = self._stream("posterior", seeds)
         self._streams["training"] = self.stack.streams
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         networks = len(self.owners)
@@ -173,13 +248,24 @@ class NetworkLearner(Learner):
         """Mean and variance of the weights, (networks, weights), where the agent has a Gaussian over them."""
         return self.stack.gaussian()
 
-    def _scores(self, contexts: Tensor) -> Tensor:
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        moments = self._named_moments()
+        if moments is None:
+            return forward(self.network, self.params, contexts)
+        return sampled_outputs(self.network, *moments, contexts, streams)
+
+    def _outcomes(self, contexts: Tensor) -> Tensor | None:
+        if self._named_moments() is not None:
+            return None
+        return forward(self.network, self.params, contexts).unsqueeze(2)
+
+    def _named_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """The Gaussian's mean and variance by name, kept until the next training."""
         if self._moments is None:
             found = self.gaussian()
-            if found is None:
-                return forward(self.network, self.params, contexts)
-            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
-        return sampled_outputs(self.network, *self._moments, contexts, self._posterior)
+            if found is not None:
+                self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
+        return self._moments
 
     def observe(self, places: slice) -> None:
         """Compare the new rewards with what the network, which has not seen them, predicts."""
@@ -286,10 +372,13 @@ class Badam(Greedy):
 class MCDropout(Greedy):
     """Units are dropped in training and when choosing alike, with one mask per row."""
 
-    def _scores(self, contexts: Tensor) -> Tensor:
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
         rule = self.stack.rule
-        masks = rule.masks(rule.noise(self._posterior, self.network, contexts.shape[1]), self.network)
+        masks = rule.masks(rule.noise(streams, self.network, contexts.shape[1]), self.network)
         return forward(self.network, self.params, contexts, masks=masks)
+
+    def _outcomes(self, contexts: Tensor) -> None:
+        return None
 
 
 class Variational(NetworkLearner):
@@ -341,11 +430,15 @@ class Bootstrap(Greedy):
     def _importance(self, rows: Tensor) -> Tensor:
         return self._counts.gather(1, rows).float()
 
-    def _scores(self, contexts: Tensor) -> Tensor:
-        members, (runs, k, _) = self.settings.members, contexts.shape
-        every = forward(self.network, self.params, self._by_network(contexts)).view(runs, members, k, self.n_arms)
-        chosen = self._posterior.rows(members, k)
-        return every.gather(1, chosen[:, None, :, None].expand(-1, 1, -1, self.n_arms)).squeeze(1)
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        chosen = streams.rows(self.settings.members, contexts.shape[1])
+        every = self._outcomes(contexts)
+        return every.gather(2, chosen[:, :, None, None].expand(-1, -1, 1, self.n_arms)).squeeze(2)
+
+    def _outcomes(self, contexts: Tensor) -> Tensor:
+        runs, k, _ = contexts.shape
+        every = forward(self.network, self.params, self._by_network(contexts))
+        return every.view(runs, self.settings.members, k, self.n_arms).transpose(1, 2)
 
 
 def initial_weights(network: Network, seeds: Sequence[int], span: float | None, device: torch.device) -> Tensor:

@@ -76,15 +76,16 @@ class LinearPosterior:
         residual = (data.squares - (data.cross * mean).sum(dim=-1)).clamp(min=0)
         return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + 0.5 * residual)
 
-    def draws(self, x: Tensor, streams: Streams) -> Tensor:
-        """β·x of every arm, a draw of (σ², β) of its own for every row of x (runs, k, features): (runs, k, arms).
+    def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:
+        """β·x of every arm, `each` draws of (σ², β) for every row of x (runs, k, features): (runs, k·each, arms).
 
         One row sees its β through β·x alone, which given σ² is N(μ·x, σ² xᵀ Λ⁻¹ x).
         """
-        runs, k, _ = x.shape
-        arms = self.mean.shape[1]
+        runs, arms, _ = self.mean.shape
         columns = x.mT.unsqueeze(1).expand(-1, arms, -1, -1)
         width = torch.linalg.solve_triangular(self.factor, columns, upper=False).square().sum(dim=2).mT
+        width, x = (of.repeat_interleave(each, dim=1) for of in (width, x))
+        k = x.shape[1]
         noise = self.scale.unsqueeze(1) / streams.gamma(self.shape.unsqueeze(1).expand(runs, k, arms))
         normal = streams.normal(k, arms).double()
         return torch.baddbmm((noise * width).sqrt() * normal, x, self.mean.mT)
@@ -107,14 +108,21 @@ class _OnStatistics(Learner):
         self.statistics = Statistics.zeros(buffer.runs, n_arms, width, self.device)
         self._memory |= vars(self.statistics)
         self._linear: LinearPosterior | None = None
-        self._linear_noise = self._stream("linear", seeds)
+        self._choice = self._stream("linear", seeds)
 
     @abstractmethod
     def _features(self, contexts: Tensor) -> Tensor:
         """Of contexts (runs, k, ...), the constant among them, float64."""
 
-    def _scores(self, contexts: Tensor) -> Tensor:
-        return self.linear_posterior().draws(self._features(contexts), self._linear_noise).float()
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        return self._many_scores(contexts, 1, streams).squeeze(2)
+
+    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
+        found = self.linear_posterior().draws(self._features(contexts), streams, draws)
+        return found.float().view(*contexts.shape[:2], draws, self.n_arms)
+
+    def _outcomes(self, contexts: Tensor) -> None:
+        return None
 
     def observe(self, places: slice) -> None:
         """Add the new observations to the statistics."""

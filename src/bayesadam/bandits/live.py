@@ -16,21 +16,32 @@ from torch import Tensor
 from bayesadam import _storage as storage
 from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.learners import Learner, NetworkLearner
+from bayesadam.bandits.learners import Learner, NetworkLearner, among
 from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.engine.network import unflatten
+from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.structures.noise import stream_seed
 
+# Draws from the posterior that a probability is counted over, where it has no closed form.
+DRAWS = 200
 _FIRST_ROOM = 1024
 Floats = npt.ArrayLike
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An arm that was chosen, and the id by which its reward is reported."""
+    """An arm that was chosen.
+
+    Attributes:
+        id: by which its reward is reported.
+        arm: the arm.
+        probability: with which the agent, as it was then, chooses this arm in this context; see `Agent.decide`.
+    """
 
     id: int
     arm: int
+    probability: float
 
 
 def make_agent(
@@ -81,6 +92,7 @@ class Agent:
     def _learner(self) -> Learner:
         return entry(self.name).learner(self.settings, self._buffer, self.n_arms, [self.seed])
 
+    @torch.no_grad()
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
         """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
 
@@ -88,39 +100,91 @@ class Agent:
         """
         rows, single = self._checked_contexts(context)
         allowed = self._checked_arms(arms)
+        chosen: list[int] = []
         with self._acting:
-            chosen = self._choose(rows, allowed)
+            while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
+                self._pulls[arm] += 1
+                chosen.append(arm)
+            rest = rows[len(chosen) :]
+            if len(rest):
+                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), self._mask(allowed))
         return chosen[0] if single else np.array(chosen)
 
-    def decide(self, context: Floats, *, arms: Iterable[int] | None = None) -> Decision:
-        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`."""
+    @torch.no_grad()
+    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Decision:
+        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
+
+        The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose among
+        finitely many scores, and otherwise the share of draws from the posterior that prefer the arm, the one that chose
+        among them: (count + 1)/(draws + 1). `Learner.choice_probabilities` says how far that is from the limit of many.
+
+        Args:
+            context: one context.
+            arms: those to choose from now; None for all not removed.
+            draws: the further draws. They change no choice.
+        """
         rows, single = self._checked_contexts(context)
         if not single:
             raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
         allowed = self._checked_arms(arms)
+        _check_draws(draws)
         with self._acting:
-            (arm,) = self._choose(rows, allowed)
-            decision = Decision(self._next_id, arm)
+            mask, x = self._mask(allowed), rows.unsqueeze(0)
+            arm = self._untried(allowed)
+            if arm is not None:
+                self._pulls[arm] += 1
+                probability = 1.0
+            else:
+                drawn = self._actor.drawn(x)
+                (arm,) = _largest(self._actor.explored(drawn), mask)
+                streams = Streams([stream_seed(self.seed, "decision", self._next_id)], "probability")
+                found = self._actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
+                probability = float(found[0, 0, arm])
+            decision = Decision(self._next_id, arm, probability)
             self._next_id += 1
             self._pending[decision.id] = rows[0], arm
         return decision
 
-    def _choose(self, rows: Tensor, allowed: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        for _ in range(len(rows)):
-            least = min(allowed, key=lambda arm: self._pulls[arm])
-            if self._pulls[least] >= self.settings.initial_pulls:
-                break
-            self._pulls[least] += 1
-            found.append(least)
-        rest = rows[len(found) :]
-        if len(rest):
-            with torch.no_grad():
-                scores = self._actor.scores(rest.unsqueeze(0))[0]
-            barred = torch.full_like(scores, -torch.inf)
-            barred[:, list(allowed)] = scores[:, list(allowed)]
-            found += barred.argmax(dim=1).tolist()
-        return found
+    @torch.no_grad()
+    def probabilities(
+        self,
+        contexts: Floats,
+        *,
+        arms: Iterable[int] | npt.NDArray[np.bool_] | None = None,
+        draws: int = DRAWS,
+        seed: int = 0,
+    ) -> npt.NDArray[np.float64]:
+        """With which probability the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
+
+        Arms that are to be tried in turn at first are taken as tried. Nothing of the agent changes.
+
+        Args:
+            contexts: (k, features).
+            arms: those to choose from, as for `act`; or a mask (k, arms) with those of each context.
+            draws: from the posterior, for agents that have no exact probabilities.
+            seed: of these draws.
+        """
+        rows, _ = self._checked_contexts(contexts)
+        _check_draws(draws)
+        streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
+        with self._acting:
+            mask = (
+                self._checked_mask(arms, len(rows))
+                if isinstance(arms, np.ndarray) and arms.ndim == 2
+                else self._mask(self._checked_arms(arms))
+            )
+            found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+        return found[0].numpy()
+
+    def _untried(self, allowed: Sequence[int]) -> int | None:
+        """The arm that was tried least, if less often than every arm is at first."""
+        least = min(allowed, key=lambda arm: self._pulls[arm])
+        return least if self._pulls[least] < self.settings.initial_pulls else None
+
+    def _mask(self, allowed: Sequence[int]) -> Tensor:
+        mask = torch.zeros(self.n_arms, dtype=torch.bool)
+        mask[list(allowed)] = True
+        return mask
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
@@ -312,6 +376,27 @@ class Agent:
         if unknown or not asked:
             raise SettingError(f"arms must be some of {available}; got {asked}")
         return sorted(set(asked))
+
+    def _checked_mask(self, mask: npt.NDArray[np.bool_], count: int) -> Tensor:
+        if mask.shape != (count, self.n_arms) or mask.dtype != np.bool_:
+            raise MatchError(
+                f"a mask of arms must be of shape {(count, self.n_arms)} and of booleans, got {mask.shape} of {mask.dtype}"
+            )
+        available = torch.from_numpy(mask) & self._mask(self._available())
+        barred = (~available.any(dim=1)).nonzero()
+        if len(barred):
+            raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {self._available()}")
+        return available
+
+
+def _check_draws(draws: int) -> None:
+    if not is_count(draws):
+        raise SettingError(f"draws must be a positive whole number, got {draws!r}")
+
+
+def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
+    """The arms of the largest scores (1, k, arms) among those that are allowed."""
+    return among(scores[0], allowed).argmax(dim=1).tolist()
 
 
 def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
