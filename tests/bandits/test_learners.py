@@ -504,7 +504,7 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         (
             "linear",
             {"lr": 0.1},
-            "linear has no setting lr: choose from epsilon, initial_pulls, precision, scale, shape",
+            "linear has no setting lr: choose from epsilon, forget, initial_pulls, precision, scale",
         ),
         ("vadam", {"rule": "adam"}, "no setting rule"),
         ("vadam", {"batch_size": 1.5}, "batch_size must be a positive whole number, got 1.5"),
@@ -512,6 +512,7 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         ("vadam", {"average": 1.0}, "average"),
         ("vadam", {"noise_variance": 0.0}, "noise_variance must be positive and finite, or None"),
         ("vadam", {"epsilon": 2}, "epsilon must be between 0 and 1"),
+        ("linear", {"forget": 0}, "forget must be positive and finite, or None, got 0"),
         ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),
         ("vadam", {"activation": "step"}, "activation must be one of relu"),
         ("vadam", {"betas": (0.9, 1.0)}, "betas"),

@@ -90,6 +90,7 @@ def as_formerly(path: Path) -> None:
         header = json.loads(file.metadata()["bayesadam.bandits"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     header["settings"] = {"kind": "any", "members": 5, "window": 1000, "dropout": 0.0, **header["settings"]}
+    del header["settings"]["forget"]
     renamed = {}
     for name, tensor in tensors.items():
         prefix, _, rest = name.partition(".")

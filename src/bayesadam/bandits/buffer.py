@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from bayesadam.engine.streams import Streams
 
 
 class Buffer:
@@ -14,16 +17,21 @@ class Buffer:
     The contexts are the caller's own (runs, room, features): observation i is row i, so nothing is copied. Only the first
     `count` rows have been seen.
 
+    With a half-life h, what has been followed by i other observations weighs 2^(−i/h), whichever their arms: rewards may
+    drift. Without one everything weighs 1.
+
     Attributes:
         contexts: (runs, room, features), float32.
         arms: (runs, room), int64.
         rewards: (runs, room), float32.
-        sums: Σ r and Σ r² of every run, (runs, 2), float64.
+        sums: Σ w r and Σ w r² of every run, (runs, 2), float64.
         count: how many observations every run has.
+        half_life: h, infinite where nothing is forgotten.
     """
 
-    def __init__(self, contexts: Tensor) -> None:
+    def __init__(self, contexts: Tensor, half_life: float | None = None) -> None:
         runs, room, _ = contexts.shape
+        self.half_life = math.inf if half_life is None else half_life
         self.contexts = contexts
         self.arms = torch.zeros(runs, room, dtype=torch.int64, device=contexts.device)
         self.rewards = torch.zeros(runs, room, device=contexts.device)
@@ -41,10 +49,39 @@ class Buffer:
         places = slice(self.count, self.count + arms.shape[1])
         self.arms[:, places] = arms
         self.rewards[:, places] = rewards
-        wide = rewards.double()
-        self.sums += torch.stack([wide.sum(dim=1), wide.square().sum(dim=1)], dim=1)
         self.count = places.stop
+        wide, weights = rewards.double(), self.weights(places)
+        self.sums *= self.faded(arms.shape[1])
+        self.sums += torch.stack([(weights * wide).sum(dim=1), (weights * wide.square()).sum(dim=1)], dim=1)
         return places
+
+    def faded(self, count: int) -> float:
+        """2^(−k/h), what a weight is multiplied by when k more observations come."""
+        return float(2 ** (-count / self.half_life))
+
+    def weights(self, places: slice | Tensor) -> Tensor:
+        """2^(−age/h) of observations, with the newest one's age 0, float64."""
+        if isinstance(places, slice):
+            places = torch.arange(places.start, places.stop, device=self.contexts.device)
+        return torch.exp2((places - (self.count - 1)).double() / self.half_life)
+
+    @property
+    def effective_count(self) -> float:
+        """Σ_{i<n} 2^(−i/h) = (1 − 2^(−n/h))/(1 − 2^(−1/h)), as many observations as all weights together make."""
+        if math.isinf(self.half_life):
+            return self.count
+        return math.expm1(-math.log(2) * self.count / self.half_life) / math.expm1(-math.log(2) / self.half_life)
+
+    def drawn(self, streams: Streams, *shape: int) -> Tensor:
+        """Places of examples for mini-batches, (seeds, *shape), with replacement and with probabilities ∝ 2^(−age/h).
+
+        The age is drawn by inverting its distribution function P(age < i) = (1 − 2^(−i/h))/(1 − 2^(−n/h)).
+        """
+        if math.isinf(self.half_life):
+            return streams.rows(self.count, *shape)
+        rate = math.log(2) / self.half_life
+        ages = torch.log1p(streams.uniform(*shape).double() * math.expm1(-rate * self.count)) / -rate
+        return self.count - 1 - ages.long().clamp_(max=self.count - 1)
 
     def at(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of contexts (n, b, features), arms (n, b) and rewards (n, b) at places (n, b), n a multiple of the runs."""
@@ -56,8 +93,8 @@ class Buffer:
         return contexts.view(n, b, -1), arms, rewards
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the rewards so far, (runs, 1), float64; the latter 1 where all are alike."""
-        mean, square = (self.sums / max(self.count, 1)).unbind(dim=1)
+        """Weighted mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are alike."""
+        mean, square = (self.sums / max(self.effective_count, 1)).unbind(dim=1)
         variance = square - mean.square()
         std = torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
         return mean.unsqueeze(1), std.unsqueeze(1)
@@ -78,6 +115,6 @@ class Buffer:
         """The same observations in a buffer with more room."""
         contexts = self.contexts.new_zeros(self.runs, room, self.contexts.shape[2])
         contexts[:, : self.count] = self.contexts[:, : self.count]
-        wide = Buffer(contexts)
+        wide = Buffer(contexts, self.half_life)
         wide.restore(self.state())
         return wide

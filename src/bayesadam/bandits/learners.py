@@ -189,7 +189,7 @@ _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
 class NetworkLearner(Learner):
     """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
 
-    A training is `train_steps` mini-batches from the whole buffer. What acts is the average of the weights where the
+    A training is `train_steps` mini-batches from the whole buffer, newer examples more often where it forgets. What acts is the average of the weights where the
     settings ask for one; scores are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves.
 
     The rewards' noise is estimated as the mean squared error, in units of the targets, of predictions made before their
@@ -276,7 +276,8 @@ class NetworkLearner(Learner):
         found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = places.stop - places.start
-        self._errors.mul_(_NOISE_MEMORY**count).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
+        memory = min(_NOISE_MEMORY, self.buffer.faded(1)) ** count
+        self._errors.mul_(memory).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
 
     def noise_variance(self) -> Tensor:
         """Of the rewards, as they are learnt, (networks, 1)."""
@@ -290,7 +291,7 @@ class NetworkLearner(Learner):
         """t_s mini-batches."""
         self._prepare()
         settings = self.settings
-        rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)
+        rows = self.buffer.drawn(self._batches, settings.train_steps, settings.batch_size)
         self.stack.prepare(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
         self.stack.run(settings.train_steps)
         self._moments = None
@@ -304,7 +305,8 @@ class NetworkLearner(Learner):
             self._scale.copy_(self._by_network(scale))
 
     def _n_data(self) -> float:
-        return self.settings.n_data(self.buffer.count) if isinstance(self.settings, GaussianSettings) else 1.0
+        own = self.settings
+        return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
         """Contexts, and the gradient by f of (1/b) Σ_i w_i (f_{arm_i}(x_i) − target_i)²."""

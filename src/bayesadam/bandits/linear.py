@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class Statistics:
         """Of no data."""
         shapes = ((width, width), (width,), ())
         return cls(*(torch.zeros(runs, arms, *shape, dtype=torch.float64, device=device) for shape in shapes))
+
+    def fade(self, factor: float) -> None:
+        """Let all data so far weigh less by a factor."""
+        for tensor in vars(self).values():
+            tensor.mul_(factor)
 
     def add(self, arm: int, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
         """Take in examples x (runs, k, features) of one arm, with rewards and weights (runs, k)."""
@@ -125,9 +131,10 @@ class _OnStatistics(Learner):
         return None
 
     def observe(self, places: slice) -> None:
-        """Add the new observations to the statistics."""
+        """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
         super().observe(places)
-        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms).double()
+        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms) * self.buffer.weights(places)[:, None]
+        self.statistics.fade(self.buffer.faded(places.stop - places.start))
         x, rewards = self._features(self.buffer.contexts[:, places]), self.buffer.rewards[:, places].double()
         for arm in range(self.n_arms):
             self.statistics.add(arm, x, rewards, chosen[..., arm])
@@ -148,7 +155,7 @@ class _OnStatistics(Learner):
 
 
 class Linear(_OnStatistics):
-    """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed."""
+    """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed, and fade where it forgets."""
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(contexts)
@@ -159,6 +166,7 @@ class NeuralLinear(_OnStatistics, Greedy):
 
     Training changes the features of all that was seen, so the statistics are computed again after each: from the newest
     `window` observations of every arm, which bounds the cost, and weighted so that they count as all of its observations.
+    With a half-life h an observation weighs 2^(−age/h), and all of an arm's as much as these weights together.
     """
 
     settings: NeuralLinearSettings
@@ -190,13 +198,19 @@ class NeuralLinear(_OnStatistics, Greedy):
 
     def refresh(self) -> None:
         """The statistics at the network's features as they are now."""
+        # The last feature is the constant: its square sums the weights of all that was observed.
+        forgets = math.isfinite(self.buffer.half_life)
+        counts = self.statistics.gram[..., -1, -1].clone() if forgets else self._pulls.double()
         for tensor in vars(self.statistics).values():
             tensor.zero_()
         size = min(self.settings.window, self.buffer.count)
         there = torch.arange(size, device=self.device)
         for arm in range(self.n_arms):
-            pulls = self._pulls[:, arm : arm + 1]
-            contexts, _, rewards = self.buffer.at(self._newest[:, arm, :size])
-            weights = torch.where(there < pulls, pulls.double() / pulls.clamp(min=1, max=size), 0.0)
+            newest = self._newest[:, arm, :size]
+            contexts, _, rewards = self.buffer.at(newest)
+            weights = torch.where(there < self._pulls[:, arm : arm + 1], self.buffer.weights(newest), 0.0)
+            weights *= counts[:, arm : arm + 1] / weights.sum(dim=1, keepdim=True).clamp(
+                min=torch.finfo(torch.float64).tiny
+            )
             self.statistics.add(arm, self._features(contexts), rewards.double(), weights)
         self._linear = None

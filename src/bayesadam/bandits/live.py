@@ -80,7 +80,7 @@ class Agent:
 
     def __init__(self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int) -> None:
         self.name, self.settings, self.n_features, self.n_arms, self.seed = name, settings, n_features, n_arms, seed
-        self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features))
+        self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self._trainer, self._actor = self._learner(), self._learner()
         self._gone: set[int] = set()
         self._pulls = [0] * n_arms

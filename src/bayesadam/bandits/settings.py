@@ -62,11 +62,13 @@ class AgentSettings:
         train_every: t_f, the rounds between two trainings.
         initial_pulls: how often every arm is pulled, in turn, before the agent chooses.
         epsilon: the share of rounds with an arm drawn at random.
+        forget: the half-life, in observations of any arm, of what was learnt, for rewards that drift; None to forget nothing.
     """
 
     train_every: Count = 20
     initial_pulls: CountOrZero = 3
     epsilon: Probability = 0.0
+    forget: PositiveOrNone = None
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -86,13 +88,22 @@ class AgentSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
+    def own(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the saved settings of any version, those that this class has."""
+        return {name: value for name, value in {**_LATER, **given}.items() if name in cls.names()}
+
+    @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
         """The inverse of `plain`; settings that the class does not have are ignored."""
-        missing = [name for name in cls.names() if name not in given]
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in cls.own(given).items()}
+        missing = [name for name in cls.names() if name not in values]
         if missing:
             raise SettingError(f"the saved settings lack {', '.join(missing)}, which {cls.__name__} has")
-        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-        return cls(**{name: values[name] for name in cls.names()})
+        return cls(**values)
+
+
+# Settings that files of before do not have, and what those meant.
+_LATER: Mapping[str, Any] = {"forget": None}
 
 
 @dataclass(frozen=True)
@@ -174,15 +185,15 @@ class GaussianSettings(NetworkSettings):
     """A Gaussian over the weights.
 
     Attributes:
-        n_per_round: N is the number of rounds times this; None for the batch size, as in the paper.
+        n_per_round: N is the number of rounds, less what is forgotten of them, times this; None for the batch size, as in the paper.
         prior_variance: of the weights, 1/δ.
     """
 
     n_per_round: PositiveOrNone = None
     prior_variance: Positive = 0.1
 
-    def n_data(self, rounds: int) -> float:
-        """N after so many rounds."""
+    def n_data(self, rounds: float) -> float:
+        """N after so many rounds, or so many that are not forgotten."""
         return max(rounds, 1) * (self.batch_size if self.n_per_round is None else self.n_per_round)
 
 

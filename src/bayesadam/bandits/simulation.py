@@ -224,8 +224,7 @@ class Playing:
         storage.write(path, tensors, {**self._header, "seconds": self._seconds()}, storage.SIMULATION)
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
-        # Earlier versions wrote settings that the agent does not have, too.
-        settings = {name: value for name, value in found["settings"].items() if name in self._header["settings"]}
+        settings = self._settings.own(found["settings"])
         for name, value in self._header.items():
             given = settings if name == "settings" else found.get(name)
             if given != value:
@@ -264,7 +263,8 @@ class _Lane:
     def __init__(
         self, agent: str, settings: AgentSettings, seeds: Sequence[int], played: Sequence[Rounds], device: torch.device
     ) -> None:
-        self.buffer = Buffer(torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device))
+        contexts = torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device)
+        self.buffer = Buffer(contexts, settings.forget)
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
         n_arms = self._pays.shape[2]
         self.learner = entry(agent).learner(settings, self.buffer, n_arms, seeds)
