@@ -161,7 +161,7 @@ def test_waiting_decisions_survive_a_save(tmp_path):
     agent.save(tmp_path / "a")
     again = Agent.load(tmp_path / "a")
     again.reward(decision.id, 1.0)
-    with pytest.raises(ba.BayesAdamError, match="was rewarded before"):
+    with pytest.raises(ba.BayesAdamError, match="was rewarded or forgotten before"):
         again.reward(decision.id, 1.0)
     with pytest.raises(ba.BayesAdamError, match="was never made"):
         again.reward(99, 1.0)
@@ -319,7 +319,7 @@ def test_a_decision_that_was_never_made_has_no_reward(bad):
         with pytest.raises(MatchError, match="was never made: 1 wait for a reward, by the id of the decision"):
             agent.reward(wrong, 1.0)
     agent.reward(np.int64(decision.id), 1.0)
-    with pytest.raises(MatchError, match="was rewarded before: 0 wait"):
+    with pytest.raises(MatchError, match="was rewarded or forgotten before: 0 wait"):
         agent.reward(decision.id, 1.0)
 
 

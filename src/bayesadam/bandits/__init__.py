@@ -1,7 +1,8 @@
-"""Contextual bandits: problems, agents, and simulation."""
+"""Contextual bandits: problems, agents, simulation, and logs."""
 
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
-from bayesadam.bandits.live import Agent, Decision, make_agent
+from bayesadam.bandits.live import Agent, Decision, make_agent, replay
+from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,
@@ -24,6 +25,7 @@ __all__ = [
     "AgentSettings",
     "BanditProblem",
     "Decision",
+    "Log",
     "Rounds",
     "Simulation",
     "agent_settings",
@@ -31,6 +33,8 @@ __all__ = [
     "make_agent",
     "problem",
     "problem_from_file",
+    "read_log",
+    "replay",
     "reward_problem",
     "simulate",
     "wheel",

@@ -17,6 +17,18 @@ from bayesadam import _storage as storage
 from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Learner, NetworkLearner, among
+from bayesadam.bandits.log import (
+    ArmChanged,
+    Decided,
+    Event,
+    Forgotten,
+    Header,
+    LogFile,
+    LogReader,
+    Rewarded,
+    Updated,
+    shortest,
+)
 from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.engine.network import unflatten
 from bayesadam.engine.streams import Streams
@@ -87,6 +99,9 @@ class Agent:
         self._pending: dict[int, tuple[Tensor, int]] = {}
         self._next_id = 0
         self._since_training = 0
+        self._log: LogFile | None = None
+        # The log whose lines make up what this agent knows, and up to where.
+        self._followed: tuple[str, int] | None = None
         self._learning, self._acting = threading.RLock(), threading.RLock()
 
     def _learner(self) -> Learner:
@@ -129,20 +144,20 @@ class Agent:
         allowed = self._checked_arms(arms)
         _check_draws(draws)
         with self._acting:
-            mask, x = self._mask(allowed), rows.unsqueeze(0)
-            arm = self._untried(allowed)
-            if arm is not None:
-                self._pulls[arm] += 1
-                probability = 1.0
+            mask, x, untried = self._mask(allowed), rows.unsqueeze(0), self._untried(allowed)
+            if untried is not None:
+                arm, shares = untried, [float(one == untried) for one in allowed]
             else:
                 drawn = self._actor.drawn(x)
                 (arm,) = _largest(self._actor.explored(drawn), mask)
                 streams = Streams([stream_seed(self.seed, "decision", self._next_id)], "probability")
                 found = self._actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
-                probability = float(found[0, 0, arm])
-            decision = Decision(self._next_id, arm, probability)
-            self._next_id += 1
-            self._pending[decision.id] = rows[0], arm
+                shares = found[0, 0, allowed].tolist()
+            decision = Decision(self._next_id, arm, shares[allowed.index(arm)])
+            if self._log is not None:
+                context, tried = shortest(rows[0].numpy()), untried is not None
+                self._log.write(Decided(decision.id, context, arm, decision.probability, allowed, shares, tried))
+            self._note(decision.id, rows[0], arm, tried=untried is not None)
         return decision
 
     @torch.no_grad()
@@ -197,6 +212,8 @@ class Agent:
                 raise SettingError(f"there is no arm {one}: they are 0 to {self.n_arms - 1}; see add_arm")
         rewards = self._checked_rewards(reward, len(rows), single)
         with self._learning:
+            if self._log is not None:
+                self._write(Updated(shortest(rows.numpy()), arms.tolist(), shortest(rewards.numpy())))
             self._learn(rows, torch.from_numpy(arms.astype(np.int64)), rewards)
 
     def reward(self, decision: int, reward: float) -> None:
@@ -206,10 +223,17 @@ class Agent:
             with self._acting:
                 known = isinstance(decision, int | np.integer)
                 if not known or decision not in self._pending:
-                    reason = "was rewarded before" if known and 0 <= decision < self._next_id else "was never made"
+                    past = known and 0 <= decision < self._next_id
+                    reason = "was rewarded or forgotten before" if past else "was never made"
                     waiting = f"{len(self._pending)} wait for a reward, by the id of the decision"
                     raise MatchError(f"decision {decision!r} {reason}: {waiting}")
-                row, arm = self._pending.pop(decision)
+                row, arm = self._pending[decision]
+                if self._log is not None:
+                    (paid,) = shortest(value.numpy())
+                    logged = decision in self._log.standing.waiting
+                    told = Updated([shortest(row.numpy())], [arm], [paid])
+                    self._write(Rewarded(int(decision), paid) if logged else told)
+                del self._pending[decision]
             self._learn(row.unsqueeze(0), torch.tensor([arm]), value)
 
     @property
@@ -219,9 +243,12 @@ class Agent:
             return tuple(self._pending)
 
     def forget(self, decision: int) -> None:
-        """Give up on the reward of a decision."""
+        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes yet is refused."""
         with self._acting:
-            self._pending.pop(decision, None)
+            if decision in self._pending:
+                if self._log is not None and decision in self._log.standing.waiting:
+                    self._write(Forgotten(int(decision)))
+                del self._pending[decision]
 
     def _learn(self, rows: Tensor, arms: Tensor, rewards: Tensor) -> None:
         for first in range(0, len(rows), self.settings.train_every):
@@ -245,10 +272,10 @@ class Agent:
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._learning, self._acting:
-            self.n_arms += 1
-            self._pulls.append(0)
-            self._rebuild(self._buffer)
-            return self.n_arms - 1
+            event = ArmChanged(self.n_arms, "added")
+            self._write(event)
+            self._change(event)
+            return event.arm
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
@@ -257,14 +284,28 @@ class Agent:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {self._available()}")
             if len(self._available()) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._gone.add(arm)
+            event = ArmChanged(int(arm), "removed")
+            self._write(event)
+            self._change(event)
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
         with self._acting:
             if arm not in self._gone:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(self._gone)} are")
-            self._gone.discard(arm)
+            event = ArmChanged(int(arm), "restored")
+            self._write(event)
+            self._change(event)
+
+    def _change(self, event: ArmChanged) -> None:
+        if event.change == "added":
+            self.n_arms += 1
+            self._pulls.append(0)
+            self._rebuild(self._buffer)
+        elif event.change == "removed":
+            self._gone.add(event.arm)
+        else:
+            self._gone.discard(event.arm)
 
     def _available(self) -> list[int]:
         return [arm for arm in range(self.n_arms) if arm not in self._gone]
@@ -300,6 +341,124 @@ class Agent:
         new.restore(state)
         return new
 
+    def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
+        """Write down every decision before it is returned, every reward, and every change of the arms, from now on.
+
+        The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
+        machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
+
+        A log that exists is continued. Ids go on after the larger of its last and the agent's own, and the decisions that
+        wait in it wait in the agent too. An agent that was saved while it wrote this log, or made by `replay` of it, first
+        learns what the log has and it does not; any other agent does not learn from the log: see `replay`.
+
+        Args:
+            path: the file; None ends logging.
+            sync: whether every line is on the disk, not only with the operating system, before a call returns; slower, for
+                machines that may lose power.
+        """
+        with self._learning, self._acting:
+            if self._log is not None:
+                self._followed = self._log.header.id, self._log.end
+                self._log.close()
+                self._log = None
+            if path is not None:
+                header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms)
+                file = LogFile(path, header, sync=sync)
+                try:
+                    self._join(file)
+                except BaseException:
+                    file.close()
+                    raise
+                self._log = file
+                self._tell_of_arms(file)
+
+    @property
+    def log_id(self) -> str | None:
+        """The id of the log that this agent writes, wrote or replayed; None for none."""
+        return self._log.header.id if self._log is not None else self._followed and self._followed[0]
+
+    def _join(self, file: LogFile) -> None:
+        """Take over what a log has and the agent has not."""
+        self._check_width(file.header, file.path)
+        known_id, known = self._followed or (None, 0)
+        mine = known_id == file.header.id
+        unknown = [event for start, event in file.read() if mine and start >= known]
+        standing = file.standing
+        if mine:
+            self._follow(unknown, file.path)
+        if self.n_arms < standing.n_arms:
+            raise MatchError(
+                f"{file.path} has {standing.n_arms} arms and the agent {self.n_arms}: add arms first, or see replay"
+            )
+        waiting = {} if mine else standing.waiting
+        both = sorted(waiting.keys() & self._pending.keys())
+        if both:
+            raise MatchError(
+                f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent: reward or forget the "
+                "agent's, or give it another log"
+            )
+        for event in waiting.values():
+            self._pending[event.decision] = _row(event.context), event.arm
+        self._next_id = max(self._next_id, standing.next_id)
+
+    def _tell_of_arms(self, file: LogFile) -> None:
+        """Write down how the arms changed while no log was written."""
+        changes = [ArmChanged(arm, "added") for arm in range(file.standing.n_arms, self.n_arms)]
+        changes += [ArmChanged(arm, "removed") for arm in sorted(self._gone - file.standing.removed)]
+        changes += [ArmChanged(arm, "restored") for arm in sorted(file.standing.removed - self._gone)]
+        for change in changes:
+            file.write(change)
+
+    def _write(self, event: Event) -> None:
+        with self._acting:
+            if self._log is not None:
+                self._log.write(event)
+
+    def _note(self, decision: int, row: Tensor, arm: int, *, tried: bool) -> None:
+        """Remember a decision until its reward comes."""
+        self._next_id = decision + 1
+        self._pending[decision] = row, arm
+        self._pulls[arm] += tried
+
+    def _follow(self, events: Sequence[Event], path: os.PathLike[str]) -> None:
+        """Do as the agent that wrote these events did; rewards are learnt as many at once as there are up to a training."""
+        first = next((event.decision for event in events if isinstance(event, Decided)), self._next_id)
+        if first < self._next_id:
+            raise MatchError(
+                f"{path} has a decision {first}, and the agent has one of its own: attach the log before the agent decides, or "
+                "replay it into a new agent"
+            )
+        told: list[tuple[Tensor, int, float]] = []
+
+        def learn() -> None:
+            if told:
+                rows, arms, rewards = zip(*told, strict=True)
+                self._learn(torch.stack(rows), torch.tensor(arms), _row(rewards))
+                told.clear()
+
+        for event in events:
+            if isinstance(event, Decided):
+                self._note(event.decision, _row(event.context), event.arm, tried=event.tried)
+            elif isinstance(event, Rewarded | Forgotten):
+                # None where the agent was rewarded while it wrote no log.
+                waited = self._pending.pop(event.decision, None)
+                if isinstance(event, Rewarded) and waited is not None:
+                    told.append((*waited, event.reward))
+                if len(told) >= self.settings.train_every - self._since_training:
+                    learn()
+            else:
+                learn()
+                if isinstance(event, Updated):
+                    rows = torch.stack([_row(context) for context in event.contexts])
+                    self._learn(rows, torch.tensor(event.arms), _row(event.rewards))
+                else:
+                    self._change(event)
+        learn()
+
+    def _check_width(self, header: Header, path: os.PathLike[str]) -> None:
+        if header.n_features != self.n_features:
+            raise MatchError(f"{path} has contexts of {header.n_features} numbers, the agent of {self.n_features}")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: what was seen and learnt, the optimiser, the random numbers, the decisions that wait."""
         with self._learning, self._acting:
@@ -324,6 +483,7 @@ class Agent:
                 "pulls": self._pulls,
                 "next_id": self._next_id,
                 "since_training": self._since_training,
+                "log": self._followed if self._log is None else (self._log.header.id, self._log.end),
             }
             storage.write(path, tensors, header, storage.AGENT)
 
@@ -343,6 +503,8 @@ class Agent:
             agent._pending = dict(zip(tensors["pending.id"].tolist(), rows_and_arms, strict=True))
             agent._gone, agent._pulls = set(header["gone"]), list(header["pulls"])
             agent._next_id, agent._since_training = header["next_id"], header["since_training"]
+            followed = header.get("log")
+            agent._followed = None if followed is None else (followed[0], followed[1])
         except KeyError as missing:
             raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
         except SettingError as error:
@@ -389,6 +551,10 @@ class Agent:
         return available
 
 
+def _row(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
 def _check_draws(draws: int) -> None:
     if not is_count(draws):
         raise SettingError(f"draws must be a positive whole number, got {draws!r}")
@@ -397,6 +563,47 @@ def _check_draws(draws: int) -> None:
 def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
     """The arms of the largest scores (1, k, arms) among those that are allowed."""
     return among(scores[0], allowed).argmax(dim=1).tolist()
+
+
+def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
+    """An agent that has learnt all that a log has, in its order, and for whose decisions it can be rewarded.
+
+    >>> import tempfile, os
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     agent = make_agent("linear", n_features=2, n_arms=3)
+    ...     agent.log(os.path.join(folder, "log.jsonl"))
+    ...     decision = agent.decide([0.3, -1.0])
+    ...     again = replay(os.path.join(folder, "log.jsonl"))
+    >>> again.pending == (decision.id,)
+    True
+
+    For an agent as the one that wrote the log, that is what it knew: the same observations in the same order, with the same
+    trainings between them. They are taken in as many at once as there are up to a training, which the last digits tell, and
+    the random numbers of choices begin anew. `agent.log(path)` then continues the log.
+
+    Args:
+        path: the log.
+        agent: one that made no decision yet, with as many features and arms as the log begins with, to warm-start another
+            kind of agent, or one with other settings; None for an agent as the one that wrote the log.
+    """
+    reader = LogReader(path)
+    header, events = reader.header, list(reader)
+    if agent is None:
+        try:
+            settings = entry(header.agent).settings.from_plain(header.settings)
+        except SettingError as error:
+            raise FileError(f"{path} is of no agent of this version: {error}") from error
+        agent = Agent(header.agent, settings, header.n_features, header.n_arms, header.seed)
+    agent._check_width(header, reader.path)
+    with agent._learning, agent._acting:
+        if agent.log_id is not None or agent._next_id:
+            raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
+        if agent.n_arms != header.n_arms:
+            raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
+        agent._follow(events, reader.path)
+        agent._followed = header.id, reader.end
+    reader.warn_of_rest("is left out")
+    return agent
 
 
 def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:

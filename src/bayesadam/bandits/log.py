@@ -1,0 +1,483 @@
+"""The log of an agent: one JSON object a line, each appended by one write, so that a kill loses no line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bayesadam import _storage as storage
+from bayesadam._warnings import warn
+from bayesadam.errors import FileError, MatchError, MissingFileError
+
+AnyPath = str | os.PathLike[str]
+# Of the first line, whose `event` it is.
+_KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
+_BEGINNING = b'{"event":"bayesadam.bandits",'
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line: whose log it is.
+
+    Attributes:
+        id: of the log, drawn when it is begun.
+        agent: the agent's name.
+        settings: as `AgentSettings.plain` has them.
+        n_arms: how many arms there were at first.
+    """
+
+    agent: str
+    settings: Mapping[str, Any]
+    seed: int
+    n_features: int
+    n_arms: int
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True)
+class Decided:
+    """An arm was chosen.
+
+    Attributes:
+        decision: its id.
+        arm: the arm.
+        probability: with which it was chosen.
+        arms: those that there were to choose from.
+        probabilities: theirs.
+        tried: whether it was the arm's turn to be tried, whatever the context.
+    """
+
+    decision: int
+    context: Sequence[float]
+    arm: int
+    probability: float
+    arms: Sequence[int]
+    probabilities: Sequence[float]
+    tried: bool
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """A decision's reward came."""
+
+    decision: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """A decision's reward is no longer waited for."""
+
+    decision: int
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The agent was told of rewards without a decision of this log."""
+
+    contexts: Sequence[Sequence[float]]
+    arms: Sequence[int]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ArmChanged:
+    """An arm was added, removed or restored."""
+
+    arm: int
+    change: Literal["added", "removed", "restored"]
+
+
+Event = Decided | Rewarded | Forgotten | Updated | ArmChanged
+_EVENTS: Mapping[str, type[Event]] = {
+    "decision": Decided,
+    "reward": Rewarded,
+    "forget": Forgotten,
+    "update": Updated,
+    "arm": ArmChanged,
+}
+_NAMES = {kind: name for name, kind in _EVENTS.items()}
+
+
+def shortest(values: npt.NDArray[np.float32]) -> list[Any]:
+    """Numbers, nested as the array is, with no more digits than a float32 has."""
+    return [float(str(value)) if values.ndim == 1 else shortest(value) for value in values]
+
+
+def _line(event: Event | Header) -> bytes:
+    name = _KIND.header if isinstance(event, Header) else _NAMES[type(event)]
+    given = {"format": storage.FORMAT_VERSION} if isinstance(event, Header) else {}
+    text = json.dumps({"event": name, **given, **vars(event)}, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+class Standing:
+    """Where a log stands after some of its lines: what waits, what there is to choose from, which id comes next.
+
+    Attributes:
+        n_arms: how many arms there have been.
+        removed: those that are not chosen now.
+        next_id: of the next decision.
+        waiting: the decisions that wait for a reward.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.n_features, self.n_arms = header.n_features, header.n_arms
+        self.removed: set[int] = set()
+        self.next_id = 0
+        self.waiting: dict[int, Decided] = {}
+
+    def take(self, event: Event) -> None:
+        """The next line; a `ValueError` tells why it does not fit those before."""
+        if isinstance(event, Decided):
+            self._check_decision(event)
+            self.next_id = event.decision + 1
+            self.waiting[event.decision] = event
+        elif isinstance(event, Rewarded | Forgotten):
+            if event.decision not in self.waiting:
+                raise ValueError(f"decision {event.decision} does not wait for a reward")
+            if isinstance(event, Rewarded):
+                _check_finite(event.reward)
+            del self.waiting[event.decision]
+        elif isinstance(event, Updated):
+            if not event.contexts:
+                raise ValueError("an update without contexts")
+            for context, arm, reward in zip(event.contexts, event.arms, event.rewards, strict=True):
+                self._check(context, [arm])
+                _check_finite(reward)
+        else:
+            self._change(event)
+
+    def _check(self, context: Sequence[float], arms: Sequence[int]) -> None:
+        if len(context) != self.n_features:
+            raise ValueError(f"a context of {len(context)} numbers, not {self.n_features}")
+        _check_finite(*context)
+        unknown = [arm for arm in arms if arm not in range(self.n_arms)]
+        if unknown:
+            raise ValueError(f"there is no arm {unknown[0]} yet")
+
+    def _check_decision(self, event: Decided) -> None:
+        self._check(event.context, event.arms)
+        if event.decision < self.next_id:
+            raise ValueError(f"decision {event.decision} comes after decision {self.next_id - 1}")
+        if dict(zip(event.arms, event.probabilities, strict=True)).get(event.arm) != event.probability:
+            raise ValueError(f"arm {event.arm} has the probability {event.probability} and another in the list")
+        if not 0 < event.probability <= 1:
+            raise ValueError(f"an arm was chosen with probability {event.probability}")
+
+    def _change(self, event: ArmChanged) -> None:
+        if event.change == "added":
+            if event.arm != self.n_arms:
+                raise ValueError(f"arm {event.arm} is added after {self.n_arms} arms")
+            self.n_arms += 1
+        elif event.change == "removed" and event.arm in range(self.n_arms) and event.arm not in self.removed:
+            self.removed.add(event.arm)
+        elif event.change == "restored" and event.arm in self.removed:
+            self.removed.remove(event.arm)
+        else:
+            raise ValueError(f"arm {event.arm!r} cannot be {event.change!r} here")
+
+
+def _check_finite(*values: float) -> None:
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{next(value for value in values if not math.isfinite(value))} is not a finite number")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+class LogReader:
+    """The events of a log in order; damage in any line but a half-written last one is an error that names the line.
+
+    Attributes:
+        header: the first line.
+        standing: after the events that were read so far.
+        start: where the newest event's line begins, in bytes.
+        end: where it ends.
+        rest: how many bytes of a half-written line follow the last event, once all were read.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise MissingFileError(f"no file at {self.path}")
+        with self.path.open("rb") as file:
+            first = file.readline()
+        found = self._parsed(1, first)
+        if not first.endswith(b"\n") or found.pop("event", None) != _KIND.header:
+            raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}")
+        storage.check_version(self.path, found.pop("format", None), _KIND)
+        try:
+            self.header = Header(**found)
+        except TypeError as error:
+            raise FileError(f"{self.path} is not {_KIND.what} ({error}){_KIND.remedy}") from error
+        self.standing = Standing(self.header)
+        self.start, self.end, self.rest = 0, len(first), 0
+
+    def __iter__(self) -> Iterator[Event]:
+        with self.path.open("rb") as file:
+            file.seek(self.end)
+            for number, line in enumerate(file, 2):
+                if not line.endswith(b"\n"):
+                    self.rest = len(line)
+                    return
+                event = self._event(number, self._parsed(number, line))
+                self.start, self.end = self.end, self.end + len(line)
+                yield event
+
+    def warn_of_rest(self, what: str) -> None:
+        """Tell of a half-written last line, and what became of it."""
+        if self.rest:
+            warn(f"the last line of {self.path}, {self.rest} bytes, was only half written and {what}: a killed machine")
+
+    def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            found = error
+        if not isinstance(found, dict):
+            if number == 1:
+                raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}")
+            raise self._damaged(number, found if isinstance(found, ValueError) else "not an object")
+        return found
+
+    def _event(self, number: int, found: dict[str, Any]) -> Event:
+        try:
+            event = _EVENTS[found.pop("event")](**found)
+            self.standing.take(event)
+        except KeyError as error:
+            raise self._damaged(number, f"no event {error}") from None
+        except (TypeError, ValueError) as error:
+            raise self._damaged(number, error) from None
+        return event
+
+    def _damaged(self, number: int, why: object) -> FileError:
+        return FileError(f"{self.path} is damaged in line {number} ({why}): mend or remove the line")
+
+
+class LogFile:
+    """A log that is written: open, locked against other writers, and read up to where it stands.
+
+    Attributes:
+        header: the first line, of the log as it was begun.
+        standing: after the last line.
+        end: the length of the file, in bytes.
+    """
+
+    def __init__(self, path: AnyPath, header: Header, *, sync: bool) -> None:
+        self.path, self._sync, self._process = Path(path), sync, os.getpid()
+        if not self.path.parent.is_dir():
+            raise MissingFileError(f"cannot log to {self.path}: the folder {self.path.parent} does not exist")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise FileError(f"cannot log to {self.path}: {error.strerror}") from error
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            _lock(self._descriptor, self.path)
+            self.header, self.end = header, 0
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        with self.path.open("rb") as file:
+            first = file.readline(1 << 20)
+        ours = first.startswith(_BEGINNING) or _BEGINNING.startswith(first)
+        if first and ours and not first.endswith(b"\n"):
+            warn(f"{self.path} had but half of a first line: it is begun anew")
+            os.ftruncate(self._descriptor, 0)
+            first = b""
+        if not first:
+            self._append(_line(self.header))
+        self._reader = LogReader(self.path)
+        self.header, self.standing = self._reader.header, self._reader.standing
+
+    def read(self) -> Iterator[tuple[int, Event]]:
+        """Every event with where it begins, up to the end; what a killed machine wrote of another line is cut off."""
+        for event in self._reader:
+            yield self._reader.start, event
+        self.end = self._reader.end
+        if self._reader.rest:
+            os.ftruncate(self._descriptor, self.end)
+            self._reader.warn_of_rest("is cut off")
+
+    def write(self, event: Event) -> None:
+        """Append a line, whole or not at all."""
+        if os.getpid() != self._process:
+            raise FileError(
+                f"{self.path} is the log of process {self._process}: attach one in this process, {os.getpid()}"
+            )
+        self._append(_line(event))
+        self.standing.take(event)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            written = os.write(self._descriptor, line)
+            if written < len(line):
+                os.ftruncate(self._descriptor, self.end)
+                raise OSError(0, f"only {written} of {len(line)} bytes could be written")
+            if self._sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise FileError(f"cannot log to {self.path}: {error.strerror}; agent.log(None) goes on without") from error
+        self.end += len(line)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        # Not on Windows.
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Log:
+    """What an agent was told, one row for every decision and every `update`, in their order.
+
+    Logs of other systems are made from their arrays: `Log.of`.
+
+    Attributes:
+        contexts: (n, features), float32.
+        arms: the arms chosen, (n,).
+        probabilities: with which they were chosen, (n,); NaN where nobody knows, as of an `update`.
+        rewards: (n,); NaN where none came.
+        allowed: the arms that there were to choose from, (n, arms).
+        possible: those of them that had a probability above 0, (n, arms).
+        tried: where an arm was tried in turn, whatever the context, (n,).
+        ids: of the decisions, (n,); −1 for an `update`.
+        forgotten: whose reward is no longer waited for, (n,).
+        id: of the log itself, None where it is no agent's.
+    """
+
+    contexts: npt.NDArray[np.float32]
+    arms: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+    rewards: npt.NDArray[np.float64]
+    allowed: npt.NDArray[np.bool_]
+    possible: npt.NDArray[np.bool_]
+    tried: npt.NDArray[np.bool_]
+    ids: npt.NDArray[np.int64]
+    forgotten: npt.NDArray[np.bool_]
+    id: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        contexts: npt.ArrayLike,
+        arms: npt.ArrayLike,
+        probabilities: npt.ArrayLike,
+        rewards: npt.ArrayLike,
+        allowed: npt.ArrayLike | None = None,
+        n_arms: int | None = None,
+    ) -> Log:
+        """A log out of the arrays of another system.
+
+        >>> log = Log.of(contexts=[[0.1], [0.2]], arms=[0, 1], probabilities=[0.5, 0.5], rewards=[1.0, float("nan")])
+        >>> log.n_arms, len(log)
+        (2, 2)
+
+        Args:
+            probabilities: of the chosen arms, above 0.
+            rewards: NaN where none came.
+            allowed: None for all arms.
+            n_arms: None for as many as `allowed` or the largest of `arms` says.
+        """
+        chosen, given = np.asarray(arms), np.asarray(probabilities, np.float64)
+        table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
+        if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or chosen.min(initial=0) < 0:
+            raise MatchError(f"arms must be (n,) whole numbers from 0 on, got {chosen.dtype} of shape {chosen.shape}")
+        n = len(chosen)
+        if n_arms is None:
+            n_arms = int(chosen.max(initial=0)) + 1 if allowed is None else np.shape(allowed)[-1]
+        mask = np.ones((n, n_arms), bool) if allowed is None else np.asarray(allowed, bool)
+        for name, found, shape, fits in (
+            ("contexts", table, "(n, features)", table.ndim == 2 and len(table) == n),
+            ("probabilities", given, "(n,)", given.shape == (n,)),
+            ("rewards", paid, "(n,)", paid.shape == (n,)),
+            ("allowed", mask, "(n, arms)", mask.shape == (n, n_arms)),
+        ):
+            if not fits:
+                raise MatchError(f"{name} must be {shape} with n = {n} as of arms, got shape {found.shape}")
+        rows = np.arange(n)
+        for what, wrong in (
+            ("arms must be among those allowed", (chosen >= n_arms) | ~mask[rows, chosen.clip(max=n_arms - 1)]),
+            ("probabilities must be above 0 and at most 1", ~((given > 0) & (given <= 1))),
+            ("contexts must be finite", ~np.isfinite(table).all(axis=1)),
+            ("rewards must be finite, or NaN where none came", np.isinf(paid)),
+        ):
+            if wrong.any():
+                raise MatchError(f"{what}, and those of row {int(wrong.argmax())} are not")
+        never = np.zeros(n, bool)
+        return cls(table, chosen.astype(np.int64), given, paid, mask, mask, never, rows, never)
+
+    def __len__(self) -> int:
+        return len(self.arms)
+
+    @property
+    def n_arms(self) -> int:
+        """How many arms there have been."""
+        return int(self.allowed.shape[1])
+
+
+def read_log(path: AnyPath) -> Log:
+    """The log that `Agent.log` wrote, also while it is written."""
+    reader = LogReader(path)
+    rows: list[Decided] = []
+    row_of: dict[int, int] = {}
+    rewards: list[float] = []
+    forgotten: set[int] = set()
+    for event in reader:
+        if isinstance(event, Decided):
+            row_of[event.decision] = len(rows)
+            rows.append(event)
+            rewards.append(np.nan)
+        elif isinstance(event, Rewarded):
+            rewards[row_of[event.decision]] = event.reward
+        elif isinstance(event, Forgotten):
+            forgotten.add(row_of[event.decision])
+        elif isinstance(event, Updated):
+            told = zip(event.contexts, event.arms, strict=True)
+            rows += [Decided(-1, context, arm, np.nan, (), (), False) for context, arm in told]
+            rewards += event.rewards
+    reader.warn_of_rest("is left out")
+    n, n_arms = len(rows), reader.standing.n_arms
+    allowed, possible = np.zeros((n, n_arms), bool), np.zeros((n, n_arms), bool)
+    for number, row in enumerate(rows):
+        allowed[number, list(row.arms)] = True
+        possible[number, [arm for arm, share in zip(row.arms, row.probabilities, strict=True) if share > 0]] = True
+    return Log(
+        contexts=np.array([row.context for row in rows], np.float32).reshape(n, reader.header.n_features),
+        arms=np.array([row.arm for row in rows], np.int64),
+        probabilities=np.array([row.probability for row in rows], np.float64),
+        rewards=np.array(rewards, np.float64),
+        allowed=allowed,
+        possible=possible,
+        tried=np.array([row.tried for row in rows], bool),
+        ids=np.array([row.decision for row in rows], np.int64),
+        forgotten=np.isin(np.arange(n), list(forgotten)),
+        id=reader.header.id,
+    )

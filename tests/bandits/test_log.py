@@ -1,0 +1,714 @@
+"""The log: what is in it, that it survives kills and damage, and what an agent makes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import bayesadam as ba
+from bayesadam.bandits import AGENTS, Agent, Log, agent_settings, make_agent, read_log, replay
+from bayesadam.bandits import log as log_module
+from bayesadam.errors import FileError, MatchError, MissingFileError
+from processes import run_python
+
+SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4, "window": 20}
+ROWS = np.random.default_rng(0).normal(size=(200, 3))
+
+
+def new(name: str = "linear", n_arms: int = 3, **changes: object) -> Agent:
+    known = agent_settings(name).names()
+    own = {key: value for key, value in SMALL.items() if key in known}
+    return make_agent(name, 3, n_arms, seed=7, **{**own, **changes})
+
+
+def play(agent: Agent, rows: np.ndarray) -> list[int]:
+    """Decide and reward; every fifth decision waits for the next one to be rewarded first, every seventh for ever."""
+    decisions, late = [], []
+    for number, row in enumerate(rows):
+        decision = agent.decide(row, draws=10)
+        decisions.append(decision.id)
+        if number % 7 == 6:
+            continue
+        if number % 5 == 4:
+            late.append((decision, row))
+            continue
+        for one, context in [(decision, row), *late]:
+            agent.reward(one.id, float(context[one.arm % 3]))
+        late.clear()
+    return decisions
+
+
+def lines(path: os.PathLike[str]) -> list[dict[str, object]]:
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
+    return [line for line in lines(path) if line["event"] == kind]
+
+
+def learnt(agent: Agent) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in agent._trainer.state().items() if not name.startswith("stream")}
+
+
+def assert_alike(one: Agent, other: Agent) -> None:
+    """In all but the random numbers of choices; several observations at once make the noise differ by a thousandth."""
+    assert (one.pending, one._next_id, one._pulls, one._gone) == (
+        other.pending,
+        other._next_id,
+        other._pulls,
+        other._gone,
+    )
+    assert (one.n_arms, one._since_training) == (other.n_arms, other._since_training)
+    count = one._buffer.count
+    assert count == other._buffer.count
+    for of in ("contexts", "arms", "rewards"):
+        assert torch.equal(getattr(one._buffer, of)[:, :count], getattr(other._buffer, of)[:, :count])
+    for row, arm in (one._pending[decision] for decision in one.pending):
+        assert any(torch.equal(row, there) and arm == its for there, its in other._pending.values())
+    mine, others = learnt(one), learnt(other)
+    assert mine.keys() == others.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, others[name], rtol=5e-3, atol=1e-3, msg=name)
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_event_is_a_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    agent = new(initial_pulls=1, epsilon=0.25)
+    agent.log(path)
+    first = agent.decide([0.1, 0.2, 0.3])
+    agent.reward(first.id, 0.7)
+    agent.update([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [0, 2], [0.5, -1.5])
+    assert agent.add_arm() == 3
+    agent.remove_arm(0)
+    agent.remove_arm(1)
+    agent.restore_arm(1)
+    second = agent.decide([0.4, 0.5, 0.6], arms=[1])
+    agent.forget(second.id)
+    agent.act([0.0, 0.0, 0.0])
+    head, *rest = lines(path)
+    assert head.pop("id") == agent.log_id
+    assert head == {
+        "event": "bayesadam.bandits",
+        "format": 1,
+        "agent": "linear",
+        "settings": agent.settings.plain(),
+        "seed": 7,
+        "n_features": 3,
+        "n_arms": 3,
+    }
+    context = {"context": [0.1, 0.2, 0.3]}
+    assert rest == [
+        {"event": "decision", "decision": 0, **context, "arm": 0, "probability": 1.0, "arms": [0, 1, 2]}
+        | {"probabilities": [1.0, 0.0, 0.0], "tried": True},
+        {"event": "reward", "decision": 0, "reward": 0.7},
+        {"event": "update", "contexts": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], "arms": [0, 2], "rewards": [0.5, -1.5]},
+        {"event": "arm", "arm": 3, "change": "added"},
+        {"event": "arm", "arm": 0, "change": "removed"},
+        {"event": "arm", "arm": 1, "change": "removed"},
+        {"event": "arm", "arm": 1, "change": "restored"},
+        {"event": "decision", "decision": 1, "context": [0.4, 0.5, 0.6], "arm": 1, "probability": 1.0, "arms": [1]}
+        | {"probabilities": [1.0], "tried": True},
+        {"event": "forget", "decision": 1},
+    ]
+
+
+def test_the_arrays_are_what_happened(tmp_path):
+    path = tmp_path / "log.jsonl"
+    agent = new("badam", initial_pulls=1)
+    agent.log(path)
+    decisions = [agent.decide(row, arms=(0, 2) if number % 4 == 3 else None) for number, row in enumerate(ROWS[:12])]
+    agent.update(ROWS[50], 1, 2.5)
+    for number in (5, 2, 7):
+        agent.reward(number, 0.1 * number)
+    agent.forget(3)
+    agent.add_arm()
+    found = read_log(path)
+    assert (len(found), found.n_arms, found.id) == (13, 4, agent.log_id)
+    np.testing.assert_array_equal(found.ids, [*range(12), -1])
+    np.testing.assert_array_equal(found.contexts, np.vstack([ROWS[:12], ROWS[50:51]]).astype(np.float32))
+    np.testing.assert_array_equal(found.arms, [*(one.arm for one in decisions), 1])
+    np.testing.assert_array_equal(found.probabilities, [*(one.probability for one in decisions), np.nan])
+    expected = np.full(13, np.nan)
+    expected[[5, 2, 7, 12]] = 0.5, 0.2, 0.7, 2.5
+    np.testing.assert_allclose(found.rewards, expected, rtol=1e-6)
+    np.testing.assert_array_equal(found.tried, [True] * 3 + [False] * 10)
+    np.testing.assert_array_equal(np.flatnonzero(found.forgotten), [3])
+    np.testing.assert_array_equal(found.allowed[3], [True, False, True, False])
+    np.testing.assert_array_equal(found.allowed[4], [True, True, True, False])
+    assert not found.allowed[12].any()
+    np.testing.assert_array_equal(found.possible[:3], np.eye(3, 4, dtype=bool))
+    assert (found.possible <= found.allowed).all()
+    assert found.possible[np.arange(12), found.arms[:12]].all()
+
+
+def test_a_decision_is_on_the_disk_before_it_is_returned(tmp_path, monkeypatch):
+    path, synced = tmp_path / "log.jsonl", []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), sync(descriptor)))
+    agent = new()
+    agent.log(path, sync=True)
+    decision = agent.decide(ROWS[0])
+    agent.reward(decision.id, 1.0)
+    assert len(synced) == 3
+    assert len(set(synced)) == 1
+    agent.log(tmp_path / "other.jsonl")
+    agent.decide(ROWS[1])
+    assert len(synced) == 3
+
+
+@pytest.mark.parametrize("failure", ["full", "short"])
+def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    agent, twin = new(initial_pulls=1), new(initial_pulls=1)
+    agent.log(path)
+    play(agent, ROWS[:9])
+    play(twin, ROWS[:9])
+    before, size = learnt(agent), path.stat().st_size
+    write = os.write
+
+    def fails(descriptor: int, line: bytes) -> int:
+        if failure == "short":
+            return write(descriptor, line[: len(line) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    waits = agent.pending[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fails)
+        for call in (
+            lambda: agent.decide(ROWS[9]),
+            lambda: agent.reward(waits, 1.0),
+            lambda: agent.update(ROWS[9], 0, 1.0),
+            lambda: agent.forget(waits),
+            lambda: agent.add_arm(),
+            lambda: agent.remove_arm(0),
+        ):
+            with pytest.raises(FileError, match=r"cannot log to .*log\.jsonl.*agent\.log\(None\) goes on without"):
+                call()
+    assert path.stat().st_size == size
+    assert (agent.n_arms, agent.pending, agent._gone) == (3, twin.pending, set())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(agent).items())
+    assert agent.decide(ROWS[9]).id == 9
+    assert len(read_log(path)) == 10
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
+    whole = tmp_path / "whole.jsonl"
+    agent = new(initial_pulls=0)
+    agent.log(whole)
+    for row in ROWS[:3]:
+        agent.decide(row, draws=2)
+    text = whole.read_bytes()
+    start = text[:-1].rindex(b"\n") + 1
+    path = tmp_path / "log.jsonl"
+    for end in range(start + 1, len(text)):
+        path.write_bytes(text[:end])
+        with pytest.warns(
+            ba.BayesAdamWarning, match=rf"the last line of .*, {end - start} bytes, was only half written"
+        ):
+            assert len(read_log(path)) == 2
+        assert path.read_bytes() == text[:end]
+        again = new(initial_pulls=0)
+        with pytest.warns(ba.BayesAdamWarning, match="is cut off") as caught:
+            again.log(path)
+        assert caught[0].filename == __file__
+        assert path.read_bytes() == text[:start]
+        assert again.pending == (0, 1)
+        assert again.decide(ROWS[2], draws=2).id == 2
+        again.log(None)
+        np.testing.assert_array_equal(read_log(path).ids, [0, 1, 2])
+    path.write_bytes(text[:-1])
+    with pytest.warns(ba.BayesAdamWarning, match="half written"):
+        assert replay(path).pending == (0, 1)
+
+
+def test_a_log_with_half_a_first_line_is_begun_anew(tmp_path):
+    path = tmp_path / "log.jsonl"
+    new().log(path)
+    text = path.read_bytes()
+    for end in (1, 10, 40, len(text) - 1):
+        path.write_bytes(text[:end])
+        agent = new()
+        with pytest.warns(ba.BayesAdamWarning, match="half of a first line"):
+            agent.log(path)
+        agent.decide(ROWS[0])
+        agent.log(None)
+        assert len(read_log(path)) == 1
+    path.write_bytes(b"")
+    new().log(path)
+    assert len(read_log(path)) == 0
+
+
+DAMAGE = {
+    "a line cut short": lambda line: line[: len(line) // 2],
+    "no object": lambda line: "[1, 2]",
+    "no event": lambda line: "{}",
+    "another event": lambda line: line.replace('"decision"', '"revision"', 1),
+    "a field missing": lambda line: line.replace('"arm":', '"ram":', 1),
+    "a doubled id": lambda line: line.replace('"decision":2', '"decision":1'),
+    "an unknown arm": lambda line: line.replace('"arms":[0,1,2]', '"arms":[0,1,9]'),
+    "a narrow context": lambda line: line.replace('"context":[', '"context":[0.5,', 1),
+    "a text for a number": lambda line: json.dumps({**json.loads(line), "context": [0.5, "x", 0.5]}),
+    "an impossible choice": lambda line: json.dumps(
+        {**json.loads(line), "probability": 0.0, "probabilities": [0.0] * 3}
+    ),
+    "another probability": lambda line: json.dumps({**json.loads(line), "probability": 0.123}),
+    "a reward without its decision": lambda line: '{"event":"reward","decision":77,"reward":1.0}',
+    "a second reward": lambda line: '{"event":"reward","decision":0,"reward":1.0}',
+    "a reward that is no number": lambda line: '{"event":"reward","decision":1,"reward":NaN}',
+    "an arm out of turn": lambda line: '{"event":"arm","arm":7,"change":"added"}',
+    "an arm removed twice": lambda line: '{"event":"arm","arm":7,"change":"removed"}',
+    "an update of nothing": lambda line: '{"event":"update","contexts":[],"arms":[],"rewards":[]}',
+    "an update out of step": lambda line: '{"event":"update","contexts":[[1,2,3]],"arms":[],"rewards":[1]}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_line_is_an_error_that_names_it(damage, tmp_path):
+    path = tmp_path / "log.jsonl"
+    agent = new()
+    agent.log(path)
+    agent.reward(agent.decide(ROWS[0]).id, 1.0)
+    for row in ROWS[1:4]:
+        agent.decide(row)
+    agent.log(None)
+    good = path.read_text().splitlines()
+    good[4] = DAMAGE[damage](good[4])
+    path.write_text("\n".join(good) + "\n")
+    before, fresh = path.read_bytes(), new()
+    for use in (read_log, replay, fresh.log):
+        with pytest.raises(FileError, match=r"log\.jsonl is damaged in line 5 \(.+\): mend or remove the line"):
+            use(path)
+    assert path.read_bytes() == before
+    assert fresh.pending == ()
+    # Nothing holds the file.
+    path.write_text("\n".join(good[:4]) + "\n")
+    fresh.log(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "hello\n", '{"event": 1}', '{"a": 1}\n', "[1]\n", "1", '{"event":"x"}\n{}\n']
+)
+def test_another_file_is_no_log_and_is_left_alone(text, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    for use in (read_log, replay, *([new().log] if text else [])):
+        with pytest.raises(FileError, match=r"is not a log of decisions: give the file that Agent\.log wrote"):
+            use(path)
+    assert path.read_text() == text
+
+
+def test_a_later_format_is_refused(tmp_path):
+    path = tmp_path / "log.jsonl"
+    new().log(path)
+    path.write_text(path.read_text().replace('"format":1', '"format":99'))
+    with pytest.raises(FileError, match=r"has format 99.*upgrade it"):
+        read_log(path)
+
+
+def test_paths_that_cannot_be(tmp_path):
+    for missing in (lambda: read_log(tmp_path / "x"), lambda: replay(tmp_path / "x")):
+        with pytest.raises(MissingFileError, match="no file"):
+            missing()
+    with pytest.raises(MissingFileError, match=r"the folder .* does not exist"):
+        new().log(tmp_path / "nowhere" / "log.jsonl")
+    with pytest.raises(FileError, match="cannot log to"):
+        new().log(tmp_path)
+
+
+# --- one writer -----------------------------------------------------------------------------------------------------
+
+
+def test_a_log_has_one_writer(tmp_path):
+    path = tmp_path / "log.jsonl"
+    one, other = new(), new()
+    one.log(path)
+    with pytest.raises(FileError, match="written by another agent or process"):
+        other.log(path)
+    one.log(path)
+    one.log(None)
+    other.log(path)
+    del other
+    one.log(path)
+
+
+def test_a_forked_process_cannot_write_its_parent_s_log(tmp_path, monkeypatch):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -7)
+        with pytest.raises(FileError, match="attach one in this process, -7"):
+            agent.decide(ROWS[0])
+    assert agent.decide(ROWS[0]).id == 0
+    assert len(read_log(path)) == 1
+
+
+def test_many_threads_write_whole_lines_in_order(tmp_path):
+    path, agent, failures = tmp_path / "log.jsonl", new(initial_pulls=0), []
+    agent.log(path)
+
+    def work(seed: int) -> None:
+        try:
+            for row in np.random.default_rng(seed).normal(size=(25, 3)):
+                agent.reward(agent.decide(row, draws=2).id, 1.0)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    found = read_log(path)
+    np.testing.assert_array_equal(found.ids, np.arange(100))
+    assert np.isfinite(found.rewards).all()
+    assert_alike(replay(path), agent)
+
+
+# --- going on -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_replay_knows_what_the_agent_knew(name, tmp_path):
+    path, agent = tmp_path / "log.jsonl", new(name)
+    agent.log(path)
+    play(agent, ROWS[:33])
+    agent.update(ROWS[60:67], np.arange(7) % 3, np.ones(7))
+    play(agent, ROWS[33:48])
+    again = replay(path)
+    assert again.settings == agent.settings
+    assert_alike(again, agent)
+    again_without, size = again.log_id, path.stat().st_size
+    agent.log(None)
+    again.log(path)
+    assert (again.log_id, path.stat().st_size) == (again_without, size)
+    assert again.decide(ROWS[99]).id == 48
+
+
+def test_replay_follows_the_arms(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new(initial_pulls=2)
+    agent.log(path)
+    play(agent, ROWS[:20])
+    agent.add_arm()
+    agent.decide(ROWS[20])
+    agent.remove_arm(1)
+    play(agent, ROWS[21:40])
+    again = replay(path)
+    assert_alike(again, agent)
+    assert (again.n_arms, again._gone) == (4, {1})
+    again.add_arm()
+    # Cold: tried as often as every arm is at first.
+    assert [again.decide(row).arm for row in ROWS[:3]][:2] == [4, 4]
+
+
+def test_replay_warm_starts_another_kind_of_agent(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    play(agent, ROWS[:40])
+    other = replay(path, new("badam", prior_variance=0.1))
+    assert other.name == "badam"
+    assert other._buffer.count == agent._buffer.count
+    assert other.pending == agent.pending
+    assert other._trainer.stack.done > 0
+    other.log(tmp_path / "other.jsonl")
+    assert other.decide(ROWS[0]).id == 40
+    waits = agent.pending[0]
+    row, arm = agent._pending[waits]
+    other.reward(waits, 0.5)
+    # Its decision is in the former log alone.
+    (told,) = of_kind(tmp_path / "other.jsonl", "update")
+    assert (told["arms"], told["rewards"]) == ([arm], [0.5])
+    np.testing.assert_array_equal(np.float32(told["contexts"]), row.unsqueeze(0))
+
+
+def test_replay_needs_a_new_agent_that_fits(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    play(agent, ROWS[:5])
+    for unfit, message in (
+        (agent, "replay needs an agent that neither decided nor wrote a log"),
+        (new(n_arms=4), "begins with 3 arms, the agent has 4"),
+        (make_agent("linear", 2, 3), "contexts of 3 numbers, the agent of 2"),
+    ):
+        before = learnt(unfit)
+        with pytest.raises(MatchError, match=message):
+            replay(path, unfit)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(unfit).items())
+    used = new()
+    used.decide(ROWS[0])
+    with pytest.raises(MatchError, match="make a new one"):
+        replay(path, used)
+    path.write_text(path.read_text().replace('"agent":"linear"', '"agent":"lunar"'))
+    with pytest.raises(FileError, match="is of no agent of this version: agent must be one of"):
+        replay(path)
+
+
+@pytest.mark.parametrize("name", ["linear", "badam", "bootstrap", "neural-linear"])
+def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
+    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
+    agent = new(name)
+    agent.log(path)
+    play(agent, ROWS[:20])
+    agent.save(saved)
+    play(agent, ROWS[20:41])
+    agent.update(ROWS[100:103], [0, 1, 2], [1.0, 2.0, 3.0])
+    agent.add_arm()
+    agent.remove_arm(0)
+    agent.forget(agent.pending[-1])
+    agent.reward(agent.pending[0], 0.25)
+    agent.log(None)
+    again = Agent.load(saved)
+    assert again._next_id == 20
+    again.log(path)
+    assert_alike(again, agent)
+    decision = again.decide(ROWS[0])
+    assert decision.id == 41
+    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+        again.reward(0, 1.0)
+    again.log(None)
+    ids = read_log(path).ids
+    np.testing.assert_array_equal(ids[ids >= 0], np.arange(42))
+
+
+def test_ids_continue_from_the_larger_of_the_agent_s_and_the_log_s(tmp_path):
+    path = tmp_path / "log.jsonl"
+    first = new()
+    first.log(path)
+    play(first, ROWS[:10])
+    first.log(None)
+    fresh = new()
+    fresh.log(path)
+    # It has learnt nothing, but what waits in the log can be rewarded.
+    assert fresh._buffer.count == 0
+    assert fresh.pending == first.pending
+    assert fresh.decide(ROWS[10]).id == 10
+    fresh.reward(fresh.pending[0], 1.0)
+    assert fresh._buffer.count == 1
+    fresh.log(None)
+    older = new()
+    for row in ROWS[:30]:
+        older.reward(older.decide(row).id, 0.0)
+    older.log(path)
+    assert older.decide(ROWS[0]).id == 30
+    older.log(None)
+    np.testing.assert_array_equal(read_log(path).ids, [*range(11), 30])
+    assert [line["decision"] for line in of_kind(path, "reward")][-1] == first.pending[0]
+
+
+def test_two_decisions_with_one_id_are_refused(tmp_path):
+    path = tmp_path / "log.jsonl"
+    agent = new()
+    agent.log(path)
+    agent.decide(ROWS[0])
+    agent.save(tmp_path / "agent")
+    agent.decide(ROWS[1])
+    agent.log(None)
+    size = path.stat().st_size
+    hasty = Agent.load(tmp_path / "agent")
+    hasty.decide(ROWS[2])
+    with pytest.raises(MatchError, match="has a decision 1, and the agent has one of its own: attach the log before"):
+        hasty.log(path)
+    stranger = new()
+    stranger.decide(ROWS[2])
+    with pytest.raises(MatchError, match=r"decision 0 waits for a reward in .* and, another one, in the agent"):
+        stranger.log(path)
+    stranger.forget(0)
+    assert path.stat().st_size == size
+    stranger.log(path)
+    assert stranger.pending == (0, 1)
+
+
+def test_arms_that_changed_without_a_log_are_told_of(tmp_path):
+    path = tmp_path / "log.jsonl"
+    agent = new()
+    agent.log(path)
+    agent.remove_arm(0)
+    agent.log(None)
+    agent.restore_arm(0)
+    agent.add_arm()
+    agent.remove_arm(2)
+    agent.log(path)
+    changes = [(line["arm"], line["change"]) for line in of_kind(path, "arm")]
+    assert changes == [(0, "removed"), (3, "added"), (2, "removed"), (0, "restored")]
+    agent.log(None)
+    with pytest.raises(MatchError, match="has 4 arms and the agent 3: add arms first, or see replay"):
+        new().log(path)
+    with pytest.raises(MatchError, match="contexts of 3 numbers, the agent of 2"):
+        make_agent("linear", 2, 4).log(path)
+
+
+# --- defined behaviour ----------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_comes_twice_is_refused_and_logged_once(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    decision = agent.decide(ROWS[0])
+    agent.reward(decision.id, 1.0)
+    for again in (agent, replay(path)):
+        before = learnt(again)
+        with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+            again.reward(decision.id, 1.0)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(again).items())
+    assert len(of_kind(path, "reward")) == 1
+
+
+def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new()
+    agent.log(path)
+    kept, given_up = agent.decide(ROWS[0]), agent.decide(ROWS[1])
+    agent.forget(given_up.id)
+    agent.forget(given_up.id)
+    agent.forget(99)
+    assert agent.pending == replay(path).pending == (kept.id,)
+    assert agent._buffer.count == 0
+    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+        agent.reward(given_up.id, 1.0)
+    found = read_log(path)
+    assert np.isnan(found.rewards).all()
+    np.testing.assert_array_equal(found.forgotten, [False, True])
+    assert len(of_kind(path, "forget")) == 1
+
+
+def test_an_arm_that_is_removed_still_gets_its_rewards(tmp_path):
+    path, agent = tmp_path / "log.jsonl", new(initial_pulls=1)
+    agent.log(path)
+    decisions = [agent.decide(row) for row in ROWS[:3]]
+    agent.remove_arm(1)
+    agent.reward(decisions[1].id, 2.0)
+    assert all(agent.decide(row).arm != 1 for row in ROWS[3:20])
+    found = read_log(path)
+    assert found.rewards[1] == 2.0
+    assert not found.allowed[3:, 1].any()
+    assert_alike(replay(path), agent)
+
+
+# --- arrays of others -----------------------------------------------------------------------------------------------
+
+GIVEN = {"contexts": np.zeros((2, 3)), "arms": [0, 1], "probabilities": [0.5, 1.0], "rewards": [1.0, np.nan]}
+
+
+def test_logs_of_other_systems():
+    found = Log.of(**GIVEN, n_arms=4)
+    assert (len(found), found.n_arms, found.id) == (2, 4, None)
+    assert found.possible.all()
+    assert not found.tried.any()
+    assert Log.of(**GIVEN).n_arms == 2
+    assert Log.of(**GIVEN, allowed=[[True, False, True], [True, True, True]]).n_arms == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"contexts": np.zeros(2)}, r"contexts must be \(n, features\) with n = 2 as of arms, got shape \(2,\)"),
+        ({"arms": [0, 1, 1]}, "contexts must be"),
+        ({"arms": [0.5, 1.0]}, "arms must be"),
+        ({"arms": [-1, 0]}, "arms must be"),
+        ({"arms": [[0, 1]]}, "arms must be"),
+        ({"probabilities": [0.5]}, r"probabilities must be \(n,\)"),
+        ({"probabilities": [0.0, 1.0]}, "probabilities must be above 0 and at most 1, and those of row 0 are not"),
+        ({"probabilities": [1.0, np.nan]}, "row 1"),
+        ({"rewards": [np.inf, 1.0]}, "rewards must be finite, or NaN where none came"),
+        ({"contexts": [[0.0], [np.nan]]}, "contexts must be finite, and those of row 1 are not"),
+        ({"n_arms": 1}, "arms must be among those allowed, and those of row 1 are not"),
+        ({"allowed": [[False, True], [True, True]]}, "arms must be among those allowed, and those of row 0"),
+        ({"allowed": [True, True]}, r"allowed must be \(n, arms\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(MatchError, match=message):
+        Log.of(**{**GIVEN, **change})
+
+
+def test_numbers_are_short_and_exact():
+    values = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    found = log_module.shortest(values)
+    np.testing.assert_array_equal(np.array(found, np.float32), values)
+    assert log_module.shortest(np.float32([0.1, 1e-30, 3e38])) == [0.1, 1e-30, 3e38]
+
+
+# --- kills ----------------------------------------------------------------------------------------------------------
+
+# Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it after a
+# random number of reports, wherever it is by then.
+KILLED = """
+import os, random, signal, sys
+import numpy as np
+from pathlib import Path
+from bayesadam.bandits import Agent, make_agent, replay
+
+path, saved = Path(sys.argv[1]), Path(sys.argv[2])
+choose = random.Random(5)
+
+
+def child(attempt, report):
+    rows = np.random.default_rng(attempt).normal(size=(10_000, 2))
+    if attempt % 2 and saved.exists():
+        agent = Agent.load(saved)
+    else:
+        agent = replay(path) if path.exists() else make_agent("linear", 2, 3, train_every=3)
+    agent.log(path)
+    for number, row in enumerate(rows):
+        decision = agent.decide(row, draws=3)
+        os.write(report, f"d{decision.id}\\n".encode())
+        if number % 3:
+            agent.reward(decision.id, float(row[0]))
+            os.write(report, f"r{decision.id}\\n".encode())
+        if number % 5 == 4:
+            agent.save(saved)
+
+
+for attempt in range(20):
+    reading, writing = os.pipe()
+    worker = os.fork()
+    if not worker:
+        os.close(reading)
+        try:
+            child(attempt, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as reports:
+        for _ in range(choose.randrange(1, 30)):
+            print(reports.readline().strip(), flush=True)
+        os.kill(worker, signal.SIGKILL)
+        # What it had reported by then counts too.
+        for line in reports:
+            print(line.strip())
+    assert os.waitpid(worker, 0)[1] == signal.SIGKILL, attempt
+"""
+
+
+def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
+    path = tmp_path / "log.jsonl"
+    done = run_python(KILLED, path, tmp_path / "agent.safetensors", env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    reports = done.stdout.split()
+    decided = [int(report[1:]) for report in reports if report.startswith("d")]
+    rewarded = [int(report[1:]) for report in reports if report.startswith("r")]
+    assert len(decided) >= 20
+    assert len(set(decided)) == len(decided)
+    last = replay(path)
+    found = read_log(path)
+    np.testing.assert_array_equal(found.ids, np.arange(len(found)))
+    assert set(decided) <= set(found.ids.tolist())
+    assert len(set(rewarded)) == len(rewarded)
+    paid = found.ids[np.isfinite(found.rewards)]
+    assert set(rewarded) <= set(paid.tolist())
+    # At most what each of them was killed at was not yet reported.
+    assert len(found) - len(decided) <= 20
+    assert len(paid) - len(rewarded) <= 20
+    assert last._buffer.count == len(paid)
