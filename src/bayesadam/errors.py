@@ -70,3 +70,7 @@ class CollapsedPredictionWarning(BayesAdamWarning):
 
 class NoPosteriorWarning(BayesAdamWarning):
     """Training succeeded, but no posterior could be read; `callback.posterior` raises the reason."""
+
+
+class OverlapWarning(BayesAdamWarning):
+    """A log tells too little of a policy: off-policy estimates of what it would have earned cannot be trusted."""

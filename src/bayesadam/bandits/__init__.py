@@ -1,8 +1,9 @@
-"""Contextual bandits: problems, agents, simulation, and logs."""
+"""Contextual bandits: problems, agents, simulation, logs, and off-policy evaluation."""
 
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
 from bayesadam.bandits.live import Agent, Decision, make_agent, replay
 from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.off_policy import Estimate, Estimates, Overlap, evaluate
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,
@@ -25,11 +26,15 @@ __all__ = [
     "AgentSettings",
     "BanditProblem",
     "Decision",
+    "Estimate",
+    "Estimates",
     "Log",
+    "Overlap",
     "Rounds",
     "Simulation",
     "agent_settings",
     "classification_problem",
+    "evaluate",
     "make_agent",
     "problem",
     "problem_from_file",

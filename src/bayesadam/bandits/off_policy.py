@@ -1,0 +1,384 @@
+"""What another policy would have earned, from the log of the one that acted."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bayesadam._warnings import warn
+from bayesadam.bandits.linear import LinearPosterior, Statistics, with_constant
+from bayesadam.bandits.live import DRAWS, Agent
+from bayesadam.bandits.log import Log, read_log
+from bayesadam.bandits.settings import LinearSettings
+from bayesadam.errors import MatchError, OverlapWarning, SettingError
+
+Numbers = npt.NDArray[np.float64]
+Policy = Callable[[npt.NDArray[np.float32]], Any]
+
+# Doubtful are an effective sample size below the first, a decision with more than the second of all the weight, more than the
+# third of the policy's probability on arms without data, and a mean weight that is off by more standard errors than the last.
+_LEAST_EFFECTIVE, _LARGEST_SHARE, _MOST_IMPOSSIBLE, _MOST_ERRORS = 30.0, 0.1, 0.01, 4.0
+# The model of the rewards is fitted anew whenever its data have grown by this factor.
+_GROWTH = 1.1
+
+
+# --- estimators -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean reward, and its standard error."""
+
+    value: float
+    error: float
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """The normal one, value ± z error."""
+        reach = NormalDist().inv_cdf(0.5 + level / 2) * self.error
+        return self.value - reach, self.value + reach
+
+
+def mean(terms: Numbers) -> Estimate:
+    """Of independent terms, or of martingale differences around one mean; s/√n is its standard error."""
+    return Estimate(
+        float(terms.mean()), float(terms.std(ddof=1)) / math.sqrt(len(terms)) if len(terms) > 1 else math.nan
+    )
+
+
+def inverse_propensity(rewards: Numbers, weights: Numbers) -> Estimate:
+    """IPS, (1/n) Σ w r with w = π(a | x)/p: unbiased where the log could choose whatever the policy does.
+
+    Each term has the policy's value as its mean, given all decisions before it. So it is unbiased for the log of an agent that
+    learnt meanwhile, too.
+    """
+    return mean(weights * rewards)
+
+
+def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
+    """SNIPS, v = Σ w r/Σ w, with the standard error of a ratio by the delta method, √(Σ w² (r − v)²)/Σ w.
+
+    Its bias is of the order 1/n; unlike IPS it does not change when a constant is added to all rewards.
+    """
+    total = weights.sum()
+    if not total:
+        return Estimate(math.nan, math.nan)
+    value = (weights * rewards).sum() / total
+    return Estimate(float(value), float(np.sqrt((weights**2 * (rewards - value) ** 2).sum()) / total))
+
+
+def doubly_robust(rewards: Numbers, weights: Numbers, predicted: Numbers, values: Numbers) -> Estimate:
+    """(1/n) Σ [v̂(x) + w (r − q̂(x, a))] with v̂(x) = Σ_a π(a | x) q̂(x, a).
+
+    Unbiased as IPS is, whatever the model q̂, if that is fitted without the decision and those after it; the nearer q̂ is to
+    the mean rewards, the smaller the variance.
+
+    Args:
+        predicted: q̂(x, a) of the chosen arms, (n,).
+        values: v̂(x), (n,).
+    """
+    return mean(values + weights * (rewards - predicted))
+
+
+@dataclass(frozen=True, eq=False)
+class RewardModel:
+    """q̂(x, a), Bayesian linear regression per arm around the mean reward; arms without data have that mean.
+
+    Attributes:
+        shift: the mean reward.
+        posterior: of the rewards less their mean, of one run.
+    """
+
+    shift: float
+    posterior: LinearPosterior
+
+    @classmethod
+    def of(cls, data: Statistics) -> RewardModel:
+        """Fitted to the data of one run."""
+        shift = data.cross[..., -1].sum() / data.gram[..., -1, -1].sum().clamp(min=1)
+        prior, around = LinearSettings(), data.standardised(shift.view(1, 1), torch.ones_like(shift).view(1, 1))
+        fitted = LinearPosterior.of(around, precision=prior.precision, shape=prior.shape, scale=prior.scale)
+        return cls(float(shift), fitted)
+
+    def predict(self, contexts: npt.NDArray[np.float32]) -> Numbers:
+        """The mean rewards of every arm, (n, arms)."""
+        found = _features(contexts)[0] @ self.posterior.mean[0].mT
+        return found.numpy() + self.shift
+
+    def direct(self, contexts: npt.NDArray[np.float32], probabilities: Numbers) -> Estimate:
+        """The direct method, (1/n) Σ_i v̂(x_i): as good as the model, and no better with more decisions.
+
+        Its variance is that of v̂ over the contexts, plus that of the model: Σ_a z_aᵀ Cov(β_a) z_a with z_a = (1/n) Σ_i π(a | x_i)
+        x_i and Cov(β) = b/(a − 1) Λ⁻¹. That the model may be wrong is not in it.
+        """
+        over_contexts = mean((probabilities * self.predict(contexts)).sum(axis=1))
+        z = torch.from_numpy(probabilities).mT @ _features(contexts)[0] / len(contexts)
+        own = self.posterior
+        solved = torch.linalg.solve_triangular(own.factor[0], z.unsqueeze(2), upper=False).square().sum(dim=(1, 2))
+        of_model = float((own.scale[0] / (own.shape[0] - 1) * solved).sum())
+        return Estimate(over_contexts.value, math.sqrt(over_contexts.error**2 + of_model))
+
+
+def _features(contexts: npt.NDArray[np.float32]) -> torch.Tensor:
+    return with_constant(torch.from_numpy(contexts)[None])
+
+
+class _Past:
+    """The rewarded rows of a log up to some row, as statistics."""
+
+    def __init__(self, log: Log) -> None:
+        self._log, self._rewarded, self._end = log, np.isfinite(log.rewards), 0
+        self._data = Statistics.zeros(1, log.n_arms, log.contexts.shape[1] + 1, torch.device("cpu"))
+
+    def model(self, end: int) -> RewardModel:
+        """Of the rows before `end`, which may only grow."""
+        log, rows = self._log, self._end + np.flatnonzero(self._rewarded[self._end : end])
+        for arm in np.unique(log.arms[rows]).tolist():
+            mine = rows[log.arms[rows] == arm]
+            rewards = torch.from_numpy(log.rewards[mine])[None]
+            self._data.add(arm, _features(log.contexts[mine]), rewards, torch.ones_like(rewards))
+        self._end = end
+        return RewardModel.of(self._data)
+
+
+def predicted_before(log: Log) -> Numbers:
+    """q̂(x, ·) of every row from a model of rows before it alone, (n, arms).
+
+    Rows after it would not do: an agent that learns chooses by the rewards it had, so that what it chose later tells of this
+    reward. The model is fitted anew as often as its data have grown by a tenth.
+    """
+    past, found, first = _Past(log), np.zeros((len(log), log.n_arms)), 0
+    while first < len(log):
+        last = max(first + 1, math.ceil(_GROWTH * first))
+        found[first:last] = past.model(first).predict(log.contexts[first:last])
+        first = last
+    return found
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much a log tells of a policy.
+
+    Attributes:
+        effective_size: (Σ w)²/Σ w²: so many decisions of the policy's own would tell as much.
+        largest_weight: the largest w.
+        largest_share: the largest w over Σ w.
+        mean_weight: of w; expected is the share of the policy's probability on arms that could be chosen.
+        impossible: the share of the policy's probability on arms that the log could not choose.
+        never_chosen: its share on arms that the log never chose.
+    """
+
+    effective_size: float
+    largest_weight: float
+    largest_share: float
+    mean_weight: Estimate
+    impossible: float
+    never_chosen: float
+
+    @classmethod
+    def of(
+        cls, shares: Numbers, weights: Numbers, arms: npt.NDArray[np.int64], possible: npt.NDArray[np.bool_]
+    ) -> Overlap:
+        """From the policy's probabilities (n, arms), w (n,), the arms chosen (n,), and which could be (n, arms)."""
+        total, never = weights.sum(), np.bincount(arms, minlength=shares.shape[1]) == 0
+        return cls(
+            effective_size=float(total**2 / (weights**2).sum()) if total else 0.0,
+            largest_weight=float(weights.max()),
+            largest_share=float(weights.max() / total) if total else 1.0,
+            mean_weight=mean(weights),
+            impossible=float(shares[~possible].sum() / len(shares)),
+            never_chosen=float(shares[:, never].sum() / len(shares)),
+        )
+
+    def doubts(self) -> list[str]:
+        """Why estimates by these weights cannot be trusted."""
+        found, gap = [], abs(self.mean_weight.value - (1 - self.impossible))
+        if self.effective_size < _LEAST_EFFECTIVE:
+            found.append(f"the effective sample size is {self.effective_size:.3g}, below {_LEAST_EFFECTIVE:g}")
+        if self.largest_share > _LARGEST_SHARE:
+            found.append(f"one decision has {self.largest_share:.0%} of all the weight")
+        if self.impossible > _MOST_IMPOSSIBLE:
+            found.append(f"{self.impossible:.1%} of the policy's probability is on arms that the log could not choose")
+        if self.never_chosen > _MOST_IMPOSSIBLE:
+            found.append(f"{self.never_chosen:.1%} of the policy's probability is on arms that the log never chose")
+        if gap > _MOST_ERRORS * self.mean_weight.error + 1e-9:
+            found.append(
+                f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: some arms are too seldom "
+                "chosen to be seen, or the probabilities in the log are wrong"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The mean reward that a policy would have had on a log's contexts; printed, a table.
+
+    Attributes:
+        logged: of the policy that wrote the log.
+        direct: by a linear model of the rewards alone, see `RewardModel.direct`.
+        ips: see `inverse_propensity`.
+        snips: see `self_normalised`.
+        doubly_robust: see `doubly_robust`; the one to take.
+        level: of the intervals in the table.
+        decisions: how many were used.
+        left_out: how many were not, by reason.
+        overlap: how much the log tells of the policy.
+        doubts: why all but the direct method cannot be trusted; none where they can.
+    """
+
+    logged: Estimate
+    direct: Estimate
+    ips: Estimate
+    snips: Estimate
+    doubly_robust: Estimate
+    level: float
+    decisions: int
+    left_out: Mapping[str, int]
+    overlap: Overlap
+    doubts: tuple[str, ...]
+
+    @property
+    def trusted(self) -> bool:
+        """Whether there is no doubt."""
+        return not self.doubts
+
+    def __str__(self) -> str:
+        rows = {
+            "as logged": self.logged,
+            "direct method": self.direct,
+            "IPS": self.ips,
+            "self-normalised IPS": self.snips,
+            "doubly robust": self.doubly_robust,
+        }
+        lines = [f"{'':20s}{'value':>10s}{'std. error':>12s}  {100 * self.level:g} % interval"]
+        for name, found in rows.items():
+            low, high = found.interval(self.level)
+            lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
+        out, own = _counts(self.left_out), self.overlap
+        lines += [
+            f"{self.decisions} decisions" + (f"; left out: {out}" if out else ""),
+            f"effective sample size {own.effective_size:.4g}, largest weight {own.largest_weight:.4g}",
+            f"the policy's probability on arms that could not be chosen: {own.impossible:.2%}, that never were: "
+            f"{own.never_chosen:.2%}",
+            *(f"not to be trusted: {doubt}" for doubt in self.doubts),
+        ]
+        return "\n".join(lines)
+
+
+def _counts(left_out: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+
+
+def evaluate(
+    log: Log | str | os.PathLike[str], policy: Agent | Policy, *, level: float = 0.95, draws: int = DRAWS, seed: int = 0
+) -> Estimates:
+    """What a policy would have earned in place of the one that wrote a log, by five estimators.
+
+    >>> rng = np.random.default_rng(0)
+    >>> arms = rng.integers(2, size=400)
+    >>> log = Log.of(contexts=rng.normal(size=(400, 1)), arms=arms, probabilities=np.full(400, 0.5), rewards=arms + 0.0)
+    >>> always_one = evaluate(log, lambda contexts: np.ones(len(contexts), int))
+    >>> low, high = always_one.doubly_robust.interval(0.95)
+    >>> bool(low <= 1 <= high), always_one.trusted
+    (True, True)
+
+    Used are the decisions with a probability and a reward. Arms that were tried in turn are left out: their rounds follow from
+    the count alone, so that leaving them out selects no contexts. Decisions without a reward are left out as if rewards were
+    missing at random: given the context and the arm, whether one comes must not depend on how large it is. Contexts are
+    taken as independent draws, and rewards as not drifting.
+
+    Intervals are normal ones. They say nothing where an `OverlapWarning` comes: where the policy chooses what the log could
+    not, or where few decisions have most of the weight.
+
+    Args:
+        log: a path, or what `read_log` or `Log.of` gave.
+        policy: an agent as it is now, which chooses among the arms of each decision and learns nothing; or a function from
+            contexts (n, features) to probabilities (n, arms), or to arms (n,). It must not have learnt from this log.
+        level: of the intervals.
+        draws: from an agent's posterior for each context. Few make the estimates less precise, not biased.
+        seed: of these draws.
+    """
+    if not 0 < level < 1:
+        raise SettingError(f"level must lie between 0 and 1, got {level!r}")
+    log = log if isinstance(log, Log) else read_log(log)
+    known, paid = np.isfinite(log.probabilities), np.isfinite(log.rewards)
+    used = np.flatnonzero(known & paid & ~log.tried)
+    left_out = {
+        "without a reward": int((known & ~paid).sum()),
+        "tried in turn": int((paid & log.tried).sum()),
+        "without a probability": int((~known).sum()),
+    }
+    if len(used) < 2:
+        raise MatchError(
+            f"the log has {len(used)} decisions with a probability and a reward, and two are needed at least; left out: "
+            f"{_counts(left_out) or 'none'}"
+        )
+    contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
+    if isinstance(policy, Agent):
+        shares = _probabilities_of(policy, contexts, allowed, draws, seed)
+    else:
+        shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
+    rows = np.arange(len(used))
+    weights, predicted = shares[rows, arms] / log.probabilities[used], predicted_before(log)[used]
+    overlap = Overlap.of(shares, weights, arms, log.possible[used])
+    doubts = overlap.doubts()
+    if isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id:
+        doubts.append("the agent has learnt from this very log, which favours it")
+    if doubts:
+        warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", OverlapWarning)
+    return Estimates(
+        logged=mean(rewards),
+        direct=_Past(log).model(len(log)).direct(contexts, shares),
+        ips=inverse_propensity(rewards, weights),
+        snips=self_normalised(rewards, weights),
+        doubly_robust=doubly_robust(rewards, weights, predicted[rows, arms], (shares * predicted).sum(axis=1)),
+        level=level,
+        decisions=len(used),
+        left_out=left_out,
+        overlap=overlap,
+        doubts=tuple(doubts),
+    )
+
+
+def _probabilities_of(
+    agent: Agent, contexts: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_], draws: int, seed: int
+) -> Numbers:
+    """Of an agent that is offered the arms of the log; arms of its own that the log does not have were not on offer."""
+    both = min(allowed.shape[1], agent.n_arms)
+    mask = np.zeros((len(contexts), agent.n_arms), bool)
+    mask[:, :both] = allowed[:, :both]
+    found = np.zeros(allowed.shape)
+    found[:, :both] = agent.probabilities(contexts, arms=mask, draws=draws, seed=seed)[:, :both]
+    return found
+
+
+def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
+    found = np.asarray(given)
+    if found.shape == shape[:1] and np.issubdtype(found.dtype, np.integer):
+        unknown = (found < 0) | (found >= shape[1])
+        if unknown.any():
+            raise MatchError(f"the policy chose arm {found[unknown][0]}: the log has arms 0 to {shape[1] - 1}")
+        certain: Numbers = np.eye(shape[1])[found]
+        return certain
+    if found.shape != shape:
+        raise MatchError(
+            f"a policy gives probabilities of shape {shape}, or {shape[0]} arms, whole numbers; got {found.dtype} of shape "
+            f"{found.shape}"
+        )
+    shares = found.astype(np.float64)
+    wrong = ~((shares >= 0).all(axis=1) & np.isclose(shares.sum(axis=1), 1, atol=1e-4))
+    if wrong.any():
+        raise MatchError(
+            f"a policy's probabilities are at least 0 and sum to 1, and those of row {int(wrong.argmax())} do not"
+        )
+    return shares
