@@ -28,6 +28,9 @@ Policy = Callable[[npt.NDArray[np.float32]], Any]
 _LEAST_EFFECTIVE, _LARGEST_SHARE, _MOST_IMPOSSIBLE, _MOST_ERRORS = 30.0, 0.1, 0.01, 4.0
 # The model of the rewards is fitted anew whenever its data have grown by this factor.
 _GROWTH = 1.1
+# Its prior, in units of the rewards' standard deviation: that of the `linear` agent's weights, and a noise of 1 that counts as
+# two observations.
+_PRIOR = {"precision": LinearSettings.precision, "shape": 2.0, "scale": 1.0}
 
 
 # --- estimators -----------------------------------------------------------------------------------------------------
@@ -92,37 +95,40 @@ class RewardModel:
     """q̂(x, a), Bayesian linear regression per arm around the mean reward; arms without data have that mean.
 
     Attributes:
-        shift: the mean reward.
-        posterior: of the rewards less their mean, of one run.
+        shift: the rewards' mean.
+        scale: their standard deviation.
+        posterior: of the rewards in these units, of one run.
     """
 
     shift: float
+    scale: float
     posterior: LinearPosterior
 
     @classmethod
     def of(cls, data: Statistics) -> RewardModel:
         """Fitted to the data of one run."""
-        shift = data.cross[..., -1].sum() / data.gram[..., -1, -1].sum().clamp(min=1)
-        prior, around = LinearSettings(), data.standardised(shift.view(1, 1), torch.ones_like(shift).view(1, 1))
-        fitted = LinearPosterior.of(around, precision=prior.precision, shape=prior.shape, scale=prior.scale)
-        return cls(float(shift), fitted)
+        count = float(data.gram[..., -1, -1].sum()) or 1.0
+        shift = float(data.cross[..., -1].sum()) / count
+        scale = math.sqrt(max(float(data.squares.sum()) / count - shift**2, 0.0)) or 1.0
+        units = (data.squares.new_full((1, 1), value) for value in (shift, scale))
+        return cls(shift, scale, LinearPosterior.of(data.standardised(*units), **_PRIOR))
 
     def predict(self, contexts: npt.NDArray[np.float32]) -> Numbers:
         """The mean rewards of every arm, (n, arms)."""
         found = _features(contexts)[0] @ self.posterior.mean[0].mT
-        return found.numpy() + self.shift
+        return found.numpy() * self.scale + self.shift
 
     def direct(self, contexts: npt.NDArray[np.float32], probabilities: Numbers) -> Estimate:
         """The direct method, (1/n) Σ_i v̂(x_i): as good as the model, and no better with more decisions.
 
         Its variance is that of v̂ over the contexts, plus that of the model: Σ_a z_aᵀ Cov(β_a) z_a with z_a = (1/n) Σ_i π(a | x_i)
-        x_i and Cov(β) = b/(a − 1) Λ⁻¹. That the model may be wrong is not in it.
+        x_i and Cov(β) = s² b/(a − 1) Λ⁻¹, s the rewards' scale. That the model may be wrong is not in it.
         """
         over_contexts = mean((probabilities * self.predict(contexts)).sum(axis=1))
         z = torch.from_numpy(probabilities).mT @ _features(contexts)[0] / len(contexts)
         own = self.posterior
         solved = torch.linalg.solve_triangular(own.factor[0], z.unsqueeze(2), upper=False).square().sum(dim=(1, 2))
-        of_model = float((own.scale[0] / (own.shape[0] - 1) * solved).sum())
+        of_model = self.scale**2 * float((own.scale[0] / (own.shape[0] - 1) * solved).sum())
         return Estimate(over_contexts.value, math.sqrt(over_contexts.error**2 + of_model))
 
 
