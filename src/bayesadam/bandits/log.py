@@ -175,7 +175,7 @@ class Standing:
             raise ValueError(f"decision {event.decision} comes after decision {self.next_id - 1}")
         if dict(zip(event.arms, event.probabilities, strict=True)).get(event.arm) != event.probability:
             raise ValueError(f"arm {event.arm} has the probability {event.probability} and another in the list")
-        if not 0 < event.probability <= 1:
+        if not 0 < event.probability <= 1 + 1e-9:
             raise ValueError(f"an arm was chosen with probability {event.probability}")
 
     def _change(self, event: ArmChanged) -> None:
@@ -241,7 +241,9 @@ class LogReader:
     def warn_of_rest(self, what: str) -> None:
         """Tell of a half-written last line, and what became of it."""
         if self.rest:
-            warn(f"the last line of {self.path}, {self.rest} bytes, was only half written and {what}: a killed machine")
+            warn(
+                f"the last line of {self.path}, {self.rest} bytes, was only half written, by a killed machine, and {what}"
+            )
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         try:
