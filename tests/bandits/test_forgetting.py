@@ -273,7 +273,7 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", BEFORE)
 def test_without_forgetting_choices_are_those_of_before(name):
     agent = make_agent(name, 3, 3, seed=7, settings=small(name))
     arms = []

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.hybrid import Hybrid
 from bayesadam.bandits.learners import Badam, Bootstrap, Greedy, Learner, MCDropout, Uniform, Variational
 from bayesadam.bandits.linear import Linear, NeuralLinear
 from bayesadam.bandits.settings import (
@@ -15,6 +16,7 @@ from bayesadam.bandits.settings import (
     BootstrapSettings,
     DropoutSettings,
     GreedySettings,
+    HybridSettings,
     LinearSettings,
     NeuralLinearSettings,
     UniformSettings,
@@ -40,7 +42,17 @@ _MAP: Values = {"form": "map"}
 _FIFTH: Values = {"dropout": 0.2}
 _RARELY: Values = {"epsilon": 0.05}
 _ESTIMATED: Values = {"noise_variance": None, "average": 0.0}
+_HYBRID: Values = {
+    "lr": 2e-3,
+    "lr_decay": 0.0,
+    "init_range": None,
+    "batch_size": 128,
+    "average": 0.995,
+    "l2": 6e-3,
+    "dropout": 0.0,
+}
 _REGISTRY: Mapping[str, Entry] = {
+    "hybrid": Entry(Hybrid, HybridSettings, _HYBRID, _HYBRID),
     "badam": Entry(Badam, BadamSettings, {"prior_variance": 0.02}),
     "badam-map": Entry(Badam, BadamSettings, {**_MAP, "prior_variance": 1e-3}, _MAP),
     "mc-dropout": Entry(MCDropout, DropoutSettings, _FIFTH, _FIFTH),

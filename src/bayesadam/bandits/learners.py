@@ -189,8 +189,8 @@ _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
 class NetworkLearner(Learner):
     """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
 
-    A training is `train_steps` mini-batches from the whole buffer, newer examples more often where it forgets. What acts is the average of the weights where the
-    settings ask for one; scores are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves.
+    A training is `train_steps` mini-batches from the whole buffer, newer examples more often where it forgets. What acts is
+    the average of the weights where the settings ask for one; scores are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves.
 
     The rewards' noise is estimated as the mean squared error, in units of the targets, of predictions made before their
     rewards were learnt from: unlike the training error it does not fall when the network learns by heart.
@@ -291,10 +291,13 @@ class NetworkLearner(Learner):
         """t_s mini-batches."""
         self._prepare()
         settings = self.settings
-        rows = self.buffer.drawn(self._batches, settings.train_steps, settings.batch_size)
-        self.stack.prepare(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
+        self.stack.prepare(self._rows().transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
         self.stack.run(settings.train_steps)
         self._moments = None
+
+    def _rows(self) -> Tensor:
+        """The places of a training's examples, (networks, steps, b)."""
+        return self.buffer.drawn(self._batches, self.settings.train_steps, self.settings.batch_size)
 
     def _prepare(self) -> None:
         """What a training's steps read: N, and the rewards' scale."""

@@ -57,11 +57,17 @@ class Decision:
 
 
 def make_agent(
-    name: str, n_features: int, n_arms: int, *, settings: str | AgentSettings = "tuned", seed: int = 0, **changes: Any
+    name: str = "hybrid",
+    n_features: int = 0,
+    n_arms: int = 0,
+    *,
+    settings: str | AgentSettings = "tuned",
+    seed: int = 0,
+    **changes: Any,
 ) -> Agent:
     """An agent to put into your own system.
 
-    >>> agent = make_agent("linear", n_features=2, n_arms=3)
+    >>> agent = make_agent(n_features=2, n_arms=3)
     >>> arm = agent.act([0.3, -1.0])
     >>> agent.update([0.3, -1.0], arm, reward=1.0)
     >>> decision = agent.decide([0.1, 0.2])       # the reward comes later
@@ -69,10 +75,11 @@ def make_agent(
 
     Args:
         name: one of `AGENTS`.
+        n_features: how many numbers a context has.
         n_arms: how many arms there are at first.
         settings: `"tuned"`, `"paper"` or your own.
         seed: fixes every random number.
-        changes: to single settings, such as `hidden=(50,)`.
+        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not is_count(value):

@@ -42,15 +42,22 @@ def _are_all(value: Any, of: Callable[[Any], bool]) -> bool:
 
 Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v) or (v == 0 and type(v) is int), "a whole number, 0 or more")]
+Several = Annotated[int, Check(lambda v: is_count(v) and v > 1, "a whole number, 2 or more")]
 Positive = Annotated[float, Check(_is_positive, "positive and finite")]
 PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
+Factor = Annotated[float, Check(lambda v: _is_number(v, 1) and v > 1, "finite and above 1")]
 NotNegative = Annotated[float, Check(lambda v: _is_number(v, 0), "finite and at least 0")]
 Probability = Annotated[float, Check(lambda v: _is_number(v, 0) and v <= 1, "between 0 and 1")]
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
+Always = Annotated[bool, Check(lambda v: v is True, "True")]
 Betas = Annotated[tuple[float, float], Check(lambda v: _are_all(v, _is_share) and len(v) == 2, "two numbers in [0, 1)")]
 Widths = Annotated[tuple[int, ...], Check(lambda v: _are_all(v, is_count), "a tuple of whole numbers like (100, 100)")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
+Range = Annotated[
+    tuple[float, float] | None,
+    Check(lambda v: v is None or (_are_all(v, _is_number) and len(v) == 2 and v[0] < v[1]), "(low, high), or None"),
+]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
 
@@ -253,3 +260,25 @@ class NeuralLinearSettings(LinearSettings, GreedySettings):
 
     window: Count = 1000
     hidden: Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")] = (100, 100)
+
+
+@dataclass(frozen=True)
+class HybridSettings(GreedySettings):
+    """Two exact linear heads, on the contexts and on the last hidden layer of a greedy network.
+
+    Attributes:
+        reward_range: what rewards can be, (low, high), where it is known; None for twice the range seen so far.
+        exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
+        settling: n₀: α² falls, and the penalty l2 with it, as n₀/(n₀ + n) does over n observations.
+        growth: the next training comes when there are so many times as many observations.
+        hold_out: one of so many observations is kept from the network, to weigh the heads by.
+    """
+
+    reward_range: Range = None
+    exploration: Probability = 0.3
+    settling: Positive = 500.0
+    growth: Factor = 1.15
+    hold_out: Several = 10
+    hidden: Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")] = (50, 50)
+    train_steps: Count = 200
+    standardise: Always = True

@@ -1,0 +1,283 @@
+"""Two exact linear heads, one on the contexts and one on a network's last hidden layer, weighed by what neither has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.learners import Greedy
+from bayesadam.bandits.linear import Statistics, with_constant
+from bayesadam.bandits.settings import AgentSettings, HybridSettings
+from bayesadam.engine.network import forward
+from bayesadam.engine.streams import Streams
+
+# The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise is
+# inverse gamma with a shape of the second and a scale of the third times R²/(features + 1).
+_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 0.05
+# What was seen is widened by this factor where nobody said what rewards can be: more may come.
+_MORE = 2.0
+# Each observation forgets this share of the others' errors when the network's noise is estimated.
+_MEMORY = 0.9995
+# The share of the hidden layer is drawn towards 0 by as much as so many observations would.
+_CAUTION = 4.0
+_CHUNK = 4096
+_LEAST, _MOST = 1e-8, 1e8
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """σ² ~ IG(a, b), β | σ² ~ N(μ, σ² C) for every run and arm, float64; b is without its prior.
+
+    Attributes:
+        mean: μ, (runs, arms, features).
+        covariance: C, (runs, arms, features, features).
+        shape: a, (runs, arms).
+        scale: b − b₀, (runs, arms).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    shape: Tensor
+    scale: Tensor
+
+    @classmethod
+    def zeros(cls, runs: int, arms: int, width: int, device: torch.device) -> Head:
+        """Around 0, with C = 1."""
+        mean = torch.zeros(runs, arms, width, dtype=torch.float64, device=device)
+        identity = torch.eye(width).to(mean).repeat(runs, arms, 1, 1)
+        return cls(mean, identity, torch.full_like(mean[..., 0], _SHAPE), torch.zeros_like(mean[..., 0]))
+
+    def update(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
+        """Take in k observations, with arms and rewards (runs, k) and features (runs, k, features).
+
+        With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
+        G = L⁻¹ X C and z = L⁻¹ e are what rank-one updates, one observation after the other, have in turn.
+        """
+        chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
+        own = x.unsqueeze(1) * chosen.unsqueeze(3)
+        errors = (rewards.unsqueeze(1) - self.mean @ x.mT) * chosen
+        reach = own @ self.covariance
+        factor = reach @ own.mT
+        factor.diagonal(dim1=2, dim2=3).add_(1)
+        factor = torch.linalg.cholesky(factor)
+        gain = torch.linalg.solve_triangular(factor, reach, upper=False)
+        z = torch.linalg.solve_triangular(factor, errors.unsqueeze(3), upper=False)
+        self.covariance.sub_(gain.mT @ gain)
+        self.mean.add_((gain.mT @ z).squeeze(3))
+        self.shape.add_(0.5 * chosen.sum(dim=2))
+        self.scale.add_(0.5 * z.squeeze(3).square().sum(dim=2))
+
+    def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
+        """C = (λ1 + Σ x xᵀ)⁻¹ and μ = C (λ μ₀ + Σ x r), with λ (runs,); returns ½(Σ r² + λ|μ₀|² − μᵀ C⁻¹ μ), (runs, arms)."""
+        width, precision = prior.shape[2], precision.view(-1, 1, 1)
+        identity = torch.eye(width, dtype=prior.dtype, device=prior.device)
+        factor = torch.linalg.cholesky(data.gram + precision.unsqueeze(3) * identity)
+        cross = data.cross + precision * prior
+        torch.cholesky_inverse(factor, out=self.covariance)
+        self.mean.copy_(torch.cholesky_solve(cross.unsqueeze(3), factor).squeeze(3))
+        squares = data.squares + (precision * prior.square()).sum(dim=2)
+        return 0.5 * (squares - (cross * self.mean).sum(dim=2)).clamp_(min=0)
+
+    def widths(self, x: Tensor) -> Tensor:
+        """xᵀ C x of every arm, (runs, k, arms)."""
+        runs, k, width = x.shape
+        sides = self.covariance.transpose(1, 2).reshape(runs, width, -1)
+        return ((x @ sides).view(runs, k, -1, width) * x.unsqueeze(2)).sum(dim=3).clamp_(min=0)
+
+    def left_out(self, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of observations that are in the fit, as if each were not, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k)."""
+        own = arms.unsqueeze(2)
+        rest = (1 - self.widths(x).gather(2, own).squeeze(2)).clamp_(min=1e-3)
+        return (rewards - (x @ self.mean.mT).gather(2, own).squeeze(2)) / rest, rest
+
+
+class Hybrid(Greedy):
+    """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
+
+    Both heads are exact Gaussians that every observation updates at once. After a training the one on the hidden layer is
+    fitted again to all that was seen, around the network's own last layer. s minimises the squared error of the sum on
+    observations that the network was not trained on, each left out of its head: where rewards are linear, or data are few, it is near 0.
+
+    The prior is in units of the rewards, so that a reward which was not yet seen stays possible (`_FUNCTION`, `_NOISE`). A
+    decision draws each arm's f with one normal number ε for both heads: f + ε √(a/g) ((1 − s) √(V_x) + s √(V_h)) with g ~ Γ(a)
+    and V = (α² (b − b₀) + b₀)/a · xᵀ C x; α falls from 1 to `exploration`.
+
+    Trainings come when the observations have grown by a factor, not at regular intervals: their number is logarithmic. The
+    network's penalty falls with the observations, as that of a prior does.
+    """
+
+    learns_at_once = True
+    settings: HybridSettings
+
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        super().__init__(settings, buffer, n_arms, seeds)
+        runs, width = buffer.runs, buffer.contexts.shape[2] + 1
+        self._linear = Head.zeros(runs, n_arms, width, self.device)
+        self._hidden = Head.zeros(runs, n_arms, self.settings.hidden[-1] + 1, self.device)
+        self._seen = Statistics.zeros(runs, n_arms, width, self.device)
+        self._share = torch.zeros(runs, 1, dtype=torch.float64, device=self.device)
+        self._ends = torch.tensor([torch.inf, -torch.inf]).to(self._share).repeat(runs, 1)
+        self._due = torch.zeros(runs, dtype=torch.int64)
+        self._memory |= vars(self._seen) | {"share": self._share, "ends": self._ends, "due": self._due}
+        for name, head in (("linear", self._linear), ("hidden", self._hidden)):
+            self._memory |= {f"{name}.{part}": tensor for part, tensor in vars(head).items()}
+        self._choice = self._stream("hybrid", seeds)
+
+    # --- units
+
+    def _units(self) -> tuple[Tensor, Tensor]:
+        """What is subtracted from rewards, and what they are divided by, (runs, 1), float64."""
+        return self._shift.double(), self._scale.double()
+
+    def _range(self) -> Tensor:
+        """R in units of the targets, (runs, 1)."""
+        given, scale = self.settings.reward_range, self._units()[1]
+        if given is not None:
+            return (given[1] - given[0]) / scale
+        low, high = self._ends[:, :1], self._ends[:, 1:]
+        seen = torch.where(high > low, high - low, high.abs().clamp(min=1))
+        return _MORE * seen.nan_to_num(posinf=1) / scale
+
+    def _noise(self) -> Tensor:
+        """b₀, (runs, 1)."""
+        return _NOISE * self._range().square() / self._linear.mean.shape[2]
+
+    def _precision(self, head: Head, data: Statistics) -> Tensor:
+        """λ = σ² E|x|²/(c R)², with which functions have the standard deviation c R, (runs,)."""
+        noise = (head.scale + self._noise()).sum(dim=1) / head.shape.sum(dim=1)
+        counts = data.gram[..., -1, -1].sum(dim=1)
+        squares = data.gram.diagonal(dim1=2, dim2=3).sum(dim=(1, 2)) / counts.clamp(min=1)
+        return (noise * squares / (_FUNCTION * self._range().squeeze(1)).square()).clamp(_LEAST, _MOST)
+
+    # --- choosing
+
+    def _fades(self) -> float:
+        """n₀/(n₀ + n)."""
+        return self.settings.settling / (self.settings.settling + self.buffer.count)
+
+    def _features(self, contexts: Tensor) -> Tensor:
+        return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
+
+    def _predictive(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of f, (runs, k, arms), in units of the targets."""
+        own, share = self.settings, self._share.unsqueeze(2)
+        tempered = own.exploration**2 + (1 - own.exploration**2) * self._fades()
+        mean, std = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        for head, x, weight in (
+            (self._linear, with_constant(contexts), 1 - share),
+            (self._hidden, self._features(contexts), share),
+        ):
+            variance = ((tempered * head.scale + self._noise()) / head.shape).unsqueeze(1) * head.widths(x)
+            mean, std = mean + weight * (x @ head.mean.mT), std + weight * variance.sqrt()
+        return mean, std
+
+    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
+        return self._many_scores(contexts, 1, streams).squeeze(2)
+
+    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
+        mean, std = (part.unsqueeze(2) for part in self._predictive(contexts))
+        shape = self._linear.shape[:, None, None].expand(-1, contexts.shape[1], draws, -1)
+        scales = (shape / streams.gamma(shape)).sqrt()
+        return (mean + std * scales * streams.normal(*shape.shape[1:])).float()
+
+    def _outcomes(self, contexts: Tensor) -> None:
+        return None
+
+    # --- learning
+
+    def observe(self, places: slice) -> None:
+        """Update both heads, and what the one on the contexts is fitted to."""
+        super().observe(places)
+        contexts, arms, rewards = (
+            part[:, places] for part in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
+        )
+        rewards, x, count = rewards.double(), with_constant(contexts), places.stop - places.start
+        ends = torch.stack([rewards.amin(dim=1), -rewards.amax(dim=1)], dim=1)
+        signs = ends.new_tensor([1, -1])
+        self._ends.copy_(signs * torch.minimum(signs * self._ends, ends))
+        self._seen.fade(self.buffer.faded(count))
+        chosen = F.one_hot(arms, self.n_arms) * self.buffer.weights(places)[:, None]
+        for arm in range(self.n_arms):
+            self._seen.add(arm, x, rewards, chosen[..., arm])
+        shift, scale = self._units()
+        targets = (rewards - shift) / scale
+        self._linear.update(arms, x, targets)
+        if self.stack.done:
+            self._hidden.update(arms, self._features(contexts), targets)
+            memory = min(_MEMORY, self.buffer.faded(1)) ** count
+            self._hidden.scale.mul_(memory)
+            self._hidden.shape.sub_(_SHAPE).mul_(memory).add_(_SHAPE)
+
+    def train(self) -> None:
+        """Where one is due: a training of the network, both heads fitted again, and their shares."""
+        if self.buffer.count < int(self._due[0]):
+            return
+        more = max(self.settings.train_every, (self.settings.growth - 1) * self.buffer.effective_count)
+        self._due.fill_(self.buffer.count + int(more))
+        super().train()
+        self._fit_linear()
+        self._fit_hidden()
+        self._weigh()
+
+    def _prepare(self) -> None:
+        before = self._scale.clone()
+        super()._prepare()
+        self._l2.fill_(self.settings.l2 * self._fades())
+        # Squared errors are in the units of the training before.
+        self._hidden.scale.mul_((before / self._scale).square())
+
+    def _rows(self) -> Tensor:
+        """The neighbours of what is held out stand in for it."""
+        rows = super()._rows()
+        beside = torch.where(rows + 1 < self.buffer.count, rows + 1, rows - 1).clamp_(min=0)
+        return torch.where(rows % self.settings.hold_out == 0, beside, rows)
+
+    def _fit_linear(self) -> None:
+        """Around what an arm drawn at random pays: agents that learn see better rewards than that."""
+        data, head = self._seen.standardised(*self._units()), self._linear
+        counts, prior = data.gram[..., -1, -1], torch.zeros_like(head.mean)
+        means = data.cross[..., -1] / counts.clamp(min=1)
+        prior[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1)).unsqueeze(1)
+        residual = head.fit(data, prior, self._precision(head, data))
+        head.shape.copy_(_SHAPE + 0.5 * data.gram[..., -1, -1])
+        head.scale.copy_(residual)
+
+    def _fit_hidden(self) -> None:
+        """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt from."""
+        buffer, head = self.buffer, self._hidden
+        data = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[2], self.device)
+        for first in range(0, buffer.count, _CHUNK):
+            places = slice(first, min(first + _CHUNK, buffer.count))
+            chosen = F.one_hot(buffer.arms[:, places], self.n_arms) * buffer.weights(places)[:, None]
+            x, rewards = self._features(buffer.contexts[:, places]), buffer.rewards[:, places].double()
+            for arm in range(self.n_arms):
+                data.add(arm, x, rewards, chosen[..., arm])
+        data = data.standardised(*self._units())
+        last = len(self.network.hidden)
+        weight, bias = (self.params[f"layer{last}.{part}"].double() for part in ("weight", "bias"))
+        head.fit(data, torch.cat([weight, bias.unsqueeze(2)], dim=2), self._precision(head, data))
+
+    def _weigh(self) -> None:
+        """s = Σ ω e_x (e_x − e_h)/(Σ ω (e_x − e_h)² + m σ²) in [0, 1], e the errors of what was held out and left out.
+
+        ω falls with the square of what is left of an observation when it is left out, which bounds that of outliers.
+        """
+        shift, scale = self._units()
+        places = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
+        contexts, arms, rewards = (
+            part[:, places] for part in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
+        )
+        targets = (rewards.double() - shift) / scale
+        first, rest = self._linear.left_out(arms, with_constant(contexts), targets)
+        second, other = self._hidden.left_out(arms, self._features(contexts), targets)
+        weights = torch.minimum(rest, other).square() * self.buffer.weights(places)
+        noise = torch.minimum((weights * first.square()).mean(dim=1), (weights * second.square()).mean(dim=1))
+        gap = first - second
+        below = (weights * gap.square()).sum(dim=1) + _CAUTION * noise
+        share = (weights * first * gap).sum(dim=1) / below.clamp(min=torch.finfo(torch.float64).tiny)
+        self._share.copy_(share.clamp_(0, 1).unsqueeze(1))

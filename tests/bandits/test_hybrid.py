@@ -1,0 +1,196 @@
+"""The hybrid agent: exact heads against closed forms, its units, and what it does where others fail."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bayesadam.bandits import agent_settings, classification_problem, make_agent, reward_problem, simulate
+from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.hybrid import Head, Hybrid
+from bayesadam.bandits.linear import Statistics
+
+CPU = torch.device("cpu")
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+# --- the heads ------------------------------------------------------------------------------------------------------
+
+RUNS, ARMS, WIDTH, COUNT = 2, 3, 4, 30
+
+
+def observations(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = rng(seed)
+    x = random.normal(size=(RUNS, COUNT, WIDTH))
+    x[..., -1] = 1
+    arms, rewards = random.integers(ARMS, size=(RUNS, COUNT)), random.normal(size=(RUNS, COUNT))
+    return torch.from_numpy(arms), torch.from_numpy(x), torch.from_numpy(rewards)
+
+
+def reference(arms: np.ndarray, x: np.ndarray, rewards: np.ndarray, arm: int, prior: np.ndarray, precision: float):
+    """μ, C and ½(Σ r² + λ|μ₀|² − μᵀ C⁻¹ μ) of one run's arm, from the normal equations."""
+    own = arms == arm
+    inverse = precision * np.eye(WIDTH) + x[own].T @ x[own]
+    mean = np.linalg.solve(inverse, precision * prior + x[own].T @ rewards[own])
+    squares = (rewards[own] ** 2).sum() + precision * prior @ prior
+    return mean, np.linalg.inv(inverse), 0.5 * (squares - mean @ inverse @ mean)
+
+
+def statistics(arms: torch.Tensor, x: torch.Tensor, rewards: torch.Tensor) -> Statistics:
+    found = Statistics.zeros(RUNS, ARMS, WIDTH, CPU)
+    for arm in range(ARMS):
+        found.add(arm, x, rewards, (arms == arm).double())
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 7, COUNT])
+def test_updates_in_blocks_are_the_normal_equations(size):
+    arms, x, rewards = observations()
+    head = Head.zeros(RUNS, ARMS, WIDTH, CPU)
+    for first in range(0, COUNT, size):
+        part = slice(first, first + size)
+        head.update(arms[:, part], x[:, part], rewards[:, part])
+    for run in range(RUNS):
+        for arm in range(ARMS):
+            own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
+            mean, covariance, residual = reference(*own, arm, np.zeros(WIDTH), 1.0)
+            np.testing.assert_allclose(head.mean[run, arm], mean, atol=1e-10)
+            np.testing.assert_allclose(head.covariance[run, arm], covariance, atol=1e-10)
+            np.testing.assert_allclose(head.scale[run, arm], residual, atol=1e-10)
+            assert head.shape[run, arm] == 1 + 0.5 * (own[0] == arm).sum()
+
+
+def test_a_fit_is_the_normal_equations_around_a_prior_mean():
+    arms, x, rewards = observations()
+    prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, WIDTH)))
+    head, precision = Head.zeros(RUNS, ARMS, WIDTH, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    residual = head.fit(statistics(arms, x, rewards), prior, precision)
+    for run in range(RUNS):
+        for arm in range(ARMS):
+            own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
+            found = reference(*own, arm, prior[run, arm].numpy(), float(precision[run]))
+            for mine, theirs in zip((head.mean, head.covariance, residual), found, strict=True):
+                np.testing.assert_allclose(mine[run, arm], theirs, atol=1e-10)
+
+
+def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
+    arms, x, rewards = observations()
+    head, zero = Head.zeros(RUNS, ARMS, WIDTH, CPU), np.zeros(WIDTH)
+    head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), torch.full((RUNS,), 0.5, dtype=torch.float64))
+    errors, rest = head.left_out(arms, x, rewards)
+    assert ((rest > 0) & (rest < 1)).all()
+    for place in range(COUNT):
+        kept = np.arange(COUNT) != place
+        arm = int(arms[1, place])
+        mean, _, _ = reference(
+            arms[1, kept].numpy(), x[1, kept].numpy(), rewards[1, kept].numpy(), arm, zero, precision=0.5
+        )
+        assert float(errors[1, place]) == pytest.approx(float(rewards[1, place]) - float(x[1, place].numpy() @ mean))
+
+
+# --- the agent ------------------------------------------------------------------------------------------------------
+
+
+def linear_problem(scale: float = 1.0, shift: float = 0.0):
+    contexts = rng(2).normal(size=(600, 4)).astype(np.float32)
+    rewards = contexts @ rng(3).normal(size=(4, 3))
+    return reward_problem(contexts, scale * rewards + shift, name="linear", standardise=False)
+
+
+def rings():
+    """The arm is the ring that a point lies in: no linear function of the coordinates tells."""
+    points = rng(4).uniform(-1, 1, size=(2000, 2))
+    return classification_problem(points, np.digitize(np.hypot(*points.T), [0.5, 0.8]), name="rings")
+
+
+def played(problem, rounds: int, **changes: object) -> Hybrid:
+    """The learner after so many rounds of one run."""
+    from bayesadam.bandits.simulation import Playing
+
+    with Playing(problem, "hybrid", 1, rounds, 0, "cpu", agent_settings("hybrid", **changes)) as playing:
+        while not playing.finished:
+            playing.advance()
+        return playing._lanes[0].learner
+
+
+def test_linear_rewards_are_left_to_the_linear_head():
+    assert float(played(linear_problem(), 400)._share) < 0.3
+    assert simulate(linear_problem(), "hybrid", runs=3, rounds=400).reward_ratio.min() > 0.85
+
+
+def test_others_are_left_to_the_network():
+    learner = played(rings(), 1500)
+    assert float(learner._share) > 0.7
+    late = learner.buffer.rewards[:, -300:].mean()
+    linear = simulate(rings(), "linear", runs=1, rounds=1500)
+    assert late > 0.8 > float(linear.reward_ratio.mean())
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(8.0, 0.0), (0.125, 0.0), (1.0, 16.0)])
+def test_units_of_the_rewards_do_not_matter(scale, shift):
+    ours = played(linear_problem(), 200, train_steps=40).buffer.arms
+    theirs = played(linear_problem(scale, shift), 200, train_steps=40).buffer.arms
+    assert (ours == theirs).double().mean() > 0.95
+
+
+def test_a_prize_that_was_not_seen_is_possible_where_the_range_says_so():
+    wide, narrow = (played(rings(), 200, reward_range=given) for given in ((0.0, 50.0), (0.0, 1.0)))
+    x = torch.zeros(1, 1, 2)
+    assert (wide._predictive(x)[1] > 3 * narrow._predictive(x)[1]).all()
+
+
+def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
+    agent = make_agent("hybrid", n_features=2, n_arms=4, seed=1)
+    arms = []
+    for context in rng(5).normal(size=(200, 2)):
+        arms.append(agent.act(context))
+        agent.update(context, arms[-1], 0.0)
+    assert min(np.bincount(arms[100:], minlength=4)) > 5
+
+
+def test_what_is_held_out_is_not_trained_on():
+    learner = played(rings(), 200, hold_out=5)
+    rows = learner._rows()
+    assert rows.min() >= 0
+    assert rows.max() < 200
+    assert (rows % 5 != 0).all()
+
+
+def test_trainings_grow_rarer():
+    learner = played(rings(), 1500, train_steps=10)
+    assert learner.stack.done == 10 * len(due(1500))
+    assert played(rings(), 400, train_steps=10, forget=50.0).stack.done > 10 * len(due(400))
+
+
+def due(rounds: int) -> list[int]:
+    """At which counts the agent trains: after the first pulls, then 20 and 15 % more observations at least."""
+    found, count, following = [], 9, 0
+    while count < rounds:
+        if count >= following:
+            found.append(count)
+            following = count + int(max(20, 0.15 * count))
+        count += 20
+    return found
+
+
+def test_the_default_agent_is_hybrid():
+    assert make_agent(n_features=2, n_arms=2).name == "hybrid"
+
+
+def test_exploration_settles():
+    bold, settled = (played(rings(), 400, exploration=share, settling=1.0) for share in (1.0, 0.1))
+    ratio = settled._predictive(torch.zeros(1, 1, 2))[1] / bold._predictive(torch.zeros(1, 1, 2))[1]
+    assert math.isfinite(float(ratio.max()))
+    assert float(ratio.max()) < 0.9
+
+
+def test_room_is_made_for_more():
+    learner = played(rings(), 100)
+    wide = Hybrid(learner.settings, Buffer(torch.zeros(1, 500, 2)), 3, [0])
+    wide.load(learner.tensors())
+    assert torch.equal(wide._linear.mean, learner._linear.mean)
+    assert int(wide._due[0]) == int(learner._due[0])
