@@ -49,7 +49,9 @@ _HYBRID: Values = {
     "batch_size": 128,
     "average": 0.995,
     "l2": 6e-3,
+    "l2_by_noise": False,
     "dropout": 0.0,
+    "standardise": True,
 }
 _REGISTRY: Mapping[str, Entry] = {
     "hybrid": Entry(Hybrid, HybridSettings, _HYBRID, _HYBRID),
