@@ -10,6 +10,7 @@ from bayesadam.bandits import agent_settings, classification_problem, make_agent
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.hybrid import Head, Hybrid
 from bayesadam.bandits.linear import Statistics
+from bayesadam.bandits.simulation import Playing
 
 CPU = torch.device("cpu")
 
@@ -42,8 +43,7 @@ def reference(arms: np.ndarray, x: np.ndarray, rewards: np.ndarray, arm: int, pr
 
 def statistics(arms: torch.Tensor, x: torch.Tensor, rewards: torch.Tensor) -> Statistics:
     found = Statistics.zeros(RUNS, ARMS, WIDTH, CPU)
-    for arm in range(ARMS):
-        found.add(arm, x, rewards, (arms == arm).double())
+    found.add_all(arms, x, rewards, torch.ones(COUNT, dtype=torch.float64))
     return found
 
 
@@ -109,8 +109,6 @@ def rings():
 
 def played(problem, rounds: int, **changes: object) -> Hybrid:
     """The learner after so many rounds of one run."""
-    from bayesadam.bandits.simulation import Playing
-
     with Playing(problem, "hybrid", 1, rounds, 0, "cpu", agent_settings("hybrid", **changes)) as playing:
         while not playing.finished:
             playing.advance()

@@ -83,6 +83,10 @@ class Buffer:
         ages = torch.log1p(streams.uniform(*shape).double() * math.expm1(-rate * self.count)) / -rate
         return self.count - 1 - ages.long().clamp_(max=self.count - 1)
 
+    def seen(self, places: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Contexts (runs, k, features), arms and rewards (runs, k) at the same places of every run."""
+        return self.contexts[:, places], self.arms[:, places], self.rewards[:, places]
+
     def at(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of contexts (n, b, features), arms (n, b) and rewards (n, b) at places (n, b), n a multiple of the runs."""
         n, b = places.shape

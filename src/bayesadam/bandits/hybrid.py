@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Greedy
-from bayesadam.bandits.linear import Statistics, with_constant
+from bayesadam.bandits.linear import Statistics, normal_equations, with_constant
 from bayesadam.bandits.settings import AgentSettings, HybridSettings
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
@@ -73,15 +73,11 @@ class Head:
         self.scale.add_(0.5 * z.squeeze(3).square().sum(dim=2))
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
-        """C = (λ1 + Σ x xᵀ)⁻¹ and μ = C (λ μ₀ + Σ x r), with λ (runs,); returns ½(Σ r² + λ|μ₀|² − μᵀ C⁻¹ μ), (runs, arms)."""
-        width, precision = prior.shape[2], precision.view(-1, 1, 1)
-        identity = torch.eye(width, dtype=prior.dtype, device=prior.device)
-        factor = torch.linalg.cholesky(data.gram + precision.unsqueeze(3) * identity)
-        cross = data.cross + precision * prior
+        """Refitted around μ₀ with λ (runs,); returns what b − b₀ would be, (runs, arms): see `normal_equations`."""
+        factor, mean, residual = normal_equations(data, prior, precision)
         torch.cholesky_inverse(factor, out=self.covariance)
-        self.mean.copy_(torch.cholesky_solve(cross.unsqueeze(3), factor).squeeze(3))
-        squares = data.squares + (precision * prior.square()).sum(dim=2)
-        return 0.5 * (squares - (cross * self.mean).sum(dim=2)).clamp_(min=0)
+        self.mean.copy_(mean)
+        return residual
 
     def widths(self, x: Tensor) -> Tensor:
         """xᵀ C x of every arm, (runs, k, arms)."""
@@ -193,17 +189,13 @@ class Hybrid(Greedy):
     def observe(self, places: slice) -> None:
         """Update both heads, and what the one on the contexts is fitted to."""
         super().observe(places)
-        contexts, arms, rewards = (
-            part[:, places] for part in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
-        )
+        contexts, arms, rewards = self.buffer.seen(places)
         rewards, x, count = rewards.double(), with_constant(contexts), places.stop - places.start
         ends = torch.stack([rewards.amin(dim=1), -rewards.amax(dim=1)], dim=1)
         signs = ends.new_tensor([1, -1])
         self._ends.copy_(signs * torch.minimum(signs * self._ends, ends))
         self._seen.fade(self.buffer.faded(count))
-        chosen = F.one_hot(arms, self.n_arms) * self.buffer.weights(places)[:, None]
-        for arm in range(self.n_arms):
-            self._seen.add(arm, x, rewards, chosen[..., arm])
+        self._seen.add_all(arms, x, rewards, self.buffer.weights(places))
         shift, scale = self._units()
         targets = (rewards - shift) / scale
         self._linear.update(arms, x, targets)
@@ -253,10 +245,8 @@ class Hybrid(Greedy):
         data = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[2], self.device)
         for first in range(0, buffer.count, _CHUNK):
             places = slice(first, min(first + _CHUNK, buffer.count))
-            chosen = F.one_hot(buffer.arms[:, places], self.n_arms) * buffer.weights(places)[:, None]
-            x, rewards = self._features(buffer.contexts[:, places]), buffer.rewards[:, places].double()
-            for arm in range(self.n_arms):
-                data.add(arm, x, rewards, chosen[..., arm])
+            contexts, arms, rewards = buffer.seen(places)
+            data.add_all(arms, self._features(contexts), rewards.double(), buffer.weights(places))
         data = data.standardised(*self._units())
         last = len(self.network.hidden)
         weight, bias = (self.params[f"layer{last}.{part}"].double() for part in ("weight", "bias"))
@@ -269,9 +259,7 @@ class Hybrid(Greedy):
         """
         shift, scale = self._units()
         places = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
-        contexts, arms, rewards = (
-            part[:, places] for part in (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
-        )
+        contexts, arms, rewards = self.buffer.seen(places)
         targets = (rewards.double() - shift) / scale
         first, rest = self._linear.left_out(arms, with_constant(contexts), targets)
         second, other = self._hidden.left_out(arms, self._features(contexts), targets)

@@ -271,8 +271,7 @@ class NetworkLearner(Learner):
         """Compare the new rewards with what the network, which has not seen them, predicts."""
         if not (self._estimates_noise() and self.stack.done):
             return
-        seen = (self.buffer.contexts, self.buffer.arms, self.buffer.rewards)
-        contexts, arms, rewards = (self._by_network(part[:, places]) for part in seen)
+        contexts, arms, rewards = map(self._by_network, self.buffer.seen(places))
         found = forward(self.network, self.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = found.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = places.stop - places.start

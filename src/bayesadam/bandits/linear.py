@@ -50,11 +50,33 @@ class Statistics:
         self.cross[:, arm] += (weighted.mT @ rewards.unsqueeze(2)).squeeze(2)
         self.squares[:, arm] += (weights * rewards.square()).sum(dim=1)
 
+    def add_all(self, arms: Tensor, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
+        """Take in examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k)."""
+        chosen = F.one_hot(arms, self.squares.shape[1]) * weights.unsqueeze(-1)
+        for arm in range(self.squares.shape[1]):
+            self.add(arm, x, rewards, chosen[..., arm])
+
     def standardised(self, shift: Tensor, scale: Tensor) -> Statistics:
         """The same for rewards (r − shift)/scale, with shift and scale (runs, 1)."""
         sums, count = self.cross[..., -1], self.gram[..., -1, -1]
         cross = (self.cross - shift.unsqueeze(2) * self.gram[..., -1]) / scale.unsqueeze(2)
         return Statistics(self.gram, cross, (self.squares - 2 * shift * sums + shift.square() * count) / scale.square())
+
+
+def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """L of Λ = λ1 + Σ x xᵀ = L Lᵀ, μ = Λ⁻¹ (λ μ₀ + Σ x r), and ½(Σ r² + λ|μ₀|² − μᵀ Λ μ), with which b grows.
+
+    Args:
+        prior: μ₀, (runs, arms, features).
+        precision: λ, of every run (runs,) or of all ().
+    """
+    precision = precision.view(-1, 1, 1)
+    identity = torch.eye(prior.shape[2], dtype=prior.dtype, device=prior.device)
+    factor = torch.linalg.cholesky(data.gram + precision.unsqueeze(3) * identity)
+    cross = data.cross + precision * prior
+    mean = torch.cholesky_solve(cross.unsqueeze(-1), factor).squeeze(-1)
+    squares = data.squares + (precision * prior.square()).sum(dim=2)
+    return factor, mean, 0.5 * (squares - (cross * mean).sum(dim=-1)).clamp(min=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +98,8 @@ class LinearPosterior:
     @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """Λ = λ1 + Σ x xᵀ, μ = Λ⁻¹ Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ Λ μ)."""
-        identity = torch.eye(data.gram.shape[-1], dtype=torch.float64, device=data.gram.device)
-        factor = torch.linalg.cholesky(data.gram + precision * identity)
-        mean = torch.cholesky_solve(data.cross.unsqueeze(-1), factor).squeeze(-1)
-        residual = (data.squares - (data.cross * mean).sum(dim=-1)).clamp(min=0)
-        return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + 0.5 * residual)
+        factor, mean, residual = normal_equations(data, torch.zeros_like(data.cross), data.cross.new_tensor(precision))
+        return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
     def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:
         """β·x of every arm, `each` draws of (σ², β) for every row of x (runs, k, features): (runs, k·each, arms).
@@ -133,11 +152,9 @@ class _OnStatistics(Learner):
     def observe(self, places: slice) -> None:
         """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
         super().observe(places)
-        chosen = F.one_hot(self.buffer.arms[:, places], self.n_arms) * self.buffer.weights(places)[:, None]
+        contexts, arms, rewards = self.buffer.seen(places)
         self.statistics.fade(self.buffer.faded(places.stop - places.start))
-        x, rewards = self._features(self.buffer.contexts[:, places]), self.buffer.rewards[:, places].double()
-        for arm in range(self.n_arms):
-            self.statistics.add(arm, x, rewards, chosen[..., arm])
+        self.statistics.add_all(arms, self._features(contexts), rewards.double(), self.buffer.weights(places))
         self._linear = None
 
     def linear_posterior(self) -> LinearPosterior:
