@@ -58,9 +58,9 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 peers: $(PEERS)/.ready
 
 peers-test: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py
+	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_rivals.py
 
-# A benchmark whose peer cannot be imported fails. The others (bandits, calibration, doubt, large, lora, off_policy, prune, tabular) run by name.
+# A benchmark whose peer cannot be imported fails. The others (bandits, calibration, doubt, large, lora, off_policy, prune, tabular, tune_bandits) run by name.
 BENCHES := step sample soap predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done

@@ -1,295 +1,371 @@
-"""Bandit agents next to Vowpal Wabbit: reward over the optimum's, and decisions per second.
+"""Our bandit agents beside other packages': reward over the optimum's, regret over Uniform's, decisions per second.
 
-    python benchmarks/bandits.py [--quick] [--alone] [--rounds 2000] [--runs 5] [--problems ...] [--device cuda] [--out out/bench]
+    python benchmarks/bandits.py [--quick] [--alone] [--problems ...] [--agents ...] [--rivals ...] [--rounds 2000]
+        [--runs 5] [--seed 1000] [--device cuda] [--out out/bench]
 
-Both sides meet the same contexts and rewards, run by run. Ours plays with one setting for all problems: `simulate`, all
-runs at once, and an agent of `make_agent`, one context at a time. Decisions per second are of the whole loop: act, learn,
-and for `simulate` making the rounds too. `simulate` uses torch's threads on a CPU; the peer and the live agent have one.
+Stopped, it resumes: each problem and player is a file in out/bench/bandits, so that several processes may take some
+problems or rivals each, and one that asks for all of them then prints the tables. A rival that is not installed is
+left out, with the reason.
 
-Vowpal Wabbit plays `--cb_explore` with every exploration, learning rate and cost below, with and without the products of
-two features. Each setting plays two runs; the best of them, the best over all problems and its own default then play all
-runs, and the one with the highest mean stands in the table. It is picked after the fact, which favours it. Costs
-are −reward, scaled by a constant into [−1, 1] ("negated"), or mapped onto [0, 1] ("shifted"). Its examples are parsed
-from text before the clock starts; "from numbers" is its pace with the text written and parsed inside the loop, as a
-service would.
+All meet the same contexts and rewards, run by run, on one core; paces are of CPU time, which other processes on the
+machine hardly change. Ours plays with one setting for all problems: `simulate`, all runs at once, and for the pace
+"one by one" an agent of `make_agent` on the first 600 rounds.
+
+A rival plays its default and, of a few settings, the one that is best on this problem: each plays two runs, the best
+of them play all runs, and the one with the highest mean stands in the table. It is picked after the fact, which
+favours it. Vowpal Wabbit has 120 settings, every exploration, learning rate and cost, with and without the products
+of two features; for the others, and what they are given, see `bandit_rivals.py`. A rival's contexts are in its own
+format before the clock starts; "one by one" has that inside the loop, as a service would.
+
+The scikit-learn sets are classification problems whose rows are drawn with replacement. A rival that is too slow for
+all rounds plays the first of them, and the table says so; the column "in the first 500" compares all.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
+import importlib
+import importlib.metadata
 import statistics
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bayesadam.bandits import BanditProblem, Rounds, make_agent, problem, simulate
+from bandit_rivals import RIVALS, Diverged, Entrant, Setting
+from bayesadam.bandits import AGENTS, BanditProblem, Rounds, classification_problem, make_agent, problem, simulate
+from bayesadam.bandits.problems import Numbers
 from bayesadam.structures.noise import stream_seed
-from harness import against, arguments, import_peer, setting, write_results
+from harness import against, arguments, number, one_core, read_cell, replaced, setting, write_cell, write_results
 
-SEED = 0
-PROBLEMS = ("mushroom", "statlog", "covertype")
-OURS = ("badam", "badam-map", "linear")
-CPU_ROUNDS, LIVE_ROUNDS = 2000, 600
-SCREENED_RUNS, FINALISTS = 2, 4
-
-EXPLORATIONS = (
-    "--epsilon 0",
-    "--epsilon 0.02",
-    "--epsilon 0.05",
-    "--bag 5",
-    "--cover 5",
-    "--cover 5 --psi 0.01 --nounif",
-    "--squarecb",
-    "--squarecb --gamma_scale 1000",
-    "--regcbopt --mellowness 0.001",
-    "--softmax --lambda 10",
-    "--first 70",
-)
-RATES = (0.5, 0.05, 2.0)
-COSTS = ("negated", "shifted")
-PRODUCTS = "-q ::"
+SHOWDOWN = ("mushroom", "statlog", "covertype", "adult", "jester", "financial")
+SCIKIT_LEARN = ("digits", "breast_cancer", "wine")
+OURS = ("hybrid", "linear", "neural-linear", "badam")
+CPU_ROUNDS, LIVE_ROUNDS, EARLY = 2000, 600, 500
+SCREENED_RUNS = 2
+Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One of the peer's.
-
-    Attributes:
-        options: its command line, less the number of arms and the seed.
-        costs: how rewards become costs, `"negated"` or `"shifted"`.
-    """
-
-    options: str
-    costs: str
-
-    def __str__(self) -> str:
-        return f"{self.options}, costs {self.costs}"
-
-    def cost(self, chosen: BanditProblem, reward: float) -> float:
-        """The cost that the peer learns from."""
-        low, high = (-35.0, 5.0) if chosen.name == "mushroom" else (0.0, 1.0)
-        return -reward / max(-low, high) if self.costs == "negated" else (high - reward) / (high - low)
+# --- problems -------------------------------------------------------------------------------------------------------
 
 
-# What a user gets who sets nothing.
-DEFAULT = Setting("--epsilon 0.05 -l 0.5", "negated")
+def drawn_rounds(table: Rounds, seed: int, rounds: int) -> Rounds:
+    """Rows of a table, drawn with replacement."""
+    random = np.random.Generator(np.random.SFC64(stream_seed(seed, "rows")))
+    rows = random.integers(len(table.contexts), size=rounds)
+    return Rounds(table.contexts[rows], table.rewards[rows], table.expected[rows])
 
 
-def settings(quick: bool) -> list[Setting]:
-    if quick:
-        return [DEFAULT, Setting("--squarecb -l 0.5", "shifted")]
-    grid = itertools.product(EXPLORATIONS, RATES, ("", PRODUCTS), COSTS)
-    return [
-        Setting(f"{exploration} -l {rate:g}" + (f" {products}" if products else ""), costs)
-        for exploration, rate, products, costs in grid
-        # Ten times slower than the others on covertype, and far from the best wherever it was tried.
-        if not (products and "--cover" in exploration)
-    ]
+def scikit_learn_problem(name: str) -> BanditProblem:
+    """One of scikit-learn's own sets, its features standardised, with as many rounds as are asked for."""
+    X, y = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(return_X_y=True)
+    once = classification_problem(X, y, name=name)
+    return replace(once, rounds=CPU_ROUNDS, most_rounds=None, make=partial(drawn_rounds, once.run(0)))
 
 
-# --- the peer -------------------------------------------------------------------------------------------------------
+def first(rounds: Rounds, most: int | None) -> Rounds:
+    """The first rounds of a run."""
+    return Rounds(rounds.contexts[:most], rounds.rewards[:most], rounds.expected[:most])
 
 
-def text(context: Sequence[float]) -> str:
-    """A context in the peer's format. With bare numbers as names the weights of one arm would be those of another's."""
-    return "|s " + " ".join(f"f{number}:{value:.6g}" for number, value in enumerate(context) if value)
+# --- scores ---------------------------------------------------------------------------------------------------------
 
 
-def peer_play(
-    chosen: BanditProblem, rounds: Rounds, setting: Setting, seed: int, *, parsed: bool = True
-) -> tuple[float, float]:
-    """Total reward over the optimum's, and decisions a second; the text is written and parsed outside the clock or in it."""
-    import vowpalwabbit
-
-    peer = vowpalwabbit.Workspace(
-        f"--cb_explore {chosen.n_arms} {setting.options} -b 20 --quiet --random_seed {seed % 2**31}"
-    )
-    contexts, rewards = rounds.contexts.tolist(), rounds.rewards.tolist()
-    kind = vowpalwabbit.LabelType.CONTEXTUAL_BANDIT
-    draw = random.Random(seed)
-    examples = [peer.parse(text(context), kind) for context in contexts] if parsed else []
-    total = 0.0
-    began = time.perf_counter()
-    for number, pays in enumerate(rewards):
-        example = examples[number] if parsed else peer.parse(text(contexts[number]), kind)
-        shares = peer.predict(example)
-        (arm,) = draw.choices(range(len(shares)), shares)
-        total += pays[arm]
-        example.set_label_string(f"{arm + 1}:{setting.cost(chosen, pays[arm])}:{shares[arm]}")
-        # An example set up without a label is for testing: until this is undone the peer learns nothing from it.
-        example.unsetup_example()
-        peer.learn(example)
-        peer.finish_example(example)
-    seconds = time.perf_counter() - began
-    peer.finish()
-    return total / float(rounds.optimum.sum()), len(rewards) / seconds
-
-
-def screened(chosen: BanditProblem, played: Sequence[Rounds], quick: bool) -> dict[Setting, float]:
-    """Mean reward of every setting over the first runs."""
-    began, grid = time.perf_counter(), settings(quick)
-    runs = list(enumerate(played[:SCREENED_RUNS]))
-    means = {
-        setting: statistics.fmean(peer_play(chosen, rounds, setting, seed)[0] for seed, rounds in runs)
-        for setting in grid
-    }
-    print(f"Vowpal Wabbit on {chosen.name}: {len(grid)} settings in {time.perf_counter() - began:.0f} s", flush=True)
-    return means
-
-
-def peer_result(chosen: BanditProblem, played: Sequence[Rounds], setting: Setting) -> dict[str, Any]:
-    found = [peer_play(chosen, rounds, setting, seed) for seed, rounds in enumerate(played)]
+def scores(played: Sequence[Rounds], rewards: Sequence[float], rounds: int) -> Found:
+    """Of total rewards after so many rounds, run by run: over the optimum's, and the regret over Uniform's."""
+    optimum = np.array([one.optimum[:rounds].sum() for one in played])
+    uniform = np.array([one.uniform[:rounds].sum() for one in played])
+    reward = np.asarray(rewards, np.float64)
     return {
-        "setting": str(setting),
-        "reward_ratio": [ratio for ratio, _ in found],
-        "per_second": statistics.median(pace for _, pace in found),
-        "per_second_from_numbers": peer_play(chosen, played[0], setting, 0, parsed=False)[1],
+        "rounds": rounds,
+        "reward_ratio": (reward / optimum).tolist(),
+        "regret_ratio": ((optimum - reward) / (optimum - uniform)).tolist(),
     }
 
 
-def peer_results(
-    chosen: BanditProblem, played: Sequence[Rounds], means: Mapping[Setting, float], overall: Setting
-) -> dict[str, Any]:
-    """Its best setting here, the one that is best over all problems, and its default, on all runs."""
-    finalists = {*sorted(means, key=lambda setting: -means[setting])[:FINALISTS], overall, DEFAULT}
-    full = {setting: peer_result(chosen, played, setting) for setting in finalists}
-    best = max(full, key=lambda setting: statistics.fmean(full[setting]["reward_ratio"]))
-    return {
-        "best": full[best],
-        "one for all problems": full[overall],
-        "default": full[DEFAULT],
-        "screened": {str(setting): mean for setting, mean in means.items()},
-    }
+@dataclass(frozen=True, eq=False)
+class Game:
+    """What a rival was paid, round by round, and its decisions per second."""
+
+    rewards: Numbers
+    per_second: float
+
+
+# --- rivals ---------------------------------------------------------------------------------------------------------
+
+
+def play(chosen: BanditProblem, rounds: Rounds, played: Setting, seed: int, *, inside: bool = False) -> Game:
+    """One run of a rival; its contexts are put into its format before the clock starts, or inside the loop."""
+    rival = played.make(chosen, len(rounds.contexts), seed)
+    pays = rounds.rewards.tolist()
+    ready = None if inside else [rival.prepare(context) for context in rounds.contexts]
+    rewards = np.zeros(len(pays))
+    began = time.process_time()
+    for count, context in enumerate(rounds.contexts):
+        shown = rival.prepare(context) if ready is None else ready[count]
+        arm = rival.act(shown)
+        rewards[count] = pays[count][arm]
+        rival.learn(shown, arm, pays[count][arm])
+    return Game(rewards, len(pays) / (time.process_time() - began))
+
+
+class Season:
+    """A rival's games on one problem; one that was played is not played again."""
+
+    def __init__(self, chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int]) -> None:
+        self.chosen, self.played, self.seeds = chosen, played, seeds
+        self._games: dict[tuple[str, int], Game | None] = {}
+
+    def game(self, tried: Setting, run: int) -> Game | None:
+        """One run with a setting; None where it diverged."""
+        key = tried.name, run
+        if key not in self._games:
+            try:
+                self._games[key] = play(self.chosen, self.played[run], tried, self.seeds[run])
+            except Diverged:
+                self._games[key] = None
+        return self._games[key]
+
+    def mean(self, tried: Setting, runs: int) -> float:
+        """The mean of reward over the optimum's in the first runs; −∞ where one diverged."""
+        games = [self.game(tried, run) for run in range(runs)]
+        rewards = [game.rewards.sum() for game in games if game is not None]
+        if len(rewards) < runs:
+            return -float("inf")
+        return statistics.fmean(scores(self.played[:runs], rewards, len(self.played[0].contexts))["reward_ratio"])
+
+    def result(self, tried: Setting) -> Found:
+        """All runs with a setting."""
+        games = [game for run in range(len(self.played)) if (game := self.game(tried, run)) is not None]
+        if len(games) < len(self.played):
+            return {"setting": tried.name, "skipped": f"diverged in {len(self.played) - len(games)} runs"}
+        rounds = len(self.played[0].contexts)
+        early = min(EARLY, rounds)
+        live = play(self.chosen, first(self.played[0], LIVE_ROUNDS), tried, self.seeds[0], inside=True)
+        return {
+            "setting": tried.name,
+            **scores(self.played, [game.rewards.sum() for game in games], rounds),
+            "early": scores(self.played, [game.rewards[:early].sum() for game in games], early),
+            "per_second": statistics.median(game.per_second for game in games),
+            "per_second_live": live.per_second,
+        }
+
+
+def rival_result(
+    chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int], entrant: Entrant, quick: bool
+) -> Found:
+    """Its default and the best of its settings."""
+    season = Season(chosen, [first(one, entrant.most_rounds) for one in played], seeds)
+    tried = entrant.settings[:2] if quick else entrant.settings
+    screened = {one.name: season.mean(one, SCREENED_RUNS) for one in tried}
+    finalists = sorted(tried, key=lambda one: -screened[one.name])[: entrant.finalists]
+    best = max((*finalists, tried[0]), key=lambda one: season.mean(one, len(played)))
+    finite = {name: mean if np.isfinite(mean) else None for name, mean in screened.items()}
+    rows = {"best": season.result(best), "default": season.result(tried[0])}
+    return {"rows": rows, "screened": finite, "version": importlib.metadata.version(entrant.package)}
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def our_result(
-    chosen: BanditProblem, played: Sequence[Rounds], agent: str, device: str, live_rounds: int
-) -> dict[str, Any]:
-    rounds = len(played[0].contexts)
-    found = simulate(chosen, agent, runs=len(played), rounds=rounds, seed=SEED, device=device, settings="tuned")
+def our_result(chosen: BanditProblem, played: Sequence[Rounds], seed: int, agent: str, device: str) -> Found:
+    """An agent's runs, all at once, and its pace when it is shown one context at a time."""
+    rounds, runs = len(played[0].contexts), len(played)
+    began = time.process_time()
+    found = simulate(chosen, agent, runs=runs, rounds=rounds, seed=seed, device=device, settings="tuned")
+    seconds = time.process_time() - began if device == "cpu" else found.seconds
     optimum = found.reward[:, -1] + found.regret[:, -1]
     assert np.allclose(optimum, [one.optimum.sum() for one in played]), "the two sides met other rounds"
-    return {
-        "reward_ratio": found.reward_ratio.tolist(),
-        "per_second": len(played) * rounds / found.seconds,
-        "per_second_live": live_pace(chosen, played[0], agent, live_rounds),
+    # The curve has 500 points at most.
+    point = int(np.searchsorted(found.points, EARLY, side="right")) - 1
+    row = {
+        "setting": "tuned",
+        **scores(played, found.reward[:, -1], rounds),
+        "early": scores(played, found.reward[:, point], int(found.points[point])),
+        "per_second": runs * rounds / seconds,
+        "per_second_live": live_pace(chosen, first(played[0], LIVE_ROUNDS), agent),
     }
+    return {"rows": {"": row}}
 
 
-def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str, live_rounds: int) -> float:
-    """Decisions per second of an agent that is shown one context at a time.
-
-    In one thread, as the peer: where another process has the second core, two wait for each other most of the time.
-    """
-    contexts, rewards = rounds.contexts[:live_rounds], rounds.rewards[:live_rounds].tolist()
-    player = make_agent(agent, chosen.n_features, chosen.n_arms, seed=SEED)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        began = time.perf_counter()
-        for context, pays in zip(contexts, rewards, strict=True):
-            arm = player.act(context)
-            player.update(context, arm, pays[arm])
-        return len(contexts) / (time.perf_counter() - began)
-    finally:
-        torch.set_num_threads(threads)
+def live_pace(chosen: BanditProblem, rounds: Rounds, agent: str) -> float:
+    """Decisions per second of an agent that is shown one context at a time."""
+    player = make_agent(agent, chosen.n_features, chosen.n_arms)
+    pays = rounds.rewards.tolist()
+    began = time.process_time()
+    for context, paid in zip(rounds.contexts, pays, strict=True):
+        arm = player.act(context)
+        player.update(context, arm, paid[arm])
+    return len(pays) / (time.process_time() - began)
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
 
 
-def mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
-    listed = list(values)
-    return statistics.fmean(listed), statistics.stdev(listed)
+def percent(found: Mapping[str, Any]) -> str:
+    return number([100 * ratio for ratio in found["regret_ratio"]], 1)
 
 
-def table(name: str, rounds: int, ours: Mapping[str, Any], peers: Mapping[str, Any] | None) -> str:
-    lines = [f"{f'{name}, {rounds:,d} rounds':37s}{'reward / optimum':>18s}{'decisions / s':>15s}{'one by one':>12s}"]
-    rows = [(agent, found, found["per_second_live"]) for agent, found in ours.items()]
-    for key in ("best", "one for all problems", "default") if peers else ():
-        found = (peers or {})[key]
-        rows.append((f"Vowpal Wabbit, {key}", found, found["per_second_from_numbers"]))
-    for who, found, slow in rows:
-        mean, deviation = mean_and_sd(found["reward_ratio"])
-        lines.append(f"  {who:37s}{mean:8.3f} ± {deviation:.3f}{found['per_second']:15,.0f}{slow:12,.0f}")
-        if "setting" in found:
-            lines.append(f"    {found['setting']}")
+def pace(found: float) -> str:
+    return f"{found:,.0f}" if found >= 10 else f"{found:.1f}"
+
+
+def problem_table(name: str, rounds: int, rows: Mapping[str, Found]) -> str:
+    """One problem in Markdown."""
+    heads = ["reward / optimum", "worst run", "regret, % of Uniform's", f"in the first {min(EARLY, rounds)}"]
+    heads += ["decisions / s", "one by one", "setting"]
+    lines = [f"| {name}, {rounds:,d} rounds | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for who, row in rows.items():
+        if "skipped" in row:
+            cells = [f"skipped: {row['skipped']}", *["–"] * 5]
+        else:
+            fewer = f" ({row['rounds']} rounds)" if row["rounds"] < rounds else ""
+            cells = [number(row["reward_ratio"]) + fewer, f"{min(row['reward_ratio']):.3f}{fewer}"]
+            cells += [percent(row) + fewer, percent(row["early"]), pace(row["per_second"])]
+            cells += [pace(row["per_second_live"])]
+        lines.append(f"| {who} | {' | '.join(cells)} | {row.get('setting', '–')} |")
     return "\n".join(lines)
 
 
-def verdict(name: str, agent: str, ours: Mapping[str, Any], peers: Mapping[str, Any]) -> str:
-    best, one = peers["best"], peers["one for all problems"]
-    told = []
-    for which, theirs in (("its best", best), ("its one for all", one)):
-        word, gap, error = against(ours["reward_ratio"], theirs["reward_ratio"], larger_is_better=True)
-        told.append(f"{word} {which} ({gap:+.3f} ± {error:.3f})")
-    pace = ours["per_second"] / best["per_second"]
-    live = ours["per_second_live"] / best["per_second_from_numbers"]
-    return (
-        f"{agent:9s} on {name:9s} {', '.join(told)}; "
-        f"decisions per second, ours / its best: {pace:.2g}, one by one {live:.2g}"
-    )
+def summary_table(title: str, tables: Mapping[str, Mapping[str, Found]], *, early: bool) -> str:
+    """All problems in Markdown: the regret in % of Uniform's, after all rounds or the first."""
+    names = list(dict.fromkeys(who for rows in tables.values() for who in rows))
+    lines = [f"| {title} | {' | '.join(tables)} |", "|---" * (len(tables) + 1) + "|"]
+    for who in names:
+        cells = []
+        for rows in tables.values():
+            row = rows.get(who)
+            most = max(one.get("rounds", 0) for one in rows.values())
+            shown = row is not None and "skipped" not in row and (early or row["rounds"] == most)
+            cells.append(percent(row["early"] if early else row) if row is not None and shown else "–")
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {who} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def verdict(name: str, rows: Mapping[str, Found], ours: str) -> str | None:
+    """One of our agents against the rival of the highest mean, run by run; None where there is none."""
+    done = {who: row for who, row in rows.items() if "skipped" not in row}
+    if ours not in done:
+        return None
+    others = [who for who in done if who not in AGENTS and done[who]["rounds"] == done[ours]["rounds"]]
+    if not others:
+        return None
+    best = max(others, key=lambda who: statistics.fmean(done[who]["reward_ratio"]))
+    mine, theirs = done[ours], done[best]
+    word, gap, error = against(mine["reward_ratio"], theirs["reward_ratio"], larger_is_better=True)
+    ratio = mine["per_second_live"] / theirs["per_second_live"]
+    told = f"{name}: {ours} {word} {best} ({gap:+.3f} ± {error:.3f})"
+    return f"{told}; decisions per second one by one, ours / its: {ratio:.2g}"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def installed(names: Sequence[str], *, alone: bool) -> dict[str, Entrant]:
+    """The rivals that can be imported; an error where none can, unless ours is measured alone."""
+    if alone:
+        print("rivals are left out (--alone): ours has nothing beside it")
+        return {}
+    found = {}
+    for name in names:
+        try:
+            RIVALS[name].load()
+            found[name] = RIVALS[name]
+        except ImportError as error:
+            print(f"{name} is left out: {RIVALS[name].package} cannot be imported ({error}); `make peers` installs it")
+    if not found:
+        sys.exit("no rival can be imported: there is nothing to compare with. --alone measures ours without them")
+    return found
+
+
+def cell(path: Path, about: Found, measure: partial[Found]) -> Found:
+    """A cell of the tables, measured where it is not there yet; of a rival that fails, the reason."""
+    found = read_cell(path, about)
+    if found is None:
+        began = time.perf_counter()
+        try:
+            found = measure()
+        except Exception as error:
+            if about["player"] in AGENTS:
+                raise
+            found = {"rows": {"best": {"skipped": f"{type(error).__name__}: {error}".splitlines()[0][:200]}}}
+        found = {"settings": about, **found, "seconds": time.perf_counter() - began}
+        write_cell(path, found)
+        print(f"{about['problem']}, {about['player']}: {found['seconds']:.0f} s", flush=True)
+    return found
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="two runs of 100 rounds on statlog", peer="vowpalwabbit")
-    parser.add_argument("--rounds", type=int, help="of a run; 0 for all of them; 2000 on a CPU, otherwise all")
+    parser = arguments(__doc__, quick="two runs of 100 rounds on wine, two settings of each rival", peer="rivals")
+    every = (*SHOWDOWN, *SCIKIT_LEARN)
+    parser.add_argument("--problems", nargs="+", choices=every, metavar="PROBLEM", help=", ".join(every))
+    parser.add_argument(
+        "--agents",
+        nargs="+",
+        choices=AGENTS,
+        metavar="AGENT",
+        help=f"{', '.join(AGENTS)}; where none is named, {', '.join(OURS)}, and all on the scikit-learn sets",
+    )
+    parser.add_argument(
+        "--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), metavar="RIVAL", help=", ".join(RIVALS)
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="of a run; 0 for as many as the problem says; 2000 on a CPU, otherwise 0"
+    )
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument("--seed", type=int, default=1000, help="the runs' seeds come from it")
     parser.add_argument("--device", default="cpu", help="of `simulate`")
     options = parser.parse_args()
-    vowpalwabbit = import_peer("vowpalwabbit", "vowpalwabbit", alone=options.alone)
     asked = options.rounds if options.rounds is not None else CPU_ROUNDS if options.device == "cpu" else 0
-    runs, live_rounds = options.runs, LIVE_ROUNDS
+    names, runs, agents = options.problems or every, options.runs, options.agents
     if options.quick:
-        asked, runs, live_rounds, options.problems = 100, 2, 20, ["statlog"]
-    if runs < 2:
-        parser.error("--runs must be at least 2, for there to be a standard deviation")
-    problems = [problem(name) for name in options.problems]
-    seeds = [stream_seed(SEED, "run", number) for number in range(runs)]
-    played = {chosen.name: [chosen.run(seed, asked or None) for seed in seeds] for chosen in problems}
-    results: dict[str, Any] = {
-        **setting(),
-        "vowpalwabbit": vowpalwabbit and vowpalwabbit.__version__,
-        "device": options.device,
-        "runs": runs,
-        "problems": {},
-    }
-    print(f"{options.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, {runs} runs")
-    means = {}
-    if vowpalwabbit is not None:
-        means = {chosen.name: screened(chosen, played[chosen.name], options.quick) for chosen in problems}
+        asked, runs, names, agents = 100, 2, options.problems or ["wine"], agents or OURS
+    if runs < SCREENED_RUNS:
+        parser.error(f"--runs must be at least {SCREENED_RUNS}, for there to be a standard error")
+    rivals = installed(options.rivals, alone=options.alone)
+    one_core()
     # With its first optimiser torch brings in modules for more than a second.
     torch.optim.Adam([torch.zeros(1)])
-    verdicts = []
-    for chosen in problems:
-        name, rounds = chosen.name, len(played[chosen.name][0].contexts)
-        peers = None
-        if means:
-            overall = max(means[name], key=lambda setting: statistics.fmean(found[setting] for found in means.values()))
-            peers = peer_results(chosen, played[name], means[name], overall)
-        ours = {agent: our_result(chosen, played[name], agent, options.device, live_rounds) for agent in OURS}
-        results["problems"][name] = {"rounds": rounds, "ours": ours, "vowpalwabbit": peers}
-        print("\n" + table(name, rounds, ours, peers), flush=True)
-        write_results(options.out, "bandits", results)
-        if peers:
-            verdicts += [verdict(name, agent, ours[agent], peers) for agent in OURS]
-    print(f"\nMean ± standard deviation of {runs} runs. One by one: our live agent on {live_rounds} rounds.")
-    if verdicts:
-        print(
-            "Vowpal Wabbit one by one: from numbers. Its best setting is picked after the fact, which favours it. Below,"
-        )
-        print("ours against it, the differences run by run with their standard errors.")
-    for line in verdicts:
-        print(line)
+    seeds = [stream_seed(options.seed, "run", run) for run in range(runs)]
+    tables: dict[str, dict[str, Found]] = {}
+    cells, told, verdicts = [], [], []
+    for name in names:
+        chosen = scikit_learn_problem(name) if name in SCIKIT_LEARN else problem(name)
+        played = [chosen.run(seed, asked or None) for seed in seeds]
+        mine = agents or (AGENTS if name in SCIKIT_LEARN else OURS)
+        measures = {agent: partial(our_result, chosen, played, options.seed, agent, options.device) for agent in mine}
+        for who, entrant in rivals.items():
+            measures[who] = partial(rival_result, chosen, played, seeds, entrant, options.quick)
+        rows: dict[str, Found] = {}
+        rounds = len(played[0].contexts)
+        for who, measure in measures.items():
+            about = {"problem": name, "player": who, "rounds": rounds, "runs": runs, "seed": options.seed}
+            path = options.out / "bandits" / f"{name}-{who.lower().replace(' ', '-')}.json"
+            found = cell(path, about, measure)
+            cells.append(found)
+            rows |= {f"{who}, {key}" if key else who: row for key, row in found["rows"].items()}
+        tables[name] = rows
+        told.append(problem_table(name, rounds, rows))
+        print(f"\n{told[-1]}\n", flush=True)
+        verdicts += [line for line in [verdict(name, rows, mine[0])] if line]
+    told += [
+        summary_table("regret, % of Uniform's", tables, early=False),
+        summary_table(f"in the first {EARLY} rounds", tables, early=True),
+        f"Mean ± standard error of {runs} runs, seed {options.seed}, one core. "
+        "A rival's best is picked after the fact, in its favour.",
+    ]
+    print("\n\n".join(told[-3:]))
+    text = "\n\n".join([*told, *verdicts]) + "\n"
+    replaced(options.out / "bandits.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_results(options.out, "bandits", {**setting(), "device": options.device, "cells": cells})
+    print(f"Tables: {options.out / 'bandits.md'}")
+    print("\n".join(verdicts) or f"{len(tables)} problems without a rival beside {mine[0]}")
 
 
 if __name__ == "__main__":

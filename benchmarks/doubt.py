@@ -26,8 +26,6 @@ forward pass. None of the settings was chosen here; ours were chosen on these se
 from __future__ import annotations
 
 import gc
-import json
-import os
 import statistics
 import sys
 import time
@@ -59,7 +57,17 @@ from doubt_rows import (
     network_of,
     train,
 )
-from harness import arguments, class_scores, import_peer, mean_and_error, setting, write_results
+from harness import (
+    arguments,
+    class_scores,
+    import_peer,
+    number,
+    read_cell,
+    replaced,
+    setting,
+    write_cell,
+    write_results,
+)
 
 DATA = {
     "mnist": ("mlp", "lenet", "resnet"),
@@ -137,29 +145,6 @@ def all_measured(rows: Mapping[str, Row], case: Case) -> dict[str, Found]:
 # --- cells ----------------------------------------------------------------------------------------------------------
 
 
-def replaced(path: Path, write: Callable[[Path], object]) -> None:
-    """A file that is there once it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    write(unfinished)
-    unfinished.replace(path)
-
-
-def write_cell(path: Path, cell: Found) -> None:
-    text = json.dumps(cell, indent=2, ensure_ascii=False) + "\n"
-    replaced(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
-
-
-def read_cell(path: Path, about: Mapping[str, Any]) -> Found | None:
-    """A finished cell; None where there is none, an error where it is of other settings."""
-    if not path.is_file():
-        return None
-    cell: Found = json.loads(path.read_text(encoding="utf-8"))
-    if cell["settings"] != about:
-        sys.exit(f"{path} has settings {cell['settings']}, asked for are {dict(about)}: choose another --out")
-    return cell
-
-
 def save_network(path: Path, one: Trained) -> None:
     held = {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}
     replaced(path, lambda unfinished: torch.save(held, unfinished))
@@ -217,14 +202,6 @@ def joined(cells: Iterable[Found]) -> dict[str, list[Found]]:
         for name, row in cell["rows"].items():
             found.setdefault(name, []).append(row)
     return {name: found[name] for name in ROWS if name in found}
-
-
-def number(values: Sequence[float], digits: int = 3) -> str:
-    """The mean and its standard error, in Markdown."""
-    if not values:
-        return "–"
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
 
 
 def done(rows: Iterable[Found]) -> list[Found]:

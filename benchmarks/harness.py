@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +82,35 @@ def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
     print(f"results: {path}", flush=True)
 
 
+# --- cells: results in files of their own, so that a benchmark that was stopped resumes -----------------------------
+
+Cell = dict[str, Any]
+
+
+def replaced(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that is there once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def write_cell(path: Path, cell: Cell) -> None:
+    """Write a finished cell, whose "settings" `read_cell` compares."""
+    text = json.dumps(cell, indent=2, ensure_ascii=False) + "\n"
+    replaced(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+
+def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
+    """A finished cell; None where there is none, an error where it is of other settings."""
+    if not path.is_file():
+        return None
+    cell: Cell = json.loads(path.read_text(encoding="utf-8"))
+    if cell["settings"] != about:
+        sys.exit(f"{path} has settings {cell['settings']}, asked for are {dict(about)}: choose another --out")
+    return cell
+
+
 # --- targets --------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +146,15 @@ def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
 # --- many processes -------------------------------------------------------------------------------------------------
 
 
+def one_core() -> None:
+    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core.
+
+    The latter needs threadpoolctl, which scikit-learn brings.
+    """
+    torch.set_num_threads(1)
+    importlib.import_module("threadpoolctl").threadpool_limits(1)
+
+
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
     """What each call returns, in their order, out of `jobs` processes of one thread each."""
     # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this process.
@@ -140,6 +178,14 @@ def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
     listed = list(values)
     error = statistics.stdev(listed) / math.sqrt(len(listed)) if len(listed) > 1 else math.nan
     return statistics.fmean(listed), error
+
+
+def number(values: Sequence[float], digits: int = 3) -> str:
+    """The mean and its standard error, in Markdown."""
+    if not values:
+        return "–"
+    mean, error = mean_and_error(values)
+    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
 
 
 def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:

@@ -16,7 +16,6 @@ SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in pa
 # Those that do something else altogether by an option, which is then in the name of their results.
 RUNS = [*((script,) for script in SCRIPTS), ("tabular", "--made-up-gaps")]
 PEERS = {
-    ("bandits",): "vowpalwabbit",
     ("doubt",): "laplace",
     ("predict",): "laplace",
     ("step",): "ivon",
@@ -39,6 +38,8 @@ def run(script: str, *options: object, before: str = "") -> subprocess.Completed
     [
         "ivon",
         "vowpalwabbit",
+        "mabwiser.mab",
+        "calvera.bandits",
         "laplace",
         "laplace.curvature",
         "asdl",
@@ -69,3 +70,42 @@ def test_a_comparison_without_its_peer_fails(command, tmp_path):
     assert done.returncode == 1
     assert "nothing to compare with" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_bandits_go_on_without_a_rival(tmp_path):
+    done = run(
+        "bandits",
+        "--rivals",
+        "Vowpal Wabbit",
+        "mabwiser LinUCB",
+        "--out",
+        tmp_path,
+        before="sys.modules['vowpalwabbit'] = None",
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Vowpal Wabbit is left out: vowpalwabbit cannot be imported" in done.stdout
+    assert "| mabwiser LinUCB, best |" in (tmp_path / "bandits.md").read_text(encoding="utf-8")
+
+
+def test_bandits_alone_resume(tmp_path):
+    told = [run("bandits", "--alone", "--agents", "linear", "--out", tmp_path).stdout for _ in range(2)]
+    assert "wine, linear: " in told[0]
+    assert "wine, linear: " not in told[1]
+    assert "| linear | " in told[1]
+
+
+def test_a_stopped_search_resumes_and_all_of_a_kind_draw_the_same_settings(tmp_path):
+    out = ("--out", tmp_path)
+    assert "no search is finished" in run("tune_bandits", *out, "--report").stderr
+    first = run("tune_bandits", *out, "--agents", "vadam", "bbb")
+    assert first.returncode == 0, first.stderr[-4000:]
+    results = tmp_path / "tune_bandits.json"
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert found["agents"]["vadam"]["space"] == found["agents"]["bbb"]["space"]
+    cells = {path: path.stat().st_mtime_ns for path in (tmp_path / "tune_bandits").rglob("*.json")}
+    lost = tmp_path / "tune_bandits" / "bbb" / "tuned-wheel-0.5-1.json"
+    lost.unlink()
+    assert "1 of 2 searches" in run("tune_bandits", *out, "--agents", "vadam", "bbb", "--report").stdout
+    run("tune_bandits", *out, "--agents", "vadam", "bbb")
+    assert {path for path, before in cells.items() if path.stat().st_mtime_ns != before} == {lost}
+    assert json.loads(results.read_text(encoding="utf-8")) == found
