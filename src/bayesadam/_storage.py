@@ -151,3 +151,8 @@ def _view(storage: Any, start: int, entry: Mapping[str, Any]) -> Tensor:
     raw = torch.empty(0, dtype=torch.uint8).set_(storage, start + first, (last - first,), (1,))
     aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
     return aligned.view(dtype).reshape(entry["shape"])
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from bayesadam.bandits import agent_settings, classification_problem, make_agent, reward_problem, simulate
+from bayesadam.bandits import (
+    AgentSettings,
+    agent_settings,
+    classification_problem,
+    make_agent,
+    reward_problem,
+    simulate,
+)
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.hybrid import Head, Hybrid
 from bayesadam.bandits.linear import Statistics
@@ -68,7 +75,8 @@ def test_a_fit_is_the_normal_equations_around_a_prior_mean():
     arms, x, rewards = observations()
     prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, WIDTH)))
     head, precision = Head.zeros(RUNS, ARMS, WIDTH, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
-    residual = head.fit(statistics(arms, x, rewards), prior, precision)
+    identity = torch.eye(WIDTH, dtype=torch.float64)
+    residual = head.fit(statistics(arms, x, rewards), prior, precision[:, None, None, None] * identity)
     for run in range(RUNS):
         for arm in range(ARMS):
             own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
@@ -80,7 +88,7 @@ def test_a_fit_is_the_normal_equations_around_a_prior_mean():
 def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
     arms, x, rewards = observations()
     head, zero = Head.zeros(RUNS, ARMS, WIDTH, CPU), np.zeros(WIDTH)
-    head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), torch.full((RUNS,), 0.5, dtype=torch.float64))
+    head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), 0.5 * torch.eye(WIDTH, dtype=torch.float64))
     errors, rest = head.left_out(arms, x, rewards)
     assert ((rest > 0) & (rest < 1)).all()
     for place in range(COUNT):
@@ -107,9 +115,14 @@ def rings():
     return classification_problem(points, np.digitize(np.hypot(*points.T), [0.5, 0.8]), name="rings")
 
 
+def small(**changes: object) -> AgentSettings:
+    """Settings of an agent that trains little."""
+    return agent_settings("hybrid", **{"hidden": (30, 30), "dropout": 0.0, "train_steps": 100, **changes})
+
+
 def played(problem, rounds: int, **changes: object) -> Hybrid:
     """The learner after so many rounds of one run."""
-    with Playing(problem, "hybrid", 1, rounds, 0, "cpu", agent_settings("hybrid", **changes)) as playing:
+    with Playing(problem, "hybrid", 1, rounds, 0, "cpu", small(**changes)) as playing:
         while not playing.finished:
             playing.advance()
         return playing._lanes[0].learner
@@ -117,7 +130,7 @@ def played(problem, rounds: int, **changes: object) -> Hybrid:
 
 def test_linear_rewards_are_left_to_the_linear_head():
     assert float(played(linear_problem(), 400)._share) < 0.3
-    assert simulate(linear_problem(), "hybrid", runs=3, rounds=400).reward_ratio.min() > 0.85
+    assert simulate(linear_problem(), "hybrid", runs=3, rounds=400, settings=small()).reward_ratio.min() > 0.85
 
 
 def test_others_are_left_to_the_network():
@@ -142,7 +155,7 @@ def test_a_prize_that_was_not_seen_is_possible_where_the_range_says_so():
 
 
 def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
-    agent = make_agent("hybrid", n_features=2, n_arms=4, seed=1)
+    agent = make_agent("hybrid", n_features=2, n_arms=4, settings=small(), seed=1)
     arms = []
     for context in rng(5).normal(size=(200, 2)):
         arms.append(agent.act(context))
@@ -159,9 +172,9 @@ def test_what_is_held_out_is_not_trained_on():
 
 
 def test_trainings_grow_rarer():
-    learner = played(rings(), 1500, train_steps=10)
+    learner = played(rings(), 1500, train_steps=10, growth=1.15)
     assert learner.stack.done == 10 * len(due(1500))
-    assert played(rings(), 400, train_steps=10, forget=50.0).stack.done > 10 * len(due(400))
+    assert played(rings(), 400, train_steps=10, growth=1.15, forget=50.0).stack.done > 10 * len(due(400))
 
 
 def due(rounds: int) -> list[int]:

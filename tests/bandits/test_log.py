@@ -105,6 +105,7 @@ def test_every_event_is_a_line(tmp_path):
         "seed": 7,
         "n_features": 3,
         "n_arms": 3,
+        "prior": False,
     }
     context = {"context": [0.1, 0.2, 0.3]}
     assert rest == [

@@ -4,6 +4,7 @@ from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_setti
 from bayesadam.bandits.live import Agent, Decision, make_agent, replay
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.off_policy import Estimate, Estimates, Overlap, evaluate
+from bayesadam.bandits.prior import Prior, fit_prior
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,
@@ -30,11 +31,13 @@ __all__ = [
     "Estimates",
     "Log",
     "Overlap",
+    "Prior",
     "Rounds",
     "Simulation",
     "agent_settings",
     "classification_problem",
     "evaluate",
+    "fit_prior",
     "make_agent",
     "problem",
     "problem_from_file",

@@ -10,6 +10,7 @@ from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.hybrid import Hybrid
 from bayesadam.bandits.learners import Badam, Bootstrap, Greedy, Learner, MCDropout, Uniform, Variational
 from bayesadam.bandits.linear import Linear, NeuralLinear
+from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.settings import (
     AgentSettings,
     BadamSettings,
@@ -46,11 +47,11 @@ _HYBRID: Values = {
     "lr": 2e-3,
     "lr_decay": 0.0,
     "init_range": None,
-    "batch_size": 128,
+    "batch_size": 64,
     "average": 0.995,
     "l2": 6e-3,
     "l2_by_noise": False,
-    "dropout": 0.0,
+    "dropout": 0.2,
     "standardise": True,
 }
 _REGISTRY: Mapping[str, Entry] = {
@@ -93,6 +94,23 @@ def entry(agent: str) -> Entry:
     if agent not in _REGISTRY:
         raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {agent!r}")
     return _REGISTRY[agent]
+
+
+def make_learner(
+    agent: str,
+    settings: AgentSettings,
+    buffer: Buffer,
+    n_arms: int,
+    seeds: Sequence[int],
+    prior: Prior | None = None,
+) -> Learner:
+    """What learns for an agent, from a learnt prior where there is one."""
+    found = entry(agent).learner(settings, buffer, n_arms, seeds)
+    if prior is not None:
+        if not isinstance(found, Hybrid):
+            raise SettingError(f"only the hybrid agent starts from a learnt prior, not {agent}")
+        found.start_from(prior)
+    return found
 
 
 def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **changes: Any) -> AgentSettings:

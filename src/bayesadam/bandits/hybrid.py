@@ -12,9 +12,11 @@ from torch import Tensor
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Greedy
 from bayesadam.bandits.linear import Statistics, normal_equations, with_constant
+from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.settings import AgentSettings, HybridSettings
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
+from bayesadam.errors import MatchError
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise is
 # inverse gamma with a shape of the second and a scale of the third times R²/(features + 1).
@@ -58,6 +60,9 @@ class Head:
         With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
         G = L⁻¹ X C and z = L⁻¹ e are what rank-one updates, one observation after the other, have in turn.
         """
+        if arms.shape[1] == 1:
+            self._update_one(arms.squeeze(1), x.squeeze(1), rewards.squeeze(1))
+            return
         chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
         own = x.unsqueeze(1) * chosen.unsqueeze(3)
         errors = (rewards.unsqueeze(1) - self.mean @ x.mT) * chosen
@@ -72,8 +77,21 @@ class Head:
         self.shape.add_(0.5 * chosen.sum(dim=2))
         self.scale.add_(0.5 * z.squeeze(3).square().sum(dim=2))
 
+    def _update_one(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
+        """The same for one observation of every run: only its arm is touched."""
+        own = torch.arange(len(arms), device=arms.device), arms
+        mean, covariance = self.mean[own], self.covariance[own]
+        error = rewards - torch.linalg.vecdot(mean, x)
+        reach = (covariance @ x.unsqueeze(2)).squeeze(2)
+        spread = 1 + torch.linalg.vecdot(reach, x)
+        gain = reach / spread.unsqueeze(1)
+        self.covariance[own] = covariance - gain.unsqueeze(2) * reach.unsqueeze(1)
+        self.mean[own] = mean + gain * error.unsqueeze(1)
+        self.shape[own] += 0.5
+        self.scale[own] += 0.5 * error.square() / spread
+
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
-        """Refitted around μ₀ with λ (runs,); returns what b − b₀ would be, (runs, arms): see `normal_equations`."""
+        """Refitted around μ₀ with Λ₀; returns what b − b₀ would be, (runs, arms): see `normal_equations`."""
         factor, mean, residual = normal_equations(data, prior, precision)
         torch.cholesky_inverse(factor, out=self.covariance)
         self.mean.copy_(mean)
@@ -115,14 +133,26 @@ class Hybrid(Greedy):
         runs, width = buffer.runs, buffer.contexts.shape[2] + 1
         self._linear = Head.zeros(runs, n_arms, width, self.device)
         self._hidden = Head.zeros(runs, n_arms, self.settings.hidden[-1] + 1, self.device)
-        self._seen = Statistics.zeros(runs, n_arms, width, self.device)
         self._share = torch.zeros(runs, 1, dtype=torch.float64, device=self.device)
         self._ends = torch.tensor([torch.inf, -torch.inf]).to(self._share).repeat(runs, 1)
         self._due = torch.zeros(runs, dtype=torch.int64)
-        self._memory |= vars(self._seen) | {"share": self._share, "ends": self._ends, "due": self._due}
+        self._memory |= {"share": self._share, "ends": self._ends, "due": self._due}
         for name, head in (("linear", self._linear), ("hidden", self._hidden)):
             self._memory |= {f"{name}.{part}": tensor for part, tensor in vars(head).items()}
         self._choice = self._stream("hybrid", seeds)
+        self._prior: Prior | None = None
+
+    def start_from(self, prior: Prior) -> None:
+        """Put a learnt prior, its features among it, in the place of the head on the contexts."""
+        if prior.network.n_inputs != self.buffer.contexts.shape[2]:
+            raise MatchError(
+                f"the prior is for contexts of {prior.network.n_inputs} numbers, these have {self.buffer.contexts.shape[2]}"
+            )
+        self._prior = found = prior.to(self.device).for_arms(self.n_arms)
+        self._inverse, zeros = torch.linalg.inv(found.covariance), torch.zeros_like(found.scale)
+        moments = (found.mean, found.covariance, found.shape, zeros)
+        self._linear = Head(*(part.repeat(self.buffer.runs, *[1] * part.dim()) for part in moments))
+        self._memory |= {f"linear.{part}": tensor for part, tensor in vars(self._linear).items()}
 
     # --- units
 
@@ -139,22 +169,35 @@ class Hybrid(Greedy):
         seen = torch.where(high > low, high - low, high.abs().clamp(min=1))
         return _MORE * seen.nan_to_num(posinf=1) / scale
 
-    def _noise(self) -> Tensor:
-        """b₀, (runs, 1)."""
-        return _NOISE * self._range().square() / self._linear.mean.shape[2]
+    def _noise(self, head: Head) -> Tensor:
+        """b₀, (runs, arms) or (runs, 1)."""
+        if self._prior is not None and head is self._linear:
+            return self._prior.scale / self._units()[1].square()
+        return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1)
 
     def _precision(self, head: Head, data: Statistics) -> Tensor:
-        """λ = σ² E|x|²/(c R)², with which functions have the standard deviation c R, (runs,)."""
-        noise = (head.scale + self._noise()).sum(dim=1) / head.shape.sum(dim=1)
+        """λ1 with λ = σ² E|x|²/(c R)², with which functions have the standard deviation c R."""
+        noise = (head.scale + self._noise(head)).sum(dim=1) / head.shape.sum(dim=1)
         counts = data.gram[..., -1, -1].sum(dim=1)
         squares = data.gram.diagonal(dim1=2, dim2=3).sum(dim=(1, 2)) / counts.clamp(min=1)
-        return (noise * squares / (_FUNCTION * self._range().squeeze(1)).square()).clamp(_LEAST, _MOST)
+        found = (noise * squares / (_FUNCTION * self._range().squeeze(1)).square()).clamp(_LEAST, _MOST)
+        return found[:, None, None, None] * torch.eye(head.mean.shape[2]).to(found)
 
     # --- choosing
 
     def _fades(self) -> float:
         """n₀/(n₀ + n)."""
         return self.settings.settling / (self.settings.settling + self.buffer.count)
+
+    def _given(self, contexts: Tensor) -> Tensor:
+        """Features that no training changes."""
+        return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
+
+    def _root_weights(self, x: Tensor, arms: Tensor) -> Tensor:
+        """√w of observations with given features: a learnt prior says where there is how much noise."""
+        if self._prior is None:
+            return torch.ones(arms.shape, dtype=x.dtype, device=x.device)
+        return self._prior.weights(x, arms).sqrt()
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
@@ -165,10 +208,10 @@ class Hybrid(Greedy):
         tempered = own.exploration**2 + (1 - own.exploration**2) * self._fades()
         mean, std = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for head, x, weight in (
-            (self._linear, with_constant(contexts), 1 - share),
+            (self._linear, self._given(contexts), 1 - share),
             (self._hidden, self._features(contexts), share),
         ):
-            variance = ((tempered * head.scale + self._noise()) / head.shape).unsqueeze(1) * head.widths(x)
+            variance = ((tempered * head.scale + self._noise(head)) / head.shape).unsqueeze(1) * head.widths(x)
             mean, std = mean + weight * (x @ head.mean.mT), std + weight * variance.sqrt()
         return mean, std
 
@@ -187,18 +230,18 @@ class Hybrid(Greedy):
     # --- learning
 
     def observe(self, places: slice) -> None:
-        """Update both heads, and what the one on the contexts is fitted to."""
+        """Update both heads."""
         super().observe(places)
         contexts, arms, rewards = self.buffer.seen(places)
-        rewards, x, count = rewards.double(), with_constant(contexts), places.stop - places.start
+        rewards, count = rewards.double(), places.stop - places.start
         ends = torch.stack([rewards.amin(dim=1), -rewards.amax(dim=1)], dim=1)
         signs = ends.new_tensor([1, -1])
         self._ends.copy_(signs * torch.minimum(signs * self._ends, ends))
-        self._seen.fade(self.buffer.faded(count))
-        self._seen.add_all(arms, x, rewards, self.buffer.weights(places))
         shift, scale = self._units()
         targets = (rewards - shift) / scale
-        self._linear.update(arms, x, targets)
+        x = self._given(contexts)
+        root = self._root_weights(x, arms)
+        self._linear.update(arms, x * root.unsqueeze(2), targets * root)
         if self.stack.done:
             self._hidden.update(arms, self._features(contexts), targets)
             memory = min(_MEMORY, self.buffer.faded(1)) ** count
@@ -229,25 +272,51 @@ class Hybrid(Greedy):
         beside = torch.where(rows + 1 < self.buffer.count, rows + 1, rows - 1).clamp_(min=0)
         return torch.where(rows % self.settings.hold_out == 0, beside, rows)
 
-    def _fit_linear(self) -> None:
-        """Around what an arm drawn at random pays: agents that learn see better rewards than that."""
-        data, head = self._seen.standardised(*self._units()), self._linear
-        counts, prior = data.gram[..., -1, -1], torch.zeros_like(head.mean)
-        means = data.cross[..., -1] / counts.clamp(min=1)
-        prior[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1)).unsqueeze(1)
-        residual = head.fit(data, prior, self._precision(head, data))
-        head.shape.copy_(_SHAPE + 0.5 * data.gram[..., -1, -1])
-        head.scale.copy_(residual)
-
-    def _fit_hidden(self) -> None:
-        """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt from."""
-        buffer, head = self.buffer, self._hidden
-        data = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[2], self.device)
+    def _statistics(self, head: Head) -> Statistics:
+        """Of all that was seen, in units of the targets."""
+        buffer, features = self.buffer, self._given if head is self._linear else self._features
+        found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[2], self.device)
         for first in range(0, buffer.count, _CHUNK):
             places = slice(first, min(first + _CHUNK, buffer.count))
             contexts, arms, rewards = buffer.seen(places)
-            data.add_all(arms, self._features(contexts), rewards.double(), buffer.weights(places))
-        data = data.standardised(*self._units())
+            x, weights = features(contexts), buffer.weights(places)
+            if head is self._linear:
+                weights = weights * self._root_weights(x, arms).square()
+            found.add_all(arms, x, rewards.double(), weights)
+        return found.standardised(*self._units())
+
+    def _counts(self) -> Tensor:
+        """Every arm's observations, less what is forgotten of them, (runs, arms)."""
+        seen = slice(0, self.buffer.count)
+        zeros = torch.zeros(self.buffer.runs, self.n_arms, dtype=torch.float64, device=self.device)
+        arms = self.buffer.arms[:, seen]
+        return zeros.scatter_add_(1, arms, self.buffer.weights(seen).expand(arms.shape))
+
+    def _fit_linear(self) -> None:
+        """Around what an arm drawn at random pays: agents that learn see better rewards than that."""
+        head = self._linear
+        data = self._statistics(head)
+        counts = self._counts()
+        if self._prior is None:
+            mean, precision, shape = (
+                torch.zeros_like(head.mean),
+                self._precision(head, data),
+                head.shape.new_tensor(_SHAPE),
+            )
+            means = data.cross[..., -1] / counts.clamp(min=1)
+            mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1)).unsqueeze(1)
+        else:
+            shift, scale = self._units()
+            mean, precision, shape = self._prior.mean.repeat(len(shift), 1, 1), self._inverse, self._prior.shape
+            mean[..., -1] -= shift
+            mean /= scale.unsqueeze(2)
+        head.scale.copy_(head.fit(data, mean, precision))
+        head.shape.copy_(shape + 0.5 * counts)
+
+    def _fit_hidden(self) -> None:
+        """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt from."""
+        head = self._hidden
+        data = self._statistics(head)
         last = len(self.network.hidden)
         weight, bias = (self.params[f"layer{last}.{part}"].double() for part in ("weight", "bias"))
         head.fit(data, torch.cat([weight, bias.unsqueeze(2)], dim=2), self._precision(head, data))
@@ -261,7 +330,10 @@ class Hybrid(Greedy):
         places = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(places)
         targets = (rewards.double() - shift) / scale
-        first, rest = self._linear.left_out(arms, with_constant(contexts), targets)
+        x = self._given(contexts)
+        root = self._root_weights(x, arms)
+        first, rest = self._linear.left_out(arms, x * root.unsqueeze(2), targets * root)
+        first = first / root
         second, other = self._hidden.left_out(arms, self._features(contexts), targets)
         weights = torch.minimum(rest, other).square() * self.buffer.weights(places)
         noise = torch.minimum((weights * first.square()).mean(dim=1), (weights * second.square()).mean(dim=1))

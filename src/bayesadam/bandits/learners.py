@@ -22,7 +22,7 @@ from bayesadam.engine.gradients import Slope, sampled_outputs
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import Adam, Dropout, Gaussian, Rule
 from bayesadam.engine.rules.adam import second_moment
-from bayesadam.engine.stack import Stack
+from bayesadam.engine.stack import Schedule, Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.structures.formulas import PrecisionRule
 from bayesadam.structures.noise import stream_seed
@@ -289,10 +289,14 @@ class NetworkLearner(Learner):
     def train(self) -> None:
         """t_s mini-batches."""
         self._prepare()
-        settings = self.settings
-        self.stack.prepare(self._rows().transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
-        self.stack.run(settings.train_steps)
+        self.stack.prepare(self._rows().transpose(0, 1), self._schedule())
+        self.stack.run(self.settings.train_steps)
         self._moments = None
+
+    def _schedule(self) -> Schedule:
+        """Learning rates over the mini-batches of all trainings."""
+        lr, decay = self.settings.lr, self.settings.lr_decay
+        return lambda done: lr / (1 + decay * done)
 
     def _rows(self) -> Tensor:
         """The places of a training's examples, (networks, steps, b)."""

@@ -17,6 +17,9 @@ from bayesadam.bandits.settings import AgentSettings, LinearSettings, NeuralLine
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 
+# Examples of one arm that are multiplied at once.
+_PIECE = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
@@ -51,10 +54,27 @@ class Statistics:
         self.squares[:, arm] += (weights * rewards.square()).sum(dim=1)
 
     def add_all(self, arms: Tensor, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
-        """Take in examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k)."""
-        chosen = F.one_hot(arms, self.squares.shape[1]) * weights.unsqueeze(-1)
-        for arm in range(self.squares.shape[1]):
-            self.add(arm, x, rewards, chosen[..., arm])
+        """Take in examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k).
+
+        Each arm's examples are laid out in pieces of one size, the last filled up with zeros, so that all products Σ z zᵀ of
+        z = √w (x, r) are one batch, whatever the arms.
+        """
+        (runs, k), n_arms, width = arms.shape, self.squares.shape[1], x.shape[2]
+        size = min(_PIECE, -(-k // n_arms))
+        counts = F.one_hot(arms, n_arms).cumsum(dim=1)
+        pieces = -(-counts[:, -1] // size)
+        ends = pieces.cumsum(dim=1)
+        place = (ends - pieces).gather(1, arms) * size + counts.gather(2, arms.unsqueeze(2)).squeeze(2) - 1
+        examples = torch.cat([x, rewards.unsqueeze(2)], dim=2) * weights.sqrt().unsqueeze(-1)
+        laid_out = examples.new_zeros(runs, (k // size + n_arms) * size, width + 1)
+        laid_out.scatter_(1, place.unsqueeze(2).expand_as(examples), examples)
+        laid_out = laid_out.view(runs, -1, size, width + 1)
+        numbers = torch.arange(laid_out.shape[1], device=x.device).repeat(runs, 1)
+        owners = F.one_hot(torch.searchsorted(ends, numbers, right=True), n_arms + 1)[..., :-1].to(x)
+        sums = (owners.mT @ (laid_out.mT @ laid_out).flatten(2)).view(runs, n_arms, width + 1, width + 1)
+        self.gram.add_(sums[..., :-1, :-1])
+        self.cross.add_(sums[..., :-1, -1])
+        self.squares.add_(sums[..., -1, -1])
 
     def standardised(self, shift: Tensor, scale: Tensor) -> Statistics:
         """The same for rewards (r − shift)/scale, with shift and scale (runs, 1)."""
@@ -64,18 +84,17 @@ class Statistics:
 
 
 def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """L of Λ = λ1 + Σ x xᵀ = L Lᵀ, μ = Λ⁻¹ (λ μ₀ + Σ x r), and ½(Σ r² + λ|μ₀|² − μᵀ Λ μ), with which b grows.
+    """L of Λ = Λ₀ + Σ x xᵀ = L Lᵀ, μ = Λ⁻¹ (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ Λ μ), with which b grows.
 
     Args:
         prior: μ₀, (runs, arms, features).
-        precision: λ, of every run (runs,) or of all ().
+        precision: Λ₀, what broadcasts to (runs, arms, features, features).
     """
-    precision = precision.view(-1, 1, 1)
-    identity = torch.eye(prior.shape[2], dtype=prior.dtype, device=prior.device)
-    factor = torch.linalg.cholesky(data.gram + precision.unsqueeze(3) * identity)
-    cross = data.cross + precision * prior
+    pull = (precision @ prior.unsqueeze(3)).squeeze(3)
+    factor = torch.linalg.cholesky(data.gram + precision)
+    cross = data.cross + pull
     mean = torch.cholesky_solve(cross.unsqueeze(-1), factor).squeeze(-1)
-    squares = data.squares + (precision * prior.square()).sum(dim=2)
+    squares = data.squares + (pull * prior).sum(dim=2)
     return factor, mean, 0.5 * (squares - (cross * mean).sum(dim=-1)).clamp(min=0)
 
 
@@ -98,7 +117,8 @@ class LinearPosterior:
     @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """Λ = λ1 + Σ x xᵀ, μ = Λ⁻¹ Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ Λ μ)."""
-        factor, mean, residual = normal_equations(data, torch.zeros_like(data.cross), data.cross.new_tensor(precision))
+        identity = torch.eye(data.cross.shape[2]).to(data.cross)
+        factor, mean, residual = normal_equations(data, torch.zeros_like(data.cross), precision * identity)
         return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
     def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam.bandits.agents import agent_settings, entry
+from bayesadam.bandits.agents import agent_settings, entry, make_learner
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Learner, NetworkLearner, among
 from bayesadam.bandits.log import (
@@ -29,6 +29,7 @@ from bayesadam.bandits.log import (
     Updated,
     shortest,
 )
+from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.engine.network import unflatten
 from bayesadam.engine.streams import Streams
@@ -62,6 +63,7 @@ def make_agent(
     n_arms: int = 0,
     *,
     settings: str | AgentSettings = "tuned",
+    prior: Prior | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Agent:
@@ -78,26 +80,30 @@ def make_agent(
         n_features: how many numbers a context has.
         n_arms: how many arms there are at first.
         settings: `"tuned"`, `"paper"` or your own.
+        prior: that the hybrid agent starts from; see `fit_prior`.
         seed: fixes every random number.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not is_count(value):
             raise SettingError(f"{key} must be a positive whole number, got {value!r}")
-    return Agent(name, agent_settings(name, settings, **changes), n_features, n_arms, seed)
+    return Agent(name, agent_settings(name, settings, **changes), n_features, n_arms, seed, prior)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
     Two learners share what was seen: one trains, the other acts and takes over the first one's weights after each
-    training. So `act` may be called from other threads while `update` trains, and never waits for it.
+    training; in between both take note of what comes, where that changes the scores. So `act` may be called from other threads while `update` trains, and never waits for it.
 
     Attributes:
         n_arms: how many arms there have been; those removed keep their index.
     """
 
-    def __init__(self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int) -> None:
+    def __init__(
+        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+    ) -> None:
+        self._prior = prior
         self.name, self.settings, self.n_features, self.n_arms, self.seed = name, settings, n_features, n_arms, seed
         self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self._trainer, self._actor = self._learner(), self._learner()
@@ -112,7 +118,7 @@ class Agent:
         self._learning, self._acting = threading.RLock(), threading.RLock()
 
     def _learner(self) -> Learner:
-        return entry(self.name).learner(self.settings, self._buffer, self.n_arms, [self.seed])
+        return make_learner(self.name, self.settings, self._buffer, self.n_arms, [self.seed], self._prior)
 
     @torch.no_grad()
     def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
@@ -272,9 +278,11 @@ class Agent:
             if trains:
                 self._trainer.train()
                 self._since_training = 0
-            if trains or self._trainer.learns_at_once:
-                with self._acting:
+            with self._acting:
+                if trains:
                     self._actor.load(self._trainer.tensors())
+                elif self._actor.learns_at_once:
+                    self._actor.observe(places)
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
@@ -369,7 +377,8 @@ class Agent:
                 self._log.close()
                 self._log = None
             if path is not None:
-                header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms)
+                learnt = self._prior is not None
+                header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms, learnt)
                 file = LogFile(path, header, sync=sync)
                 try:
                     self._join(file)
@@ -479,9 +488,12 @@ class Agent:
                 **{f"trainer.{name}": tensor for name, tensor in self._trainer.state().items()},
                 **{f"actor.{name}": tensor for name, tensor in self._actor.state().items()},
             }
+            if self._prior is not None:
+                tensors |= {f"prior.{name}": tensor for name, tensor in self._prior.tensors().items()}
             header = {
                 "agent": self.name,
                 "settings": self.settings.plain(),
+                "prior": None if self._prior is None else self._prior.header(),
                 "n_features": self.n_features,
                 "n_arms": self.n_arms,
                 "seed": self.seed,
@@ -500,12 +512,14 @@ class Agent:
         tensors, header = storage.read(path, storage.AGENT)
         try:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
-            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
+            about = header.get("prior")
+            prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
+            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
             agent._rebuild(agent._buffer.widened(header["room"]))
             agent._buffer.restore(tensors)
             agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
             for learner, prefix in ((agent._trainer, "trainer."), (agent._actor, "actor.")):
-                learner.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+                learner.restore(storage.under(prefix, tensors))
             rows_and_arms = zip(tensors["pending.context"], tensors["pending.arm"].tolist(), strict=True)
             agent._pending = dict(zip(tensors["pending.id"].tolist(), rows_and_arms, strict=True))
             agent._gone, agent._pulls = set(header["gone"]), list(header["pulls"])
@@ -596,6 +610,8 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     reader = LogReader(path)
     header, events = reader.header, list(reader)
     if agent is None:
+        if header.prior:
+            raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
             settings = entry(header.agent).settings.from_plain(header.settings)
         except SettingError as error:

@@ -37,6 +37,7 @@ class Header:
         agent: the agent's name.
         settings: as `AgentSettings.plain` has them.
         n_arms: how many arms there were at first.
+        prior: whether the agent started from a learnt prior, which the log does not hold.
     """
 
     agent: str
@@ -44,6 +45,7 @@ class Header:
     seed: int
     n_features: int
     n_arms: int
+    prior: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 

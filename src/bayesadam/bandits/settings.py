@@ -278,9 +278,9 @@ class HybridSettings(GreedySettings):
     reward_range: Range = None
     exploration: Probability = 0.3
     settling: Positive = 500.0
-    growth: Factor = 1.15
+    growth: Factor = 1.3
     hold_out: Several = 10
-    hidden: Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")] = (50, 50)
+    hidden: Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")] = (100, 100)
     train_steps: Count = 200
     standardise: Always = True
     l2_by_noise: Never = False

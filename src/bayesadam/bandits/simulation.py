@@ -19,8 +19,9 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._files import sweep
-from bayesadam.bandits.agents import agent_settings, entry
+from bayesadam.bandits.agents import agent_settings, make_learner
 from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
 from bayesadam.bandits.settings import AgentSettings, is_count
@@ -68,6 +69,7 @@ def simulate(
     seed: int = 0,
     device: str | torch.device | None = None,
     settings: str | AgentSettings = "tuned",
+    prior: Prior | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 3.0,
     progress: Progress | None = None,
@@ -91,12 +93,15 @@ def simulate(
         seed: the runs' seeds come from it.
         device: None for a GPU where there is one.
         settings: `"tuned"`, `"paper"` or your own.
+        prior: that the hybrid agent starts from; see `fit_prior`.
         checkpoint: a file to which the state is written now and then. If it exists, the simulation resumes from it, and on a
             CPU ends with the numbers of one that was never interrupted.
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all.
     """
-    with Playing(problem, agent, runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds) as playing:
+    with Playing(
+        problem, agent, runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds, prior=prior
+    ) as playing:
         while not playing.finished:
             playing.advance()
             if progress is not None:
@@ -122,6 +127,8 @@ class Playing:
         settings: str | AgentSettings = "tuned",
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_seconds: float = 3.0,
+        *,
+        prior: Prior | None = None,
     ) -> None:
         chosen = named_problem(problem) if isinstance(problem, str) else problem
         own = agent_settings(agent, settings)
@@ -144,7 +151,7 @@ class Playing:
         sizes = [len(part) for part in np.array_split(seeds, threads)] if saved is None else saved[1]["lanes"]
         with torch.cuda.stream(self._stream):
             self._lanes = [
-                _Lane(agent, own, seeds[first:last], self._played[first:last], place)
+                _Lane(agent, own, seeds[first:last], self._played[first:last], place, prior)
                 for first, last in pairwise(accumulate(sizes, initial=0))
             ]
         self._header: dict[str, Any] = {
@@ -155,7 +162,7 @@ class Playing:
             "seed": seed,
             "device": place.type,
             "settings": own.plain(),
-            "data": _fingerprint(self._played),
+            "data": _fingerprint(self._played, prior),
             "lanes": sizes,
         }
         if self._path is not None and saved is not None:
@@ -234,7 +241,7 @@ class Playing:
                 )
         with torch.cuda.stream(self._stream):
             for number, lane in enumerate(self._lanes):
-                lane.restore(_under(f"{number}/", tensors))
+                lane.restore(storage.under(f"{number}/", tensors))
         self._before = float(found["seconds"])
 
 
@@ -261,13 +268,19 @@ class _Lane:
     """Some of the runs, in one stack."""
 
     def __init__(
-        self, agent: str, settings: AgentSettings, seeds: Sequence[int], played: Sequence[Rounds], device: torch.device
+        self,
+        agent: str,
+        settings: AgentSettings,
+        seeds: Sequence[int],
+        played: Sequence[Rounds],
+        device: torch.device,
+        prior: Prior | None = None,
     ) -> None:
         contexts = torch.from_numpy(np.stack([rounds.contexts for rounds in played])).to(device)
         self.buffer = Buffer(contexts, settings.forget)
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
         n_arms = self._pays.shape[2]
-        self.learner = entry(agent).learner(settings, self.buffer, n_arms, seeds)
+        self.learner = make_learner(agent, settings, self.buffer, n_arms, seeds, prior)
         self._forced = settings.initial_pulls * n_arms
 
     @torch.no_grad()
@@ -291,16 +304,14 @@ class _Lane:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.buffer.restore(state)
-        self.learner.restore(_under("learner.", state))
+        self.learner.restore(storage.under("learner.", state))
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _fingerprint(played: Sequence[Rounds]) -> str:
+def _fingerprint(played: Sequence[Rounds], prior: Prior | None) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for rounds in played:
         digest.update(rounds.contexts.tobytes())
         digest.update(rounds.rewards.tobytes())
+    for tensor in prior.tensors().values() if prior is not None else ():
+        digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
