@@ -61,7 +61,8 @@ class Head:
         G = L⁻¹ X C and z = L⁻¹ e are what rank-one updates, one observation after the other, have in turn.
         """
         if arms.shape[1] == 1:
-            self._update_one(arms.squeeze(1), x.squeeze(1), rewards.squeeze(1))
+            for run, arm in enumerate(arms.squeeze(1).tolist()):
+                self._update_one(run, arm, x[run, 0], rewards[run, 0])
             return
         chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
         own = x.unsqueeze(1) * chosen.unsqueeze(3)
@@ -77,18 +78,16 @@ class Head:
         self.shape.add_(0.5 * chosen.sum(dim=2))
         self.scale.add_(0.5 * z.squeeze(3).square().sum(dim=2))
 
-    def _update_one(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
-        """The same for one observation of every run: only its arm is touched."""
-        own = torch.arange(len(arms), device=arms.device), arms
-        mean, covariance = self.mean[own], self.covariance[own]
-        error = rewards - torch.linalg.vecdot(mean, x)
-        reach = (covariance @ x.unsqueeze(2)).squeeze(2)
-        spread = 1 + torch.linalg.vecdot(reach, x)
-        gain = reach / spread.unsqueeze(1)
-        self.covariance[own] = covariance - gain.unsqueeze(2) * reach.unsqueeze(1)
-        self.mean[own] = mean + gain * error.unsqueeze(1)
-        self.shape[own] += 0.5
-        self.scale[own] += 0.5 * error.square() / spread
+    def _update_one(self, run: int, arm: int, x: Tensor, reward: Tensor) -> None:
+        """The rank-one update: with u = C x and q = 1 + xᵀ u, C ← C − u uᵀ/q, μ ← μ + u e/q, b ← b + ½ e²/q."""
+        mean, covariance = self.mean[run, arm], self.covariance[run, arm]
+        error = float(reward - mean @ x)
+        reach = covariance @ x
+        spread = 1 + float(reach @ x)
+        covariance.addr_(reach, reach, alpha=-1 / spread)
+        mean.add_(reach, alpha=error / spread)
+        self.shape[run, arm] += 0.5
+        self.scale[run, arm] += 0.5 * error**2 / spread
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
         """Refitted around μ₀ with Λ₀; returns what b − b₀ would be, (runs, arms): see `normal_equations`."""

@@ -94,7 +94,7 @@ class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
     Two learners share what was seen: one trains, the other acts and takes over the first one's weights after each
-    training; in between both take note of what comes, where that changes the scores. So `act` may be called from other threads while `update` trains, and never waits for it.
+    training; in between the other takes note of what comes, where that changes the scores. So `act` may be called from other threads while `update` trains, and never waits for it.
 
     Attributes:
         n_arms: how many arms there have been; those removed keep their index.
@@ -272,17 +272,17 @@ class Agent:
             with self._acting:
                 self._buffer.contexts[0, places] = rows[part]
                 self._buffer.add(arms[None, part], rewards[None, part])
-            self._trainer.observe(places)
+            at_once = self._actor.learns_at_once
+            with self._acting:
+                (self._actor if at_once else self._trainer).observe(places)
             self._since_training += count
-            trains = self._since_training >= self.settings.train_every
-            if trains:
+            if self._since_training >= self.settings.train_every:
+                if at_once:
+                    self._trainer.load(self._actor.tensors())
                 self._trainer.train()
                 self._since_training = 0
-            with self._acting:
-                if trains:
+                with self._acting:
                     self._actor.load(self._trainer.tensors())
-                elif self._actor.learns_at_once:
-                    self._actor.observe(places)
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
