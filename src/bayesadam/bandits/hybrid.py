@@ -112,6 +112,8 @@ class Head:
 class Hybrid(Greedy):
     """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
 
+    A learnt prior has features of its own in place of the contexts: see `Prior`.
+
     Both heads are exact Gaussians that every observation updates at once. After a training the one on the hidden layer is
     fitted again to all that was seen, around the network's own last layer. s minimises the squared error of the sum on
     observations that the network was not trained on, each left out of its head: where rewards are linear, or data are few, it is near 0.
@@ -292,25 +294,20 @@ class Hybrid(Greedy):
         return zeros.scatter_add_(1, arms, self.buffer.weights(seen).expand(arms.shape))
 
     def _fit_linear(self) -> None:
-        """Around what an arm drawn at random pays: agents that learn see better rewards than that."""
-        head = self._linear
-        data = self._statistics(head)
-        counts = self._counts()
-        if self._prior is None:
-            mean, precision, shape = (
-                torch.zeros_like(head.mean),
-                self._precision(head, data),
-                head.shape.new_tensor(_SHAPE),
-            )
+        """Around a learnt prior, or else what an arm drawn at random pays: agents that learn see better rewards than that."""
+        head, prior = self._linear, self._prior
+        data, counts = self._statistics(head), self._counts()
+        if prior is None:
+            mean, precision = torch.zeros_like(head.mean), self._precision(head, data)
             means = data.cross[..., -1] / counts.clamp(min=1)
             mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1)).unsqueeze(1)
         else:
             shift, scale = self._units()
-            mean, precision, shape = self._prior.mean.repeat(len(shift), 1, 1), self._inverse, self._prior.shape
+            mean, precision = prior.mean.repeat(len(shift), 1, 1), self._inverse
             mean[..., -1] -= shift
             mean /= scale.unsqueeze(2)
         head.scale.copy_(head.fit(data, mean, precision))
-        head.shape.copy_(shape + 0.5 * counts)
+        head.shape.copy_((_SHAPE if prior is None else prior.shape) + 0.5 * counts)
 
     def _fit_hidden(self) -> None:
         """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt from."""
