@@ -235,9 +235,9 @@ class Hybrid(Greedy):
         super().observe(places)
         contexts, arms, rewards = self.buffer.seen(places)
         rewards, count = rewards.double(), places.stop - places.start
-        ends = torch.stack([rewards.amin(dim=1), -rewards.amax(dim=1)], dim=1)
-        signs = ends.new_tensor([1, -1])
-        self._ends.copy_(signs * torch.minimum(signs * self._ends, ends))
+        low, high = self._ends.unbind(dim=1)
+        torch.minimum(low, rewards.amin(dim=1), out=low)
+        torch.maximum(high, rewards.amax(dim=1), out=high)
         shift, scale = self._units()
         targets = (rewards - shift) / scale
         x = self._given(contexts)
