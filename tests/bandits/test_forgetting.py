@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bayesadam.bandits import AGENTS, Agent, agent_settings, classification_problem, make_agent, simulate
+from bayesadam.bandits import Agent, agent_settings, classification_problem, make_agent, simulate
 from bayesadam.bandits.agents import entry
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Greedy
@@ -204,23 +204,6 @@ def small(name: str, **changes: object):
     known = agent_settings(name).names()
     own = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5, "window": 30}
     return agent_settings(name, **{key: value for key, value in {**own, **changes}.items() if key in known})
-
-
-@pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_forgets_in_simulations_that_resume(name, tmp_path):
-    settings, path = small(name, forget=40.0), tmp_path / "cell.safetensors"
-
-    def stop(done: int, total: int) -> None:
-        if done > 60:
-            raise KeyboardInterrupt
-
-    def run(**changes: object):
-        return simulate(blobs(), name, runs=2, rounds=100, settings=settings, **changes)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(checkpoint=path, checkpoint_seconds=0, progress=stop)
-    resumed, whole = run(checkpoint=path), run()
-    np.testing.assert_array_equal(resumed.reward, whole.reward)
 
 
 def test_a_checkpoint_of_before_resumes(tmp_path):

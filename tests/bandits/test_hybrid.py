@@ -50,7 +50,7 @@ def reference(arms: np.ndarray, x: np.ndarray, rewards: np.ndarray, arm: int, pr
 
 def statistics(arms: torch.Tensor, x: torch.Tensor, rewards: torch.Tensor) -> Statistics:
     found = Statistics.zeros(RUNS, ARMS, WIDTH, CPU)
-    found.add_all(arms, x, rewards, torch.ones(COUNT, dtype=torch.float64))
+    found.add(arms, x, rewards, torch.ones(COUNT, dtype=torch.float64))
     return found
 
 

@@ -375,7 +375,7 @@ def test_linear_draws_are_students():
     x[..., 2] = 1
     rewards = torch.randn(1, 12, generator=source, dtype=torch.float64)
     for arm in range(2):
-        data.add(arm, x, rewards, torch.ones(1, 12).double())
+        data.add(torch.full((1, 12), arm), x, rewards, torch.ones(1, 12).double())
     posterior = LinearPosterior.of(data, precision=0.25, shape=6, scale=6)
     here = torch.tensor([0.5, -1.0, 1.0], dtype=torch.float64)
     n = 60_000

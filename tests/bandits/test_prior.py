@@ -9,9 +9,9 @@ import torch
 import bayesadam as ba
 from bayesadam.bandits import Log, Prior, agent_settings, fit_prior, make_agent, replay, reward_problem, simulate, wheel
 from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.empirical_bayes import _moments
 from bayesadam.bandits.hybrid import Hybrid
 from bayesadam.bandits.linear import Statistics
-from bayesadam.bandits.prior import _moments
 
 WIDTH, ARMS, PROBLEMS, ROWS = 3, 2, 400, 40
 MEAN = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]], dtype=torch.float64)
@@ -34,7 +34,7 @@ def family(seed: int = 0) -> Statistics:
     own = weights.gather(1, arms.unsqueeze(2).expand(-1, -1, WIDTH))
     rewards = (own * x).sum(dim=2) + NOISE[arms].sqrt() * normal(PROBLEMS, ARMS * ROWS)
     data = Statistics.zeros(PROBLEMS, ARMS, WIDTH, torch.device("cpu"))
-    data.add_all(arms, x, rewards, torch.ones(ARMS * ROWS, dtype=torch.float64))
+    data.add(arms, x, rewards, torch.ones(ARMS * ROWS, dtype=torch.float64))
     return data
 
 

@@ -172,10 +172,11 @@ def same(a, b) -> None:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
+@pytest.mark.parametrize("forget", [None, 40.0])
 @pytest.mark.parametrize("agent", AGENTS)
-def test_an_interrupted_simulation_ends_with_the_same_numbers(agent, tmp_path):
+def test_an_interrupted_simulation_ends_with_the_same_numbers(agent, forget, tmp_path):
     path = tmp_path / "cell.safetensors"
-    settings = small(agent)
+    settings = small(agent, forget=forget)
 
     def stop(done: int, total: int) -> None:
         if done > 80:

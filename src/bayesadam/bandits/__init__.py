@@ -1,10 +1,11 @@
 """Contextual bandits: problems, agents, simulation, logs, and off-policy evaluation."""
 
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
+from bayesadam.bandits.empirical_bayes import fit_prior
 from bayesadam.bandits.live import Agent, Decision, make_agent, replay
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.off_policy import Estimate, Estimates, Overlap, evaluate
-from bayesadam.bandits.prior import Prior, fit_prior
+from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,

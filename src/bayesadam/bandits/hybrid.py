@@ -283,7 +283,7 @@ class Hybrid(Greedy):
             x, weights = features(contexts), buffer.weights(places)
             if head is self._linear:
                 weights = weights * self._root_weights(x, arms).square()
-            found.add_all(arms, x, rewards.double(), weights)
+            found.add(arms, x, rewards.double(), weights)
         return found.standardised(*self._units())
 
     def _counts(self) -> Tensor:

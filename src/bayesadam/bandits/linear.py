@@ -46,14 +46,7 @@ class Statistics:
         for tensor in vars(self).values():
             tensor.mul_(factor)
 
-    def add(self, arm: int, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
-        """Take in examples x (runs, k, features) of one arm, with rewards and weights (runs, k)."""
-        weighted = x * weights.unsqueeze(2)
-        self.gram[:, arm] += weighted.mT @ x
-        self.cross[:, arm] += (weighted.mT @ rewards.unsqueeze(2)).squeeze(2)
-        self.squares[:, arm] += (weights * rewards.square()).sum(dim=1)
-
-    def add_all(self, arms: Tensor, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
+    def add(self, arms: Tensor, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
         """Take in examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k).
 
         Each arm's examples are laid out in pieces of one size, the last filled up with zeros, so that all products Σ z zᵀ of
@@ -174,7 +167,7 @@ class _OnStatistics(Learner):
         super().observe(places)
         contexts, arms, rewards = self.buffer.seen(places)
         self.statistics.fade(self.buffer.faded(places.stop - places.start))
-        self.statistics.add_all(arms, self._features(contexts), rewards.double(), self.buffer.weights(places))
+        self.statistics.add(arms, self._features(contexts), rewards.double(), self.buffer.weights(places))
         self._linear = None
 
     def linear_posterior(self) -> LinearPosterior:
@@ -249,5 +242,5 @@ class NeuralLinear(_OnStatistics, Greedy):
             weights *= counts[:, arm : arm + 1] / weights.sum(dim=1, keepdim=True).clamp(
                 min=torch.finfo(torch.float64).tiny
             )
-            self.statistics.add(arm, self._features(contexts), rewards.double(), weights)
+            self.statistics.add(torch.full_like(newest, arm), self._features(contexts), rewards.double(), weights)
         self._linear = None

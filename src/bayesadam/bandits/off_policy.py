@@ -146,10 +146,9 @@ class _Past:
     def model(self, end: int) -> RewardModel:
         """Of the rows before `end`, which may only grow."""
         log, rows = self._log, self._end + np.flatnonzero(self._rewarded[self._end : end])
-        for arm in np.unique(log.arms[rows]).tolist():
-            mine = rows[log.arms[rows] == arm]
-            rewards = torch.from_numpy(log.rewards[mine])[None]
-            self._data.add(arm, _features(log.contexts[mine]), rewards, torch.ones_like(rewards))
+        if len(rows):
+            arms, rewards = (torch.from_numpy(part[rows])[None] for part in (log.arms, log.rewards))
+            self._data.add(arms, _features(log.contexts[rows]), rewards, torch.ones_like(rewards))
         self._end = end
         return RewardModel.of(self._data)
 
