@@ -1,7 +1,7 @@
 """Priors that the hybrid agent learns from earlier problems: regret on a new one of the family, with and without.
 
     BAYESADAM_DATA=... python benchmarks/bandit_priors.py [--quick] [--families wheel turned-wheel statlog covertype]
-        [--earlier 60] [--steps 30000] [--hidden 200 200] [--runs 30] [--rounds N] [--seed 1000] [--device cuda]
+        [--earlier 60] [--steps 30000] [--hidden 200 200 200] [--runs 30] [--rounds N] [--seed 1000] [--device cuda]
         [--out out/bench]
 
 Families: the wheel, whose earlier δ are uniform in (0, 1) and whose new one is 0.99; the same with every wheel turned by
@@ -25,7 +25,7 @@ from bayesadam.bandits.empirical_bayes import Arms
 from harness import against, arguments, at_most, number, setting, write_results
 
 NEW_DELTA, GOAL = 0.99, 9.8
-EARLIER_SEED = 600
+EARLIER_SEED, EARLIER_ROUNDS = 600, 3000
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +85,7 @@ def measured(family: Family, options: Any, rounds: int | None) -> dict[str, Any]
         family.earlier,
         arms=family.arms,
         hidden=tuple(options.hidden),
+        rounds=EARLIER_ROUNDS,
         steps=options.steps,
         seed=EARLIER_SEED,
         device=options.device,
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--earlier", type=int, default=60, help="problems that the prior is learnt from")
     parser.add_argument("--steps", type=int, default=30_000, help="mini-batches of its training")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[200, 200], help="widths of its network")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[200, 200, 200], help="widths of its network")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument(
         "--rounds", type=int, default=None, help="of a run, as many as the problem says where not given"

@@ -8,7 +8,7 @@ calvera trains every 20 rounds, as ours do: after every reward, as in its own ex
 decisions a second. ctx-bandits-mcmc has no neural agents in its wheel, and no defaults: "default" are the numbers of
 its repository's experiments with linear bandits, on contexts of length 1, which keep its steps from diverging. Each
 of its decisions goes over all rounds so far 25 times, so that it slows down as it plays: it plays the first 500
-rounds.
+rounds. These two packages play five runs, for the time they take.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from bayesadam.bandits.problems import EDIBLE, POISONED, Numbers
 RANGES = {"mushroom": (POISONED, EDIBLE), "jester": (-10.0, 10.0), "financial": (-5.0, 5.0)}
 FIRST_PULLS, TRAIN_EVERY, TRAIN_STEPS = 3, 20, 50
 HIDDEN, GRADIENT_CLIP = 128, 20.0
+FEW_RUNS = 5
 
 
 class Diverged(ArithmeticError):
@@ -79,6 +80,7 @@ class Entrant:
         settings: those that are screened; the first is its default.
         finalists: how many of the best go on to play all runs.
         most_rounds: how many rounds it plays at most; None for all.
+        most_runs: in how many runs; None for all.
     """
 
     package: str
@@ -86,6 +88,7 @@ class Entrant:
     settings: tuple[Setting, ...]
     finalists: int = 1
     most_rounds: int | None = None
+    most_runs: int | None = None
 
 
 def scaled(chosen: BanditProblem, reward: float) -> float:
@@ -340,15 +343,19 @@ def _module(name: str) -> Callable[[], ModuleType]:
 
 
 def _langevin(settings: Sequence[Setting]) -> Entrant:
-    return Entrant("ctx-bandits-mcmc", mcmc_module, tuple(settings), most_rounds=500)
+    return Entrant("ctx-bandits-mcmc", mcmc_module, tuple(settings), most_rounds=500, most_runs=FEW_RUNS)
+
+
+def _calvera(bandit: str) -> Entrant:
+    return Entrant("calvera", _module("calvera.bandits"), calvera_settings(bandit), most_runs=FEW_RUNS)
 
 
 RIVALS: dict[str, Entrant] = {
     "Vowpal Wabbit": Entrant("vowpalwabbit", _module("vowpalwabbit"), vowpal_wabbit_settings(), finalists=4),
     "mabwiser LinTS": Entrant("mabwiser", _module("mabwiser.mab"), mabwiser_settings("LinTS")),
     "mabwiser LinUCB": Entrant("mabwiser", _module("mabwiser.mab"), mabwiser_settings("LinUCB")),
-    "calvera NeuralUCB": Entrant("calvera", _module("calvera.bandits"), calvera_settings("NeuralUCBBandit")),
-    "calvera NeuralTS": Entrant("calvera", _module("calvera.bandits"), calvera_settings("NeuralTSBandit")),
+    "calvera NeuralUCB": _calvera("NeuralUCBBandit"),
+    "calvera NeuralTS": _calvera("NeuralTSBandit"),
     "LMC-TS": _langevin(
         langevin_settings(("LMCTS", 0.1, 1e-3), ("LMCTS", 0.5, 1e-5), ("LMCTS", 0.5, 1e-7), ("PLMCTS", 0.5, 1e-6))
     ),

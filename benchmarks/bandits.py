@@ -1,7 +1,7 @@
 """Our bandit agents beside other packages': reward over the optimum's, regret over Uniform's, decisions per second.
 
     python benchmarks/bandits.py [--quick] [--alone] [--problems ...] [--agents ...] [--rivals ...] [--rounds 2000]
-        [--runs 5] [--seed 1000] [--device cuda] [--out out/bench]
+        [--runs 30] [--seed 1000] [--device cuda] [--out out/bench]
 
 Stopped, it resumes: each problem and player is a file in out/bench/bandits, so that several processes may take some
 problems or rivals each, and one that asks for all of them then prints the tables. A rival that is not installed is
@@ -18,7 +18,7 @@ of two features; for the others, and what they are given, see `bandit_rivals.py`
 format before the clock starts; "one by one" has that inside the loop, as a service would.
 
 The scikit-learn sets are classification problems whose rows are drawn with replacement. A rival that is too slow for
-all rounds plays the first of them, and the table says so; the column "in the first 500" compares all.
+all rounds or runs plays the first of them, and the table says so; the column "in the first 500" compares all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ import numpy as np
 import torch
 
 from bandit_rivals import RIVALS, Diverged, Entrant, Setting
-from bayesadam.bandits import AGENTS, BanditProblem, Rounds, classification_problem, make_agent, problem, simulate
+from bayesadam.bandits import (
+    AGENTS,
+    BanditProblem,
+    Rounds,
+    agent_settings,
+    classification_problem,
+    make_agent,
+    problem,
+    simulate,
+)
 from bayesadam.bandits.problems import Numbers
 from bayesadam.structures.noise import stream_seed
 from harness import against, arguments, number, one_core, read_cell, replaced, setting, write_cell, write_results
@@ -160,7 +169,8 @@ def rival_result(
     chosen: BanditProblem, played: Sequence[Rounds], seeds: Sequence[int], entrant: Entrant, quick: bool
 ) -> Found:
     """Its default and the best of its settings."""
-    season = Season(chosen, [first(one, entrant.most_rounds) for one in played], seeds)
+    played = [first(one, entrant.most_rounds) for one in played[: entrant.most_runs]]
+    season = Season(chosen, played, seeds)
     tried = entrant.settings[:2] if quick else entrant.settings
     screened = {one.name: season.mean(one, SCREENED_RUNS) for one in tried}
     finalists = sorted(tried, key=lambda one: -screened[one.name])[: entrant.finalists]
@@ -219,12 +229,14 @@ def problem_table(name: str, rounds: int, rows: Mapping[str, Found]) -> str:
     """One problem in Markdown."""
     heads = ["reward / optimum", "worst run", "regret, % of Uniform's", f"in the first {min(EARLY, rounds)}"]
     heads += ["decisions / s", "one by one", "setting"]
+    runs = max(len(row.get("reward_ratio", ())) for row in rows.values())
     lines = [f"| {name}, {rounds:,d} rounds | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for who, row in rows.items():
         if "skipped" in row:
             cells = [f"skipped: {row['skipped']}", *["–"] * 5]
         else:
             fewer = f" ({row['rounds']} rounds)" if row["rounds"] < rounds else ""
+            fewer += f" ({len(row['reward_ratio'])} runs)" if len(row["reward_ratio"]) < runs else ""
             cells = [number(row["reward_ratio"]) + fewer, f"{min(row['reward_ratio']):.3f}{fewer}"]
             cells += [percent(row) + fewer, percent(row["early"]), pace(row["per_second"])]
             cells += [pace(row["per_second_live"])]
@@ -258,7 +270,8 @@ def verdict(name: str, rows: Mapping[str, Found], ours: str) -> str | None:
         return None
     best = max(others, key=lambda who: statistics.fmean(done[who]["reward_ratio"]))
     mine, theirs = done[ours], done[best]
-    word, gap, error = against(mine["reward_ratio"], theirs["reward_ratio"], larger_is_better=True)
+    both = min(len(row["reward_ratio"]) for row in (mine, theirs))
+    word, gap, error = against(mine["reward_ratio"][:both], theirs["reward_ratio"][:both], larger_is_better=True)
     ratio = mine["per_second_live"] / theirs["per_second_live"]
     told = f"{name}: {ours} {word} {best} ({gap:+.3f} ± {error:.3f})"
     return f"{told}; decisions per second one by one, ours / its: {ratio:.2g}"
@@ -307,10 +320,10 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=every, metavar="PROBLEM", help=", ".join(every))
     parser.add_argument(
         "--agents",
-        nargs="+",
+        nargs="*",
         choices=AGENTS,
         metavar="AGENT",
-        help=f"{', '.join(AGENTS)}; where none is named, {', '.join(OURS)}, and all on the scikit-learn sets",
+        help=f"{', '.join(AGENTS)}; without this {', '.join(OURS)}, and all on the scikit-learn sets",
     )
     parser.add_argument(
         "--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), metavar="RIVAL", help=", ".join(RIVALS)
@@ -318,14 +331,14 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, help="of a run; 0 for as many as the problem says; 2000 on a CPU, otherwise 0"
     )
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1000, help="the runs' seeds come from it")
     parser.add_argument("--device", default="cpu", help="of `simulate`")
     options = parser.parse_args()
     asked = options.rounds if options.rounds is not None else CPU_ROUNDS if options.device == "cpu" else 0
     names, runs, agents = options.problems or every, options.runs, options.agents
     if options.quick:
-        asked, runs, names, agents = 100, 2, options.problems or ["wine"], agents or OURS
+        asked, runs, names, agents = 100, 2, options.problems or ["wine"], OURS if agents is None else agents
     if runs < SCREENED_RUNS:
         parser.error(f"--runs must be at least {SCREENED_RUNS}, for there to be a standard error")
     rivals = installed(options.rivals, alone=options.alone)
@@ -338,7 +351,7 @@ def main() -> None:
     for name in names:
         chosen = scikit_learn_problem(name) if name in SCIKIT_LEARN else problem(name)
         played = [chosen.run(seed, asked or None) for seed in seeds]
-        mine = agents or (AGENTS if name in SCIKIT_LEARN else OURS)
+        mine = agents if agents is not None else AGENTS if name in SCIKIT_LEARN else OURS
         measures = {agent: partial(our_result, chosen, played, options.seed, agent, options.device) for agent in mine}
         for who, entrant in rivals.items():
             measures[who] = partial(rival_result, chosen, played, seeds, entrant, options.quick)
@@ -346,6 +359,8 @@ def main() -> None:
         rounds = len(played[0].contexts)
         for who, measure in measures.items():
             about = {"problem": name, "player": who, "rounds": rounds, "runs": runs, "seed": options.seed}
+            if who in mine:
+                about |= {"agent": agent_settings(who).plain(), "device": options.device}
             path = options.out / "bandits" / f"{name}-{who.lower().replace(' ', '-')}.json"
             found = cell(path, about, measure)
             cells.append(found)
@@ -353,7 +368,7 @@ def main() -> None:
         tables[name] = rows
         told.append(problem_table(name, rounds, rows))
         print(f"\n{told[-1]}\n", flush=True)
-        verdicts += [line for line in [verdict(name, rows, mine[0])] if line]
+        verdicts += [line for line in [verdict(name, rows, agent) for agent in mine[:1]] if line]
     told += [
         summary_table("regret, % of Uniform's", tables, early=False),
         summary_table(f"in the first {EARLY} rounds", tables, early=True),
@@ -365,7 +380,7 @@ def main() -> None:
     replaced(options.out / "bandits.md", lambda path: path.write_text(text, encoding="utf-8"))
     write_results(options.out, "bandits", {**setting(), "device": options.device, "cells": cells})
     print(f"Tables: {options.out / 'bandits.md'}")
-    print("\n".join(verdicts) or f"{len(tables)} problems without a rival beside {mine[0]}")
+    print("\n".join(verdicts) or f"{len(tables)} problems without one of ours beside a rival")
 
 
 if __name__ == "__main__":

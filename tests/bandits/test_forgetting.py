@@ -240,6 +240,14 @@ def test_a_saved_agent_forgets_as_before(tmp_path):
 
 
 # What agents with these settings chose before they could forget, and before decisions had probabilities.
+NETWORK = {"lr_decay": 0.0, "init_range": None, "standardise": True}
+GREEDY = {**NETWORK, "lr": 5e-4, "l2": 6e-3, "l2_by_noise": True, "dropout": 0.3, "average": 0.995}
+SETTINGS_BEFORE = {
+    "badam": {**GREEDY, "prior_variance": 0.02},
+    "badam-map": {**GREEDY, "prior_variance": 1e-3},
+    "bbb": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 1e-3},
+    "ivon": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)},
+}
 BEFORE = {
     "badam": "0120120122101012220211221111211111111111111111111112",
     "badam-map": "0120120121111111111111111111111111111111111111111111",
@@ -258,7 +266,11 @@ BEFORE = {
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_without_forgetting_choices_are_those_of_before(name):
-    agent = make_agent(name, 3, 3, seed=7, settings=small(name))
+    settings = small(name)
+    if name in SETTINGS_BEFORE:
+        own = {key: getattr(settings, key) for key in ("hidden", "batch_size", "train_steps")}
+        settings = agent_settings(name, "paper", **own, **SETTINGS_BEFORE[name])
+    agent = make_agent(name, 3, 3, seed=7, settings=settings)
     arms = []
     for number, row in enumerate(np.random.default_rng(1).normal(size=(120, 3))[: len(BEFORE[name])]):
         if number % 3 == 0:

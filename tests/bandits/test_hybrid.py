@@ -1,6 +1,8 @@
 """The hybrid agent: exact heads against closed forms, its units, and what it does where others fail."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,31 +67,32 @@ def test_updates_in_blocks_are_the_normal_equations(size):
         for arm in range(ARMS):
             own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
             mean, covariance, residual = reference(*own, arm, np.zeros(WIDTH), 1.0)
-            np.testing.assert_allclose(head.mean[run, arm], mean, atol=1e-10)
+            np.testing.assert_allclose(head.mean[run, arm, 0], mean, atol=1e-10)
             np.testing.assert_allclose(head.covariance[run, arm], covariance, atol=1e-10)
-            np.testing.assert_allclose(head.scale[run, arm], residual, atol=1e-10)
+            np.testing.assert_allclose(head.scale[run, arm, 0], residual, atol=1e-10)
             assert head.shape[run, arm] == 1 + 0.5 * (own[0] == arm).sum()
 
 
-def test_a_fit_is_the_normal_equations_around_a_prior_mean():
+def test_a_fit_is_the_normal_equations_around_prior_means():
     arms, x, rewards = observations()
-    prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, WIDTH)))
+    prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, 3, WIDTH)))
     head, precision = Head.zeros(RUNS, ARMS, WIDTH, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    head = replace(head, mean=head.mean.repeat(1, 1, 3, 1), scale=head.scale.repeat(1, 1, 3))
     identity = torch.eye(WIDTH, dtype=torch.float64)
     residual = head.fit(statistics(arms, x, rewards), prior, precision[:, None, None, None] * identity)
-    for run in range(RUNS):
-        for arm in range(ARMS):
-            own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
-            found = reference(*own, arm, prior[run, arm].numpy(), float(precision[run]))
-            for mine, theirs in zip((head.mean, head.covariance, residual), found, strict=True):
-                np.testing.assert_allclose(mine[run, arm], theirs, atol=1e-10)
+    for run, arm, component in itertools.product(range(RUNS), range(ARMS), range(3)):
+        own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
+        found = reference(*own, arm, prior[run, arm, component].numpy(), float(precision[run]))
+        place = run, arm, component
+        for mine, theirs in zip((head.mean[place], head.covariance[place[:2]], residual[place]), found, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-10)
 
 
 def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
     arms, x, rewards = observations()
     head, zero = Head.zeros(RUNS, ARMS, WIDTH, CPU), np.zeros(WIDTH)
     head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), 0.5 * torch.eye(WIDTH, dtype=torch.float64))
-    errors, rest = head.left_out(arms, x, rewards)
+    errors, rest = head.left_out(head.mean.squeeze(2), arms, x, rewards)
     assert ((rest > 0) & (rest < 1)).all()
     for place in range(COUNT):
         kept = np.arange(COUNT) != place
@@ -98,6 +101,12 @@ def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
             arms[1, kept].numpy(), x[1, kept].numpy(), rewards[1, kept].numpy(), arm, zero, precision=0.5
         )
         assert float(errors[1, place]) == pytest.approx(float(rewards[1, place]) - float(x[1, place].numpy() @ mean))
+
+
+def deviations(learner: Hybrid, contexts: torch.Tensor) -> torch.Tensor:
+    """Of f, for every arm."""
+    first = torch.zeros(*contexts.shape[:2], 1, learner.n_arms, dtype=torch.int64)
+    return learner._predictive(contexts, first)[1]
 
 
 # --- the agent ------------------------------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ def test_units_of_the_rewards_do_not_matter(scale, shift):
 def test_a_prize_that_was_not_seen_is_possible_where_the_range_says_so():
     wide, narrow = (played(rings(), 200, reward_range=given) for given in ((0.0, 50.0), (0.0, 1.0)))
     x = torch.zeros(1, 1, 2)
-    assert (wide._predictive(x)[1] > 3 * narrow._predictive(x)[1]).all()
+    assert (deviations(wide, x) > 3 * deviations(narrow, x)).all()
 
 
 def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
@@ -194,7 +203,7 @@ def test_the_default_agent_is_hybrid():
 
 def test_exploration_settles():
     bold, settled = (played(rings(), 400, exploration=share, settling=1.0) for share in (1.0, 0.1))
-    ratio = settled._predictive(torch.zeros(1, 1, 2))[1] / bold._predictive(torch.zeros(1, 1, 2))[1]
+    ratio = deviations(settled, torch.zeros(1, 1, 2)) / deviations(bold, torch.zeros(1, 1, 2))
     assert math.isfinite(float(ratio.max()))
     assert float(ratio.max()) < 0.9
 

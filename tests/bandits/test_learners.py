@@ -474,7 +474,7 @@ def test_settings_by_name():
         if "lr" not in paper.names() or agent == "hybrid":
             continue
         assert (paper.lr, paper.lr_decay, paper.init_range, paper.batch_size) == (0.1, 0.5, 0.3, 512)
-        assert (paper.train_steps, paper.clip, paper.standardise, tuned.standardise) == (50, 5.0, False, True)
+        assert (paper.train_steps, paper.clip, paper.standardise) == (50, 5.0, False)
     for agent in AGENTS:
         assert (agent_settings(agent, "paper").train_every, agent_settings(agent).initial_pulls) == (20, 3)
     assert agent_settings("badam", "paper").n_data(100) == 51_200
@@ -482,7 +482,7 @@ def test_settings_by_name():
     assert agent_settings("badam-map").form == agent_settings("badam-map", "paper").form == "map"
     assert agent_settings("mc-dropout").dropout == agent_settings("mc-dropout", "paper").dropout == 0.2
     assert agent_settings("epsilon-greedy").epsilon == agent_settings("epsilon-greedy", "paper").epsilon == 0.05
-    assert (agent_settings("bbb", "paper").noise_variance, agent_settings("bbb").noise_variance) == (0.01, None)
+    assert agent_settings("bbb", "paper").noise_variance == 0.01
     assert agent_settings("linear").standardise
 
 

@@ -1,52 +1,84 @@
-"""Learnt priors: empirical Bayes against a known family, the agent that starts from one, and its files."""
-
-import math
+"""Learnt priors: what is left out against Student densities, the agent that starts from one, and its files."""
 
 import numpy as np
 import pytest
+import scipy.linalg
+import scipy.stats
 import torch
 
 import bayesadam as ba
 from bayesadam.bandits import Log, Prior, agent_settings, fit_prior, make_agent, replay, reward_problem, simulate, wheel
 from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.empirical_bayes import _moments
+from bayesadam.bandits.empirical_bayes import _WIDTHS, _Features, _inverse_gamma, _left_out, _spread
 from bayesadam.bandits.hybrid import Hybrid
-from bayesadam.bandits.linear import Statistics
 
-WIDTH, ARMS, PROBLEMS, ROWS = 3, 2, 400, 40
-MEAN = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]], dtype=torch.float64)
-SPREAD = torch.tensor([[[1.0, 0.6, 0.0], [0.6, 0.8, 0.1], [0.0, 0.1, 0.3]]], dtype=torch.float64).repeat(ARMS, 1, 1)
-NOISE = torch.tensor([0.25, 0.04], dtype=torch.float64)
+WIDTH, ARMS, ROWS = 3, 2, 60
 
 
-def family(seed: int = 0) -> Statistics:
-    """Problems whose weights are N(MEAN, SPREAD), with rewards of variance NOISE."""
-    source = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=source)
-
-    x = normal(PROBLEMS, ARMS * ROWS, WIDTH)
-    x[..., -1] = 1
-    arms = torch.arange(ARMS * ROWS).remainder(ARMS).expand(PROBLEMS, -1)
-    factor = torch.linalg.cholesky(SPREAD)
-    weights = MEAN + (factor @ normal(PROBLEMS, ARMS, WIDTH, 1)).squeeze(3)
-    own = weights.gather(1, arms.unsqueeze(2).expand(-1, -1, WIDTH))
-    rewards = (own * x).sum(dim=2) + NOISE[arms].sqrt() * normal(PROBLEMS, ARMS * ROWS)
-    data = Statistics.zeros(PROBLEMS, ARMS, WIDTH, torch.device("cpu"))
-    data.add(arms, x, rewards, torch.ones(ARMS * ROWS, dtype=torch.float64))
-    return data
+def family(heads: np.ndarray, noise: float = 0.1, seed: int = 0) -> list[_Features]:
+    """Problems with these weights (problems, ARMS, WIDTH), on features that are known."""
+    random, found = np.random.default_rng(seed), []
+    for own in heads:
+        phi = random.normal(size=(ROWS, WIDTH))
+        rewards = phi @ own.T + noise * random.normal(size=(ROWS, len(own)))
+        found.append(_Features(*map(torch.from_numpy, (phi, rewards, np.full(rewards.shape, noise**2)))))
+    return found
 
 
-def test_empirical_bayes_finds_the_family():
-    (mean, covariance, shape, scale), _ = _moments(
-        family(), torch.full((PROBLEMS, ARMS), float(ROWS), dtype=torch.float64)
-    )
-    noise = scale / shape
-    error = math.sqrt(1 / PROBLEMS)
-    assert torch.allclose(mean, MEAN, atol=4 * error)
-    assert torch.allclose(covariance * noise[:, None, None], SPREAD, atol=6 * error)
-    assert torch.allclose(noise, NOISE, rtol=0.05)
+def errors_left_out(data: list[_Features], heads: np.ndarray, spread: np.ndarray, noise: float) -> np.ndarray:
+    """Mean squared errors of every problem's odd rows, from multivariate Student densities of its even rows."""
+    found = []
+    for number, one in enumerate(data):
+        phi, rewards = one.phi.numpy(), one.rewards.numpy()
+        known, rest = phi[::2], phi[1::2]
+        # Over all arms together: σ² is theirs, and so is the component.
+        whole = scipy.linalg.block_diag(*[np.eye(len(known)) + known @ (arm / noise) @ known.T for arm in spread])
+        logs, means = [], []
+        for other, head in enumerate(heads):
+            if other != number:
+                apart = (rewards[::2] - known @ head.T).T.ravel()
+                dist = scipy.stats.multivariate_t(np.zeros(len(apart)), shape=noise * whole, df=4)
+                logs.append(dist.logpdf(apart))
+                posterior = []
+                for arm, own in zip(spread, head, strict=True):
+                    inverse = np.linalg.inv(arm) * noise
+                    right = inverse @ own + known.T @ rewards[::2][:, len(posterior)]
+                    posterior.append(np.linalg.solve(inverse + known.T @ known, right))
+                means.append(posterior)
+        likely = np.exp(np.array(logs) - max(logs))
+        mean = np.tensordot(likely / likely.sum(), np.array(means), 1)
+        found.append(np.square(rewards[1::2] - rest @ mean.T).mean())
+    return np.array(found)
+
+
+@pytest.mark.parametrize("width", [1.0, 0.01])
+def test_what_is_left_out_is_predicted_by_the_mixture_of_the_others(width):
+    heads = np.random.default_rng(1).normal(size=(6, ARMS, WIDTH))
+    data = family(heads)
+    spread, noise = width * _spread(torch.from_numpy(heads)), 0.04
+    relative, squares = _left_out(data, torch.from_numpy(heads), spread, torch.tensor(noise, dtype=torch.float64))
+    expected = errors_left_out(data, heads, spread.numpy(), noise)
+    np.testing.assert_allclose(squares, expected, rtol=1e-6)
+    assert float(relative) == pytest.approx(expected.mean() / 0.1**2)
+
+
+def best_width(heads: np.ndarray) -> float:
+    data, heads = family(heads, noise=0.5), torch.from_numpy(heads)
+    noise = torch.tensor(0.25, dtype=torch.float64)
+    return min(_WIDTHS, key=lambda width: float(_left_out(data, heads, width * _spread(heads), noise)[0]))
+
+
+def test_kinds_of_problems_are_told_from_a_cloud():
+    random = np.random.default_rng(2)
+    cloud, kinds = random.normal(size=(20, 1, WIDTH)), random.normal(size=(3, 1, WIDTH))
+    assert best_width(cloud) > 0.2
+    assert best_width(kinds[np.arange(20) % 3]) < 0.02
+
+
+def test_the_noise_is_the_inverse_gamma_with_these_moments():
+    shape, scale = _inverse_gamma(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    assert float(shape) == pytest.approx(2 + 4 / (2 / 3))
+    assert float(scale / shape) == pytest.approx(2)
 
 
 def test_an_arm_that_no_problem_saw_twice_has_no_prior():
@@ -82,29 +114,87 @@ def test_an_agent_that_starts_from_a_prior_needs_less(prior):
     assert with_prior.regret_ratio.mean() < 0.7 * alone.regret_ratio.mean()
 
 
-def test_its_head_is_the_normal_equations_with_the_learnt_precision(prior):
+def started(prior: Prior, contexts: torch.Tensor, n_arms: int = 3) -> Hybrid:
+    settings = agent_settings("hybrid", hidden=(20,), train_steps=20)
+    learner = Hybrid(settings, Buffer(contexts), n_arms, list(range(len(contexts))))
+    learner.start_from(prior)
+    return learner
+
+
+def test_its_head_is_the_normal_equations_around_every_component(prior):
     random = np.random.default_rng(0)
     contexts = torch.from_numpy(random.normal(size=(1, 60, 4))).float()
-    learner = Hybrid(agent_settings("hybrid", hidden=(20,), train_steps=20), Buffer(contexts), 3, [0])
-    learner.start_from(prior)
+    learner = started(prior, contexts)
     arms, rewards = torch.arange(60).remainder(3)[None], torch.from_numpy(random.normal(size=(1, 60))).float()
     learner.observe(learner.buffer.add(arms, rewards))
     before = learner._linear.mean.clone(), learner._linear.covariance.clone()
-    x = prior.features(contexts)[0].numpy()
+    x, paid = prior.features(contexts)[0].numpy(), rewards[0].numpy()
+    errors = np.zeros(len(prior.mean))
     for arm in range(3):
         own = arms[0].numpy() == arm
-        noise = np.exp((x[own] @ prior.log_noise[arm].numpy()).clip(-math.log(1e4), math.log(1e4)))
-        inverse, weighted = np.linalg.inv(prior.covariance[arm].numpy()), x[own] / noise[:, None]
-        precision = inverse + weighted.T @ x[own]
-        mean = np.linalg.solve(precision, inverse @ prior.mean[arm].numpy() + weighted.T @ rewards[0].numpy()[own])
-        np.testing.assert_allclose(before[0][0, arm], mean, rtol=1e-6, atol=1e-6)
+        inverse = np.linalg.inv(prior.covariance[arm].numpy())
+        precision = inverse + x[own].T @ x[own]
         np.testing.assert_allclose(before[1][0, arm], np.linalg.inv(precision), rtol=1e-5, atol=1e-7)
+        for component, first in enumerate(prior.mean[:, arm].numpy()):
+            mean = np.linalg.solve(precision, inverse @ first + x[own].T @ paid[own])
+            np.testing.assert_allclose(before[0][0, arm, component], mean, rtol=1e-5, atol=1e-5)
+            apart = paid[own] - x[own] @ first
+            errors[component] += (
+                0.5
+                * apart
+                @ np.linalg.solve(np.eye(own.sum()) + x[own] @ prior.covariance[arm].numpy() @ x[own].T, apart)
+            )
+    # The Student density of all rewards: σ² and the component are those of all arms.
+    logs = -(float(prior.shape) + 30) * np.log(float(prior.scale) + errors)
+    likely = np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
+    np.testing.assert_allclose(learner._likely()[0], np.tile(likely, (3, 1)), atol=1e-6)
     # A training writes it in units of the rewards seen.
     learner.train()
     shift, scale = learner._units()
-    back = learner._linear.mean * scale.unsqueeze(2)
-    back[..., -1] += shift
-    np.testing.assert_allclose(x @ back[0].numpy().T, x @ before[0][0].numpy().T, atol=1e-3)
+    back = learner._linear.mean * scale[..., None, None]
+    back[..., -1] += shift.unsqueeze(2)
+    np.testing.assert_allclose(x @ back[0, :, 0].numpy().T, x @ before[0][0, :, 0].numpy().T, atol=1e-3)
+
+
+def test_decisions_draw_components_as_often_as_they_are_likely(prior):
+    contexts = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
+    learner = started(prior, contexts)
+    learner.observe(learner.buffer.add(torch.arange(10).remainder(3).repeat(2, 1), torch.randn(2, 10)))
+    drawn = learner._drawn(5, 4000, learner._choice)
+    assert (drawn == drawn[..., :1]).all()
+    for run in range(2):
+        shares = torch.bincount(drawn[run, ..., 0].flatten(), minlength=len(prior.mean)) / 20000
+        assert torch.allclose(shares.double(), learner._likely()[run, 0], atol=0.02)
+
+
+def test_exchangeable_arms_find_their_own_component():
+    kinds = np.random.default_rng(4).normal(size=(3, 4))
+
+    def permuted(number: int):
+        random = np.random.default_rng(number)
+        contexts = random.normal(size=(300, 4))
+        return reward_problem(contexts, contexts @ kinds[random.permutation(3)].T, name="kinds", standardise=False)
+
+    prior = fit_prior([permuted(number) for number in range(6)], arms="exchangeable", hidden=(20,), steps=400)
+    rounds = permuted(50).run(0)
+    learner = started(prior, torch.from_numpy(rounds.contexts[None]))
+    arms = torch.arange(30).remainder(3)[None]
+    learner.observe(learner.buffer.add(arms, torch.from_numpy(rounds.rewards)[None].gather(2, arms.T[None])[..., 0]))
+    average = (learner._likely().unsqueeze(3) * learner._linear.mean).sum(dim=2)[0]
+    found = prior.features(torch.from_numpy(rounds.contexts[None, 100:]))[0] @ average.mT
+    error = (found - torch.from_numpy(rounds.rewards[100:])).square().mean().sqrt()
+    assert error < 0.3 * rounds.rewards.std()
+
+
+def test_a_prior_that_does_not_hold_gives_way_to_the_network(prior):
+    contexts = torch.randn(1, 400, 4, generator=torch.Generator().manual_seed(1))
+    arms = torch.arange(400).remainder(3)[None]
+    for rewards, holds in ((torch.sin(2 * contexts[..., 0]) * (arms - 1), True), (50 * contexts[..., 1].abs(), False)):
+        learner = started(prior, contexts)
+        learner.observe(learner.buffer.add(arms, rewards))
+        learner.train()
+        assert bool(learner._holds()) == holds
+        assert not holds or float(learner._share) == 0
 
 
 def test_files(prior, tmp_path):
@@ -129,11 +219,11 @@ def test_a_new_arm_is_one_drawn_at_random(prior):
     agent = make_agent("hybrid", 4, 3, prior=prior)
     assert agent.add_arm() == 3
     found = prior.for_arms(4)
-    assert torch.allclose(found.mean[3], prior.mean.mean(dim=0))
-    noise = found.scale / found.shape
-    marginal = (noise[:, None, None] * found.covariance)[3]
-    within = (noise[:3, None, None] * prior.covariance).mean(dim=0)
-    assert torch.linalg.eigvalsh(marginal - within).min() > -1e-9
+    assert torch.equal(found.mean[:, :3], prior.mean)
+    assert torch.allclose(found.mean[:, 3], prior.mean.mean(dim=1))
+    between = torch.stack([torch.cov(own.T, correction=0) for own in prior.mean]).mean(dim=0)
+    noise = prior.scale / prior.shape
+    assert torch.allclose(noise * found.covariance[3], noise * prior.covariance.mean(dim=0) + between)
     assert make_agent("hybrid", 4, 3, prior=prior).act(np.zeros(4)) in range(3)
 
 
@@ -145,7 +235,7 @@ def test_from_logs(tmp_path):
         rewards = np.where(random.random(80) < 0.1, np.nan, contexts[:, 0] * (arms + number))
         logs.append(Log.of(contexts=contexts, arms=arms, probabilities=np.full(80, 0.5), rewards=rewards))
     found = fit_prior(logs, hidden=(10,), steps=200)
-    assert found.mean.shape == (2, 10 + 2 + 1)
+    assert found.mean.shape == (3, 2, 10 + 2 + 1)
     agent = make_agent("hybrid", 2, 2, prior=found)
     agent.log(tmp_path / "log.jsonl")
     decision = agent.decide([0.1, 0.2])

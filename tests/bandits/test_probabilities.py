@@ -200,7 +200,7 @@ def test_every_context_may_have_arms_of_its_own():
 
 
 def test_many_contexts_are_as_one_by_one_up_to_their_draws():
-    agent = trained("badam")
+    agent = trained("badam", n_per_round=1.0)
     rows = np.tile(HERE, (300, 1))
     found = agent.probabilities(rows, draws=200)
     np.testing.assert_allclose(found.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.learners import Greedy
 from bayesadam.bandits.linear import Statistics, normal_equations
 from bayesadam.bandits.log import Log, read_log
-from bayesadam.bandits.prior import MOMENTS, Prior
+from bayesadam.bandits.prior import Prior, features
 from bayesadam.bandits.problems import BanditProblem
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.bandits.settings import GreedySettings
-from bayesadam.engine.network import ACTIVATIONS, Network
-from bayesadam.engine.stack import Schedule, cosine
+from bayesadam.engine.network import ACTIVATIONS, Network, initial
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.structures.noise import stream_seed
 
 Source = BanditProblem | Log | str | os.PathLike[str]
 Arms = Literal["same", "exchangeable"]
 ARMS = ("same", "exchangeable")
-_CHUNK = 4096
-# Mini-batches that are drawn at once.
-_BLOCK = 1000
-_ITERATIONS, _TOLERANCE = 100, 1e-3
-# How often moments and noise are fitted in turn, and the ridge of the latter.
-_ROUNDS, _RIDGE = 2, 1.0
-# The least variance of the noise, over the mean square of the rewards.
+_RATE, _BATCH = 2e-3, 2400
+# The least variance in the loss, over that of the rewards, and the power of it that weighs an example: at 0 the loss is the
+# likelihood, which may give up what is hard, at 1 all examples count alike, and what jumps blurs all else.
+_FLOOR, _POWER = 1e-5, 0.5
+# The least variance of the noise, over that of the rewards.
 _LEAST_NOISE = 1e-8
 # a₀ of the noise lies between: how much its size may differ from problem to problem.
 _LEAST_SHAPE, _MOST_SHAPE = 2.0, 100.0
+# Of these shares of the covariance between problems one is that around each, which has a ridge of the last number besides.
+_WIDTHS, _RIDGE = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-6), 1e-3
 
 
 def fit_prior(
     sources: Sequence[Source],
     *,
     arms: Arms = "same",
-    hidden: tuple[int, ...] = (100, 100),
+    hidden: tuple[int, ...] = (100, 100, 100),
     activation: str = "relu",
     rounds: int = 1000,
     steps: int = 4000,
@@ -52,10 +50,11 @@ def fit_prior(
 ) -> Prior:
     """A prior for the hybrid agent out of earlier problems of the same family: `make_agent(..., prior=prior)`.
 
-    A network with one last layer per problem is trained on all of them; what they share is its hidden layers. Then every
-    problem p has weights on these features, β_pa ~ N(m_a, S_a) with rewards r = β_pa·φ(x) + N(0, σ_a² exp(γ_a·φ(x))), and m, S
-    and σ² maximise the likelihood of all that was seen (EM). γ is fitted to the logarithms of the squared residuals, in turn
-    with them. How the residual variance differs between problems gives the prior of σ².
+    A network with one last layer per problem is trained on all of them; what they share is its hidden layers, whose units
+    are the features φ. The last layers, m_p, are the components of the prior: a new problem's weights are N(m_p, σ² C), with
+    every earlier problem p as likely. σ²C is a share of the covariance between the m_p, the one with which each problem is best
+    predicted from half of its rows and the others: small where problems come in kinds, 1 where they are one cloud. The errors
+    of these predictions give the prior of σ².
 
     >>> from bayesadam.bandits import make_agent, wheel
     >>> prior = fit_prior([wheel(delta) for delta in (0.3, 0.6, 0.9)], hidden=(20,), rounds=100, steps=100)
@@ -64,7 +63,7 @@ def fit_prior(
     Args:
         sources: problems, of which every arm's reward is seen, their names, logs, or paths of logs, of which rewards that came.
         arms: `"same"` where an arm means the same in every problem; `"exchangeable"` where arms are permuted, or their
-            numbers differ: one prior for all.
+            numbers differ: any arm may be like any earlier one.
         hidden: widths of the network's hidden layers.
         activation: as in the settings of agents.
         rounds: of every problem; logs are taken whole.
@@ -79,40 +78,42 @@ def fit_prior(
     if len(sources) < 2:
         raise SettingError(f"a prior is what problems have in common: give two or more, got {len(sources)}")
     seen = [_seen(source, rounds, stream_seed(seed, "prior", number), device) for number, source in enumerate(sources)]
-    widths, numbers = {one.contexts.shape[1] for one in seen}, {one.n_arms for one in seen}
+    widths, numbers = {one.contexts.shape[1] for one in seen}, {one.rewards.shape[1] for one in seen}
     if len(widths) > 1:
         raise MatchError(f"the sources have contexts of {sorted(widths)} numbers: they must agree")
     if len(numbers) > 1 and arms == "same":
         raise MatchError(f"the sources have {sorted(numbers)} arms: they must agree, or be arms='exchangeable'")
     if arms == "exchangeable":
         seen = [part for one in seen for part in _arm_by_arm(one)]
-    counts = torch.stack([torch.bincount(one.arms, minlength=one.n_arms) for one in seen]).double()
+    counts = torch.stack([one.there().sum(dim=0) for one in seen]).double()
     if not ((counts > 0).sum(dim=0) > 1).all():
         raise MatchError("every arm must be seen in two problems or more: give more, or arms='exchangeable'")
-    network, params = _trunk(seen, hidden, activation, steps, seed)
-    log_noise = counts.new_zeros(counts.shape[1], hidden[-1] + network.n_inputs + 1)
-    bare = Prior(network, params, *[log_noise] * len(MOMENTS))
-    for _ in range(_ROUNDS):
-        _, weights = _moments(_statistics(bare, seen), counts)
-        bare = replace(bare, log_noise=_log_noise(bare, seen, weights))
-    moments, _ = _moments(_statistics(bare, seen), counts)
-    return Prior(network, params, *moments, bare.log_noise).to(torch.device("cpu"))
+    network = Network(seen[0].contexts.shape[1], hidden, 1, activation, 0.0)
+    params, heads, noises = _trained(network, seen, steps, seed)
+    there = (counts > 0).unsqueeze(2)
+    heads = torch.where(there, heads, torch.where(there, heads, 0).sum(dim=0) / there.sum(dim=0))
+    data = _Features.of(network, params, seen, noises)
+    own = torch.stack([one.errors(head).square().nanmean() for one, head in zip(data, heads, strict=True)])
+    least = torch.stack([_LEAST_NOISE * one.rewards.square().nanmean() for one in data]).mean()
+    spread, noise = _spread(heads), torch.maximum(own.mean(), least.clamp(min=torch.finfo(own.dtype).tiny))
+    tried = {width: _left_out(data, heads, width * spread, noise) for width in _WIDTHS}
+    width = min(tried, key=lambda one: float(tried[one][0]))
+    shape, scale = _inverse_gamma(tried[width][1].nan_to_num(nan=float(noise)).clamp(min=noise))
+    return Prior(network, params, heads, width * spread * (shape / scale), shape, scale).to(torch.device("cpu"))
 
 
 # --- what was seen --------------------------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """The observations of one problem: contexts (n, features), arms (n,), rewards (n,); and how many arms there are."""
+    """One problem: contexts (n, features), and rewards (n, arms), NaN where nobody saw them."""
 
     contexts: Tensor
-    arms: Tensor
     rewards: Tensor
-    n_arms: int
 
-    def of(self, rows: Tensor | slice) -> Seen:
-        """Some of the observations."""
-        return Seen(self.contexts[rows], self.arms[rows], self.rewards[rows], self.n_arms)
+    def there(self) -> Tensor:
+        """Whether a reward was seen, (n, arms)."""
+        return ~self.rewards.isnan()
 
 
 def _seen(source: Source, rounds: int, seed: int, device: str | torch.device) -> Seen:
@@ -122,131 +123,131 @@ def _seen(source: Source, rounds: int, seed: int, device: str | torch.device) ->
     if isinstance(source, BanditProblem):
         most = source.most_rounds
         played = source.run(seed, rounds if most is None else min(rounds, most))
-        t, n_arms = played.rewards.shape
-        contexts = torch.from_numpy(played.contexts).to(device).repeat_interleave(n_arms, dim=0)
-        rewards = torch.from_numpy(played.rewards).to(device).flatten()
-        return Seen(contexts, torch.arange(n_arms, device=device).repeat(t), rewards, n_arms)
+        return Seen(torch.from_numpy(played.contexts).to(device), torch.from_numpy(played.rewards).to(device))
     log = source if isinstance(source, Log) else read_log(source)
-    came = ~np.isnan(log.rewards)
-    if not came.any():
+    if np.isnan(log.rewards).all():
         raise MatchError("a log without a reward says nothing about a prior: leave it out")
-    contexts, arms, rewards = (
-        torch.from_numpy(part[came]).to(device) for part in (log.contexts, log.arms, log.rewards)
-    )
-    return Seen(contexts, arms, rewards.float(), log.allowed.shape[1])
-
-
-class _Trunk(Greedy):
-    """A greedy learner whose learning rate falls to 0 along a cosine; the arguments but the steps are those of `Learner`."""
-
-    def __init__(self, steps: int, *more: Any) -> None:
-        super().__init__(*more)
-        self._total = steps
-
-    def _schedule(self) -> Schedule:
-        falling = cosine(self.settings.lr, self._total)
-        return lambda done: falling(done.clamp(max=self._total))
+    rewards = np.full(log.allowed.shape, np.nan, np.float32)
+    rewards[np.arange(len(log.arms)), log.arms] = log.rewards
+    return Seen(torch.from_numpy(log.contexts).float().to(device), torch.from_numpy(rewards).to(device))
 
 
 def _arm_by_arm(seen: Seen) -> Iterator[Seen]:
-    """Every arm as a problem with one arm."""
-    for arm in sorted(set(seen.arms.tolist())):
-        own = seen.of(seen.arms == arm)
-        yield Seen(own.contexts, torch.zeros_like(own.arms), own.rewards, 1)
+    """Every arm of which a reward was seen, as a problem with one arm."""
+    for own in seen.rewards.unbind(dim=1):
+        there = ~own.isnan()
+        if there.any():
+            yield Seen(seen.contexts[there], own[there].unsqueeze(1))
 
 
-def _trunk(
-    seen: Sequence[Seen], hidden: tuple[int, ...], activation: str, steps: int, seed: int
-) -> tuple[Network, dict[str, Tensor]]:
-    """The hidden layers of a network with an output for every arm of every problem, each problem drawn alike often."""
-    most, n_arms = max(len(one.rewards) for one in seen), seen[0].n_arms
-    alike = [one.of(torch.arange(most, device=one.rewards.device) % len(one.rewards)) for one in seen]
-    contexts = torch.cat([one.contexts for one in alike])
-    buffer = Buffer(contexts.unsqueeze(0))
-    arms = torch.cat([one.arms + number * n_arms for number, one in enumerate(alike)])
-    buffer.add(arms.unsqueeze(0), torch.cat([one.rewards for one in alike]).unsqueeze(0))
-    block = min(steps, _BLOCK)
-    settings = GreedySettings(
-        hidden=hidden, activation=activation, lr=2e-3, standardise=True, train_steps=block, batch_size=512
-    )
-    learner = _Trunk(steps, settings, buffer, len(seen) * n_arms, [seed])
-    while learner.stack.done < steps:
-        learner.train()
-    network = Network(contexts.shape[1], hidden, 1, activation, 0.0)
-    last = f"layer{len(hidden)}."
-    return network, {name: t.clone() for name, t in learner.params.items() if not name.startswith(last)}
+def _trained(network: Network, seen: Sequence[Seen], steps: int, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The hidden layers, and every problem's weights on φ, (problems, arms, features): of the rewards, and of their variance.
 
-
-def _parts(prior: Prior, seen: Seen) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A problem's features, arms and rewards, (1, k, ...) each, a few at a time."""
-    for first in range(0, len(seen.rewards), _CHUNK):
-        part = seen.of(slice(first, first + _CHUNK))
-        yield prior.features(part.contexts[None]), part.arms[None], part.rewards.double()[None]
-
-
-def _statistics(prior: Prior, seen: Sequence[Seen]) -> Statistics:
-    """Of every problem's arms on the features, weighted by their noise: problems take the place of runs."""
-    n_arms, width = prior.log_noise.shape
-    found = Statistics.zeros(len(seen), n_arms, width, prior.log_noise.device)
-    for number, one in enumerate(seen):
-        own = Statistics(*(tensor[number : number + 1] for tensor in vars(found).values()))
-        for features, arms, rewards in _parts(prior, one):
-            own.add(arms, features, rewards, prior.weights(features, arms))
-    return found
-
-
-def _log_noise(prior: Prior, seen: Sequence[Seen], weights: Tensor) -> Tensor:
-    """γ by least squares of log e² on φ, with e the residuals of every problem's mean; what all arms share is σ²'s."""
-    n_arms, width = prior.log_noise.shape
-    found = Statistics.zeros(1, n_arms, width, prior.log_noise.device)
-    least = _LEAST_NOISE * max(float(one.rewards.double().square().mean()) for one in seen)
-    for own, one in zip(weights, seen, strict=True):
-        for features, arms, rewards in _parts(prior, one):
-            errors = rewards - (features @ own.mT).gather(2, arms.unsqueeze(2)).squeeze(2)
-            found.add(arms, features, (errors.square() + least).log(), torch.ones_like(errors))
-    average = (found.cross[..., -1] / found.gram[..., -1, -1]).mean(dim=1, keepdim=True)
-    centred = found.standardised(average, torch.ones_like(average))
-    identity = torch.eye(found.gram.shape[2]).to(found.gram)
-    _, mean, _ = normal_equations(centred, torch.zeros_like(found.cross), _RIDGE * identity)
-    return mean[0]
-
-
-# --- empirical Bayes ------------------------------------------------------------------------------------------------
-
-
-def _moments(data: Statistics, counts: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """m, C = S/σ², a and b of every arm by EM over the problems, and the means of the problems' weights.
-
-    E: β ~ N(μ, Σ) with Σ⁻¹ = S⁻¹ + Σ_x φφᵀ/σ² and μ = Σ (S⁻¹ m + Σ_x φ r/σ²). M: m the mean of μ, S that of
-    Σ + (μ − m)(μ − m)ᵀ, and σ² the mean of E(r − β·φ)². Arms of which a problem saw nothing do not count.
+    The loss is ½ v^β (e²/v + log v) with v as a constant in v^β: the Gaussian's, which learns what is certain to a higher
+    precision, and which β keeps from giving up what is not. v is softplus of a linear function of φ that does not train φ. Adam,
+    with a rate that falls along a cosine, on mini-batches in which problems have equal parts.
     """
-    gram, cross, squares = data.gram, data.cross, data.squares
-    there = (counts > 0).to(gram)
-    width, total = gram.shape[-1], counts.sum(dim=0)
-    identity = torch.eye(width).to(gram)
-    # Functions begin as wide as the rewards are.
-    noise = (squares.sum(dim=0) / total).clamp(min=torch.finfo(gram.dtype).tiny)
-    size = gram.diagonal(dim1=2, dim2=3).sum(dim=(0, 2)) / total
-    mean, spread = torch.zeros_like(cross[0]), (noise / size)[:, None, None] * identity
-    noise, floor = 0.1 * noise, _LEAST_NOISE * noise
-    for _ in range(_ITERATIONS):
-        inverse = torch.linalg.inv(spread)
-        covariance = torch.linalg.inv(inverse + gram / noise[:, None, None])
-        pull = (inverse @ mean.unsqueeze(2)).squeeze(2) + cross / noise[:, None]
-        weights = (covariance @ pull.unsqueeze(3)).squeeze(3)
-        second = covariance + weights.unsqueeze(3) * weights.unsqueeze(2)
-        errors = squares - 2 * (weights * cross).sum(dim=2) + (gram * second).sum(dim=(2, 3))
-        problems = there.sum(dim=0)
-        mean = (there.unsqueeze(2) * weights).sum(dim=0) / problems.unsqueeze(1)
-        apart = weights - mean
-        spread = (there[..., None, None] * (covariance + apart.unsqueeze(3) * apart.unsqueeze(2))).sum(dim=0)
-        spread = spread / problems[:, None, None]
-        before, noise = noise, torch.maximum(errors.sum(dim=0) / total, floor)
-        if ((noise / before).log().abs() < _TOLERANCE).all():
-            break
-    own = errors.clamp(min=0) / counts.clamp(min=1)
-    average = (there * own).sum(dim=0) / problems
-    variance = (there * (own - average).square()).sum(dim=0) / problems
-    # An inverse gamma with this mean and variance has a = mean²/variance + 2.
-    shape = (average.square() / variance.clamp(min=1e-300) + 2).clamp(_LEAST_SHAPE, _MOST_SHAPE)
-    return (mean, spread / noise[:, None, None], shape, shape * noise), weights
+    device = seen[0].contexts.device
+    contexts = pad_sequence([one.contexts for one in seen], batch_first=True)
+    rewards = pad_sequence([one.rewards for one in seen], batch_first=True, padding_value=math.nan)
+    known = rewards[~rewards.isnan()]
+    shift, unit = known.mean(), known.std().clamp(min=torch.finfo(known.dtype).tiny)
+    rewards = (rewards - shift) / unit
+    lengths = torch.tensor([[len(one.contexts)] for one in seen], device=device)
+    problems, arms, each = len(seen), rewards.shape[2], max(1, _BATCH // len(seen))
+    params = {
+        name: tensor.requires_grad_()
+        for name, tensor in initial(network, [seed], device=device).items()
+        if not name.startswith(f"layer{len(network.hidden)}.")
+    }
+    width = network.hidden[-1] + network.n_inputs + 1
+    heads, noises = (torch.zeros(problems, arms, width, device=device, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([*params.values(), heads, noises], lr=_RATE)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    source, number = (
+        torch.Generator(device).manual_seed(stream_seed(seed, "rows")),
+        torch.arange(problems, device=device),
+    )
+    for _ in range(steps):
+        rows = (torch.rand(problems, each, generator=source, device=device) * lengths).long()
+        x, targets = (of[number.unsqueeze(1), rows] for of in (contexts, rewards))
+        phi = features(network, params, x.view(1, problems * each, -1)).view(problems, each, -1)
+        there = ~targets.isnan()
+        errors, variance = (phi @ heads.mT - targets)[there], _variance(phi.detach(), noises)[there]
+        loss = (variance.detach() ** _POWER * (errors.square() / variance + variance.log())).mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        falling.step()
+    found = heads.detach().double() * unit
+    found[..., -1] += shift
+    return {name: tensor.detach() for name, tensor in params.items()}, found, noises.detach()
+
+
+def _variance(phi: Tensor, noises: Tensor) -> Tensor:
+    """v of features (..., n, features) by weights (..., arms, features), in units of the rewards' variance."""
+    return F.softplus(phi @ noises.mT) + _FLOOR
+
+
+class _Features(NamedTuple):
+    """One problem on the network's features: φ (n, features), rewards and their relative variance (n, arms), float64."""
+
+    phi: Tensor
+    rewards: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of(cls, network: Network, params: dict[str, Tensor], seen: Sequence[Seen], noises: Tensor) -> list[_Features]:
+        """Of every problem."""
+        found = [features(network, params, one.contexts.unsqueeze(0)).squeeze(0) for one in seen]
+        return [
+            cls(phi.double(), one.rewards.double(), _variance(phi, own).double())
+            for phi, one, own in zip(found, seen, noises, strict=True)
+        ]
+
+    def errors(self, weights: Tensor) -> Tensor:
+        """Of weights (arms, features), (n, arms); NaN where no reward was seen."""
+        return self.rewards - self.phi @ weights.mT
+
+    def statistics(self, rows: slice) -> Statistics:
+        """Of some rows, as one run's."""
+        there = (~self.rewards[rows].isnan()).to(self.phi)
+        phi, rewards = self.phi[rows], self.rewards[rows].nan_to_num()
+        gram = torch.einsum("na,nf,ng->afg", there, phi, phi)
+        return Statistics(gram[None], (rewards.mT @ phi)[None], rewards.square().sum(dim=0)[None])
+
+
+# --- what they have in common ---------------------------------------------------------------------------------------
+
+
+def _spread(heads: Tensor) -> Tensor:
+    """The covariance between problems, (arms, features, features), with a ridge."""
+    apart = (heads - heads.mean(dim=0)).transpose(0, 1)
+    found = apart.mT @ apart / len(heads)
+    size = found.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(heads.dtype).tiny)
+    return found + (_RIDGE * size)[:, None, None] * torch.eye(found.shape[1]).to(found)
+
+
+def _left_out(data: Sequence[_Features], heads: Tensor, spread: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Errors on every other row of each problem, given its other rows and the other problems' heads.
+
+    The first is the mean of e²/v over all problems, the second that of e² of each.
+    """
+    precision = noise * torch.linalg.inv(spread)
+    relative, squares = [], []
+    for number, one in enumerate(data):
+        others = torch.cat([heads[:number], heads[number + 1 :]]).transpose(0, 1)
+        _, mean, residual = normal_equations(one.statistics(slice(0, None, 2)), others.unsqueeze(0), precision)
+        a = _LEAST_SHAPE + 0.5 * (~one.rewards[::2].isnan()).sum()
+        likely = (-a * (_LEAST_SHAPE * noise + residual[0].sum(dim=0)).log()).softmax(dim=0)
+        errors = one.errors((likely[None, :, None] * mean[0]).sum(dim=1))[1::2].square()
+        relative.append((errors / one.variance[1::2]).nanmean())
+        squares.append(errors.nanmean())
+    return torch.stack(relative).nanmean(), torch.stack(squares)
+
+
+def _inverse_gamma(variances: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b with the mean and the variance of these."""
+    shape = variances.mean().square() / variances.var(correction=0).clamp(min=1e-300) + 2
+    shape = shape.clamp(_LEAST_SHAPE, _MOST_SHAPE)
+    return shape, shape * variances.mean()

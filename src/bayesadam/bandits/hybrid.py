@@ -27,19 +27,23 @@ _MORE = 2.0
 _MEMORY = 0.9995
 # The share of the hidden layer is drawn towards 0 by as much as so many observations would.
 _CAUTION = 4.0
+# A learnt prior holds unless the noise is larger than this share of the earlier problems has it.
+_DOUBT = 0.01
 _CHUNK = 4096
 _LEAST, _MOST = 1e-8, 1e8
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """σ² ~ IG(a, b), β | σ² ~ N(μ, σ² C) for every run and arm, float64; b is without its prior.
+    """σ² ~ IG(a, b_k), β | σ² ~ N(μ_k, σ² C) for every run, arm and component k of its prior, float64; b is without its prior.
+
+    Components differ in their means alone, so that all have one covariance: what was seen counts for component k as b_k^−a.
 
     Attributes:
-        mean: μ, (runs, arms, features).
+        mean: μ, (runs, arms, components, features).
         covariance: C, (runs, arms, features, features).
         shape: a, (runs, arms).
-        scale: b − b₀, (runs, arms).
+        scale: b − b₀, (runs, arms, components).
     """
 
     mean: Tensor
@@ -49,10 +53,10 @@ class Head:
 
     @classmethod
     def zeros(cls, runs: int, arms: int, width: int, device: torch.device) -> Head:
-        """Around 0, with C = 1."""
-        mean = torch.zeros(runs, arms, width, dtype=torch.float64, device=device)
+        """One component around 0, with C = 1."""
+        mean = torch.zeros(runs, arms, 1, width, dtype=torch.float64, device=device)
         identity = torch.eye(width).to(mean).repeat(runs, arms, 1, 1)
-        return cls(mean, identity, torch.full_like(mean[..., 0], _SHAPE), torch.zeros_like(mean[..., 0]))
+        return cls(mean, identity, torch.full_like(mean[..., 0, 0], _SHAPE), torch.zeros_like(mean[..., 0]))
 
     def update(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
         """Take in k observations, with arms and rewards (runs, k) and features (runs, k, features).
@@ -66,31 +70,31 @@ class Head:
             return
         chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
         own = x.unsqueeze(1) * chosen.unsqueeze(3)
-        errors = (rewards.unsqueeze(1) - self.mean @ x.mT) * chosen
+        errors = (rewards[:, None, :, None] - x.unsqueeze(1) @ self.mean.mT) * chosen.unsqueeze(3)
         reach = own @ self.covariance
         factor = reach @ own.mT
         factor.diagonal(dim1=2, dim2=3).add_(1)
         factor = torch.linalg.cholesky(factor)
         gain = torch.linalg.solve_triangular(factor, reach, upper=False)
-        z = torch.linalg.solve_triangular(factor, errors.unsqueeze(3), upper=False)
+        z = torch.linalg.solve_triangular(factor, errors, upper=False)
         self.covariance.sub_(gain.mT @ gain)
-        self.mean.add_((gain.mT @ z).squeeze(3))
+        self.mean.add_(z.mT @ gain)
         self.shape.add_(0.5 * chosen.sum(dim=2))
-        self.scale.add_(0.5 * z.squeeze(3).square().sum(dim=2))
+        self.scale.add_(0.5 * z.square().sum(dim=2))
 
     def _update_one(self, run: int, arm: int, x: Tensor, reward: Tensor) -> None:
         """The rank-one update: with u = C x and q = 1 + xᵀ u, C ← C − u uᵀ/q, μ ← μ + u e/q, b ← b + ½ e²/q."""
         mean, covariance = self.mean[run, arm], self.covariance[run, arm]
-        error = float(reward - mean @ x)
+        errors = reward - mean @ x
         reach = covariance @ x
         spread = 1 + float(reach @ x)
         covariance.addr_(reach, reach, alpha=-1 / spread)
-        mean.add_(reach, alpha=error / spread)
+        mean.addr_(errors, reach, alpha=1 / spread)
         self.shape[run, arm] += 0.5
-        self.scale[run, arm] += 0.5 * error**2 / spread
+        self.scale[run, arm].addcmul_(errors, errors, value=0.5 / spread)
 
     def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
-        """Refitted around μ₀ with Λ₀; returns what b − b₀ would be, (runs, arms): see `normal_equations`."""
+        """Refitted around μ₀ with Λ₀; returns what b − b₀ would be: see `normal_equations`."""
         factor, mean, residual = normal_equations(data, prior, precision)
         torch.cholesky_inverse(factor, out=self.covariance)
         self.mean.copy_(mean)
@@ -102,28 +106,43 @@ class Head:
         sides = self.covariance.transpose(1, 2).reshape(runs, width, -1)
         return ((x @ sides).view(runs, k, -1, width) * x.unsqueeze(2)).sum(dim=3).clamp_(min=0)
 
-    def left_out(self, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Errors of observations that are in the fit, as if each were not, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k)."""
+    def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of observations that are in the fit, as if each were not, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).
+
+        Args:
+            mean: μ of every arm, (runs, arms, features).
+            arms: of the observations, (runs, k); so are the rewards.
+            x: their features.
+            rewards: in units of the targets.
+        """
         own = arms.unsqueeze(2)
         rest = (1 - self.widths(x).gather(2, own).squeeze(2)).clamp_(min=1e-3)
-        return (rewards - (x @ self.mean.mT).gather(2, own).squeeze(2)) / rest, rest
+        return (rewards - (x @ mean.mT).gather(2, own).squeeze(2)) / rest, rest
+
+
+def _of(values: Tensor, components: Tensor) -> Tensor:
+    """Of values (runs, k, arms, components) those of one component for every draw and arm, (runs, k, draws, arms)."""
+    values = values.mT
+    return values if values.shape[2] == 1 else values.gather(2, components)
 
 
 class Hybrid(Greedy):
     """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
 
-    A learnt prior has features of its own in place of the contexts: see `Prior`.
+    A learnt prior has features of its own in place of the contexts, and is a mixture, of which a decision draws a component:
+    see `Prior`.
 
     Both heads are exact Gaussians that every observation updates at once. After a training the one on the hidden layer is
     fitted again to all that was seen, around the network's own last layer. s minimises the squared error of the sum on
-    observations that the network was not trained on, each left out of its head: where rewards are linear, or data are few, it is near 0.
+    observations that the network was not trained on, each left out of its head: where rewards are linear, or data are few, it is
+    near 0. It is 0 as long as a learnt prior's errors are what they were on the problems that it is learnt from.
 
     The prior is in units of the rewards, so that a reward which was not yet seen stays possible (`_FUNCTION`, `_NOISE`). A
     decision draws each arm's f with one normal number ε for both heads: f + ε √(a/g) ((1 − s) √(V_x) + s √(V_h)) with g ~ Γ(a)
     and V = (α² (b − b₀) + b₀)/a · xᵀ C x; α falls from 1 to `exploration`.
 
     Trainings come when the observations have grown by a factor, not at regular intervals: their number is logarithmic. The
-    network's penalty falls with the observations, as that of a prior does.
+    network's penalty is λσ² n₀/(n₀ + n), which falls with the observations and is small where there is little noise, as a prior's.
     """
 
     learns_at_once = True
@@ -142,6 +161,7 @@ class Hybrid(Greedy):
             self._memory |= {f"{name}.{part}": tensor for part, tensor in vars(head).items()}
         self._choice = self._stream("hybrid", seeds)
         self._prior: Prior | None = None
+        self._joint = False
 
     def start_from(self, prior: Prior) -> None:
         """Put a learnt prior, its features among it, in the place of the head on the contexts."""
@@ -149,9 +169,10 @@ class Hybrid(Greedy):
             raise MatchError(
                 f"the prior is for contexts of {prior.network.n_inputs} numbers, these have {self.buffer.contexts.shape[2]}"
             )
+        self._joint = not prior.exchangeable
         self._prior = found = prior.to(self.device).for_arms(self.n_arms)
-        self._inverse, zeros = torch.linalg.inv(found.covariance), torch.zeros_like(found.scale)
-        moments = (found.mean, found.covariance, found.shape, zeros)
+        self._inverse, mean = torch.linalg.inv(found.covariance), found.mean.transpose(0, 1)
+        moments = (mean, found.covariance, found.shape.expand(self.n_arms), torch.zeros_like(mean[..., 0]))
         self._linear = Head(*(part.repeat(self.buffer.runs, *[1] * part.dim()) for part in moments))
         self._memory |= {f"linear.{part}": tensor for part, tensor in vars(self._linear).items()}
 
@@ -171,18 +192,35 @@ class Hybrid(Greedy):
         return _MORE * seen.nan_to_num(posinf=1) / scale
 
     def _noise(self, head: Head) -> Tensor:
-        """b₀, (runs, arms) or (runs, 1)."""
+        """b₀, (runs, 1)."""
         if self._prior is not None and head is self._linear:
             return self._prior.scale / self._units()[1].square()
         return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1)
 
+    def _pooled(self, head: Head) -> tuple[Tensor, Tensor]:
+        """a, (runs, arms, 1), and b − b₀, like the head's: of all arms together where a learnt prior says so."""
+        shape, scale = head.shape.unsqueeze(2), head.scale
+        if not (self._joint and head is self._linear):
+            return shape, scale
+        first = self._shape()
+        pooled = first + (shape - first).sum(dim=1, keepdim=True)
+        return pooled.expand_as(shape), scale.sum(dim=1, keepdim=True).expand_as(scale)
+
+    def _shape(self) -> Tensor | float:
+        """a₀ of the first head."""
+        return _SHAPE if self._prior is None else self._prior.shape
+
+    def _variance(self, head: Head) -> Tensor:
+        """σ² of all arms together, (runs, 1), of a head with one component."""
+        return ((head.scale.squeeze(2) + self._noise(head)).sum(dim=1) / head.shape.sum(dim=1)).unsqueeze(1)
+
     def _precision(self, head: Head, data: Statistics) -> Tensor:
         """λ1 with λ = σ² E|x|²/(c R)², with which functions have the standard deviation c R."""
-        noise = (head.scale + self._noise(head)).sum(dim=1) / head.shape.sum(dim=1)
+        noise = self._variance(head).squeeze(1)
         counts = data.gram[..., -1, -1].sum(dim=1)
         squares = data.gram.diagonal(dim1=2, dim2=3).sum(dim=(1, 2)) / counts.clamp(min=1)
         found = (noise * squares / (_FUNCTION * self._range().squeeze(1)).square()).clamp(_LEAST, _MOST)
-        return found[:, None, None, None] * torch.eye(head.mean.shape[2]).to(found)
+        return found[:, None, None, None] * torch.eye(head.mean.shape[3]).to(found)
 
     # --- choosing
 
@@ -194,36 +232,50 @@ class Hybrid(Greedy):
         """Features that no training changes."""
         return with_constant(contexts) if self._prior is None else self._prior.features(contexts)
 
-    def _root_weights(self, x: Tensor, arms: Tensor) -> Tensor:
-        """√w of observations with given features: a learnt prior says where there is how much noise."""
-        if self._prior is None:
-            return torch.ones(arms.shape, dtype=x.dtype, device=x.device)
-        return self._prior.weights(x, arms).sqrt()
-
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
 
-    def _predictive(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and standard deviations of f, (runs, k, arms), in units of the targets."""
-        own, share = self.settings, self._share.unsqueeze(2)
+    def _likely(self) -> Tensor:
+        """How likely each component of the first head's prior is, (runs, arms, components): in proportion to b_k^−a."""
+        shape, scale = self._pooled(self._linear)
+        return (-shape * (scale + self._noise(self._linear).unsqueeze(2)).log()).softmax(dim=2)
+
+    def _drawn(self, k: int, draws: int, streams: Streams) -> Tensor:
+        """Components of the first head's prior, one for every draw and arm, (runs, k, draws, arms)."""
+        runs, arms, components, _ = self._linear.mean.shape
+        if components == 1:
+            return torch.zeros(runs, k, draws, arms, dtype=torch.int64, device=self.device)
+        ends = self._likely().cumsum(dim=2)
+        at = streams.uniform(k, draws, 1 if self._joint else arms).double().expand(-1, -1, -1, arms)
+        columns = at.permute(0, 3, 1, 2).reshape(runs, arms, -1)
+        found = torch.searchsorted(ends, columns.contiguous(), right=True).clamp_(max=components - 1)
+        return found.view(runs, arms, k, draws).permute(0, 2, 3, 1)
+
+    def _predictive(self, contexts: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of f given the first head's components, which they are like, in units of the targets."""
+        own, share = self.settings, self._share[..., None, None]
         tempered = own.exploration**2 + (1 - own.exploration**2) * self._fades()
         mean, std = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for head, x, weight in (
             (self._linear, self._given(contexts), 1 - share),
             (self._hidden, self._features(contexts), share),
         ):
-            variance = ((tempered * head.scale + self._noise(head)) / head.shape).unsqueeze(1) * head.widths(x)
-            mean, std = mean + weight * (x @ head.mean.mT), std + weight * variance.sqrt()
+            shape, scale = self._pooled(head)
+            noise = (tempered * scale + self._noise(head).unsqueeze(2)) / shape
+            means = (x.unsqueeze(1) @ head.mean.mT).transpose(1, 2)
+            variance = _of(noise.unsqueeze(1).expand_as(means), drawn) * head.widths(x).unsqueeze(2)
+            mean, std = mean + weight * _of(means, drawn), std + weight * variance.sqrt()
         return mean, std
 
     def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
         return self._many_scores(contexts, 1, streams).squeeze(2)
 
     def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
-        mean, std = (part.unsqueeze(2) for part in self._predictive(contexts))
-        shape = self._linear.shape[:, None, None].expand(-1, contexts.shape[1], draws, -1)
-        scales = (shape / streams.gamma(shape)).sqrt()
-        return (mean + std * scales * streams.normal(*shape.shape[1:])).float()
+        drawn = self._drawn(contexts.shape[1], draws, streams)
+        mean, std = self._predictive(contexts, drawn)
+        scales = self._pooled(self._linear)[0].mT.unsqueeze(1).expand(drawn.shape)
+        scales = (scales / streams.gamma(scales)).sqrt()
+        return (mean + std * scales * streams.normal(*drawn.shape[1:])).float()
 
     def _outcomes(self, contexts: Tensor) -> None:
         return None
@@ -240,9 +292,7 @@ class Hybrid(Greedy):
         torch.maximum(high, rewards.amax(dim=1), out=high)
         shift, scale = self._units()
         targets = (rewards - shift) / scale
-        x = self._given(contexts)
-        root = self._root_weights(x, arms)
-        self._linear.update(arms, x * root.unsqueeze(2), targets * root)
+        self._linear.update(arms, self._given(contexts), targets)
         if self.stack.done:
             self._hidden.update(arms, self._features(contexts), targets)
             memory = min(_MEMORY, self.buffer.faded(1)) ** count
@@ -263,9 +313,18 @@ class Hybrid(Greedy):
     def _prepare(self) -> None:
         before = self._scale.clone()
         super()._prepare()
-        self._l2.fill_(self.settings.l2 * self._fades())
         # Squared errors are in the units of the training before.
-        self._hidden.scale.mul_((before / self._scale).square())
+        self._hidden.scale.mul_((before / self._scale).square().unsqueeze(2))
+        torch.mul(self.noise_variance(), self.settings.l2 * self._fades(), out=self._l2)
+
+    def _estimates_noise(self) -> bool:
+        """The head has it."""
+        return False
+
+    def noise_variance(self) -> Tensor:
+        """Of the targets, at most theirs, (runs, 1)."""
+        found = self._variance(self._hidden) if self.stack.done else torch.ones_like(self._share)
+        return found.clamp(max=1).float()
 
     def _rows(self) -> Tensor:
         """The neighbours of what is held out stand in for it."""
@@ -276,14 +335,11 @@ class Hybrid(Greedy):
     def _statistics(self, head: Head) -> Statistics:
         """Of all that was seen, in units of the targets."""
         buffer, features = self.buffer, self._given if head is self._linear else self._features
-        found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[2], self.device)
+        found = Statistics.zeros(buffer.runs, self.n_arms, head.mean.shape[3], self.device)
         for first in range(0, buffer.count, _CHUNK):
             places = slice(first, min(first + _CHUNK, buffer.count))
             contexts, arms, rewards = buffer.seen(places)
-            x, weights = features(contexts), buffer.weights(places)
-            if head is self._linear:
-                weights = weights * self._root_weights(x, arms).square()
-            found.add(arms, x, rewards.double(), weights)
+            found.add(arms, features(contexts), rewards.double(), buffer.weights(places))
         return found.standardised(*self._units())
 
     def _counts(self) -> Tensor:
@@ -300,14 +356,14 @@ class Hybrid(Greedy):
         if prior is None:
             mean, precision = torch.zeros_like(head.mean), self._precision(head, data)
             means = data.cross[..., -1] / counts.clamp(min=1)
-            mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1)).unsqueeze(1)
+            mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1))[:, None, None]
         else:
             shift, scale = self._units()
-            mean, precision = prior.mean.repeat(len(shift), 1, 1), self._inverse
-            mean[..., -1] -= shift
-            mean /= scale.unsqueeze(2)
+            mean, precision = prior.mean.transpose(0, 1).repeat(len(shift), 1, 1, 1), self._inverse
+            mean[..., -1] -= shift.unsqueeze(2)
+            mean /= scale[..., None, None]
         head.scale.copy_(head.fit(data, mean, precision))
-        head.shape.copy_((_SHAPE if prior is None else prior.shape) + 0.5 * counts)
+        head.shape.copy_(self._shape() + 0.5 * counts)
 
     def _fit_hidden(self) -> None:
         """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt from."""
@@ -315,7 +371,7 @@ class Hybrid(Greedy):
         data = self._statistics(head)
         last = len(self.network.hidden)
         weight, bias = (self.params[f"layer{last}.{part}"].double() for part in ("weight", "bias"))
-        head.fit(data, torch.cat([weight, bias.unsqueeze(2)], dim=2), self._precision(head, data))
+        head.fit(data, torch.cat([weight, bias.unsqueeze(2)], dim=2).unsqueeze(2), self._precision(head, data))
 
     def _weigh(self) -> None:
         """s = Σ ω e_x (e_x − e_h)/(Σ ω (e_x − e_h)² + m σ²) in [0, 1], e the errors of what was held out and left out.
@@ -326,14 +382,25 @@ class Hybrid(Greedy):
         places = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(places)
         targets = (rewards.double() - shift) / scale
-        x = self._given(contexts)
-        root = self._root_weights(x, arms)
-        first, rest = self._linear.left_out(arms, x * root.unsqueeze(2), targets * root)
-        first = first / root
-        second, other = self._hidden.left_out(arms, self._features(contexts), targets)
+        average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)
+        first, rest = self._linear.left_out(average, arms, self._given(contexts), targets)
+        second, other = self._hidden.left_out(self._hidden.mean.squeeze(2), arms, self._features(contexts), targets)
         weights = torch.minimum(rest, other).square() * self.buffer.weights(places)
         noise = torch.minimum((weights * first.square()).mean(dim=1), (weights * second.square()).mean(dim=1))
         gap = first - second
         below = (weights * gap.square()).sum(dim=1) + _CAUTION * noise
         share = (weights * first * gap).sum(dim=1) / below.clamp(min=torch.finfo(torch.float64).tiny)
-        self._share.copy_(share.clamp_(0, 1).unsqueeze(1))
+        self._share.copy_(torch.where(self._holds(), 0, share.clamp_(0, 1)).unsqueeze(1))
+
+    def _holds(self) -> Tensor:
+        """Whether there is a learnt prior whose errors are not larger than σ² ~ IG(a₀, b₀) allows, (runs,).
+
+        Errors of the arms that are chosen may be those of all arms together: as many times as large as the average arm's.
+        """
+        if self._prior is None:
+            return torch.zeros(self.buffer.runs, dtype=torch.bool, device=self.device)
+        shape, scale = self._pooled(self._linear)
+        first = self._noise(self._linear)
+        noise = (self._likely() * (scale + first.unsqueeze(2)) / shape).sum(dim=2)
+        above = torch.special.gammainc(self._prior.shape.expand_as(noise), self.n_arms * first / noise)
+        return torch.as_tensor((above > _DOUBT).all(dim=1))

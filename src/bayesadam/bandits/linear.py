@@ -80,15 +80,16 @@ def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tupl
     """L of Λ = Λ₀ + Σ x xᵀ = L Lᵀ, μ = Λ⁻¹ (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ Λ μ), with which b grows.
 
     Args:
-        prior: μ₀, (runs, arms, features).
+        data: of every run and arm.
+        prior: μ₀, several of them, (runs, arms, components, features); so are μ, and, without the features, the third.
         precision: Λ₀, what broadcasts to (runs, arms, features, features).
     """
-    pull = (precision @ prior.unsqueeze(3)).squeeze(3)
+    pull = prior @ precision
     factor = torch.linalg.cholesky(data.gram + precision)
-    cross = data.cross + pull
-    mean = torch.cholesky_solve(cross.unsqueeze(-1), factor).squeeze(-1)
-    squares = data.squares + (pull * prior).sum(dim=2)
-    return factor, mean, 0.5 * (squares - (cross * mean).sum(dim=-1)).clamp(min=0)
+    cross = data.cross.unsqueeze(2) + pull
+    mean = torch.cholesky_solve(cross.mT, factor).mT
+    squares = data.squares.unsqueeze(2) + (pull * prior).sum(dim=3)
+    return factor, mean, 0.5 * (squares - (cross * mean).sum(dim=3)).clamp(min=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +112,9 @@ class LinearPosterior:
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
         """Λ = λ1 + Σ x xᵀ, μ = Λ⁻¹ Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ Λ μ)."""
         identity = torch.eye(data.cross.shape[2]).to(data.cross)
-        factor, mean, residual = normal_equations(data, torch.zeros_like(data.cross), precision * identity)
-        return cls(mean, factor, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
+        around = torch.zeros_like(data.cross).unsqueeze(2)
+        factor, mean, residual = normal_equations(data, around, precision * identity)
+        return cls(mean.squeeze(2), factor, shape + 0.5 * data.gram[..., -1, -1], scale + residual.squeeze(2))
 
     def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:
         """β·x of every arm, `each` draws of (σ², β) for every row of x (runs, k, features): (runs, k·each, arms).

@@ -1,42 +1,44 @@
-"""A learnt prior of the hybrid agent: features, what an arm's weights on them are like, and the noise."""
+"""A learnt prior of the hybrid agent: features, the weights on them that earlier problems had, and the noise."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam.bandits.linear import with_constant
 from bayesadam.engine.network import Network, forward
 from bayesadam.errors import FileError, MatchError
 
 _KIND = storage.Kind("bayesadam.bandits.prior", "a saved prior", ": give the file that Prior.save wrote")
-MOMENTS = ("mean", "covariance", "shape", "scale", "log_noise")
-# The most that the noise's dependence on the context makes of an example.
-_MOST_WEIGHT = 1e4
+MOMENTS = ("mean", "covariance", "shape", "scale")
+
+
+def features(network: Network, params: Mapping[str, Tensor], contexts: Tensor) -> Tensor:
+    """φ(x) = (h(x), x, 1) of contexts (1, k, n)."""
+    h = forward(network, params, contexts, n_layers=len(network.hidden))
+    return F.pad(torch.cat([h, contexts], dim=2), (0, 1), value=1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """σ² ~ IG(a, b), β | σ² ~ N(m, σ² C) of an arm's weights on the features φ(x) = (h(x), x, 1), in the rewards' own units.
+    """A mixture: σ² ~ IG(a, b) and β | σ² ~ N(m_k, σ² C), with each k as likely, of an arm's weights on φ(x) = (h(x), x, 1).
 
-    A reward is β·φ(x) with noise of variance σ² exp(γ·φ(x)): what the features cannot tell counts as noise, and there may be
-    much of it in one place and none in another.
+    Components are earlier problems, and k and σ² are those of all arms: the new problem is like one of them. Where arms are
+    exchangeable components are earlier arms, and every arm has a k and σ² of its own. All in the rewards' own units.
 
     Attributes:
         network: whose last hidden layer is h; its output layer is not used.
         params: its weights by name, (1, *shape).
-        mean: m, of every arm (arms, features), or (1, features) where arms are exchangeable.
+        mean: m, (components, arms, features), with one arm where they are exchangeable.
         covariance: C, (arms, features, features).
-        shape: a, (arms,).
-        scale: b, (arms,).
-        log_noise: γ, (arms, features).
+        shape: a, ().
+        scale: b, ().
     """
 
     network: Network
@@ -45,12 +47,11 @@ class Prior:
     covariance: Tensor
     shape: Tensor
     scale: Tensor
-    log_noise: Tensor
 
     @property
     def exchangeable(self) -> bool:
         """Whether one prior is every arm's."""
-        return len(self.mean) == 1
+        return self.mean.shape[1] == 1
 
     def to(self, device: torch.device) -> Prior:
         """The same on another device."""
@@ -60,31 +61,19 @@ class Prior:
     def features(self, contexts: Tensor) -> Tensor:
         """φ of contexts (runs, k, n), (runs, k, features), float64."""
         runs, k, width = contexts.shape
-        flat = contexts.reshape(1, runs * k, width)
-        h = forward(self.network, self.params, flat, n_layers=len(self.network.hidden))
-        return with_constant(torch.cat([h, flat], dim=2)).view(runs, k, self.network.hidden[-1] + width + 1)
-
-    def weights(self, features: Tensor, arms: Tensor) -> Tensor:
-        """exp(−γ·φ) of examples (runs, k, features) of arms (runs, k), at most `_MOST_WEIGHT` to either side."""
-        every = features @ self.log_noise.mT
-        own = every.gather(2, arms.unsqueeze(2)).squeeze(2) if len(self.log_noise) > 1 else every.squeeze(2)
-        most = math.log(_MOST_WEIGHT)
-        return own.clamp(-most, most).neg_().exp_()
+        return features(self.network, self.params, contexts.reshape(1, runs * k, width)).double().view(runs, k, -1)
 
     def for_arms(self, n_arms: int) -> Prior:
-        """One row per arm. An arm that came later is one drawn at random: it has the mixture's moments."""
-        known = len(self.mean)
+        """One row per arm. An arm that came later is one drawn at random: it has the moments of the others together."""
+        known = self.mean.shape[1]
         if known > n_arms:
             raise MatchError(f"the prior is for {known} arms, and there are {n_arms}: fit one with arms='exchangeable'")
-        mean, noise = self.mean.mean(dim=0), self.scale / self.shape
+        mean, noise, more = self.mean.mean(dim=1, keepdim=True), self.scale / self.shape, n_arms - known
         apart = self.mean - mean
-        spread = (noise[:, None, None] * self.covariance + apart.unsqueeze(2) * apart.unsqueeze(1)).mean(dim=0)
-        shape = self.shape.mean()
-        new = mean, spread / noise.mean(), shape, shape * noise.mean(), self.log_noise.mean(dim=0)
-        more = n_arms - known
-        old = (getattr(self, name) for name in MOMENTS)
-        joined = (torch.cat([a, b.expand(more, *b.shape)]) for a, b in zip(old, new, strict=True))
-        return Prior(self.network, self.params, *joined)
+        between = (apart.unsqueeze(3) * apart.unsqueeze(2)).mean(dim=(0, 1))
+        new = (self.covariance.mean(dim=0) + between / noise).expand(more, -1, -1)
+        joined = torch.cat([self.mean, mean.expand(-1, more, -1)], dim=1), torch.cat([self.covariance, new])
+        return Prior(self.network, self.params, *joined, self.shape, self.scale)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as safetensors."""

@@ -51,7 +51,6 @@ Probability = Annotated[float, Check(lambda v: _is_number(v, 0) and v <= 1, "bet
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
 Always = Annotated[bool, Check(lambda v: v is True, "True for this agent")]
-Never = Annotated[bool, Check(lambda v: v is False, "False for this agent")]
 Betas = Annotated[tuple[float, float], Check(lambda v: _are_all(v, _is_share) and len(v) == 2, "two numbers in [0, 1)")]
 Widths = Annotated[tuple[int, ...], Check(lambda v: _are_all(v, is_count), "a tuple of whole numbers like (100, 100)")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
@@ -283,4 +282,4 @@ class HybridSettings(GreedySettings):
     hidden: Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")] = (100, 100)
     train_steps: Count = 200
     standardise: Always = True
-    l2_by_noise: Never = False
+    l2_by_noise: Always = True

@@ -1,5 +1,6 @@
 """A stack of small networks that learn by one rule: their memory, and the step, eager or captured as a CUDA graph."""
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -206,9 +207,16 @@ def captured(step: Callable[[], None], count: int, generators: Sequence[torch.Ge
     for generator in generators:
         graph.register_generator_state(generator)
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            step()
+    # What the collector frees meanwhile, an older graph for one, would end the capture.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                step()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay
 
 
