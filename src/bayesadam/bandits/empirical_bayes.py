@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -189,7 +191,8 @@ def _variance(phi: Tensor, noises: Tensor) -> Tensor:
     return F.softplus(phi @ noises.mT) + _FLOOR
 
 
-class _Features(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Features:
     """One problem on the network's features: φ (n, features), rewards and their relative variance (n, arms), float64."""
 
     phi: Tensor
@@ -209,10 +212,11 @@ class _Features(NamedTuple):
         """Of weights (arms, features), (n, arms); NaN where no reward was seen."""
         return self.rewards - self.phi @ weights.mT
 
-    def statistics(self, rows: slice) -> Statistics:
-        """Of some rows, as one run's."""
-        there = (~self.rewards[rows].isnan()).to(self.phi)
-        phi, rewards = self.phi[rows], self.rewards[rows].nan_to_num()
+    @cached_property
+    def known(self) -> Statistics:
+        """Of every other row, as one run's."""
+        there = (~self.rewards[::2].isnan()).to(self.phi)
+        phi, rewards = self.phi[::2], self.rewards[::2].nan_to_num()
         gram = torch.einsum("na,nf,ng->afg", there, phi, phi)
         return Statistics(gram[None], (rewards.mT @ phi)[None], rewards.square().sum(dim=0)[None])
 
@@ -237,7 +241,7 @@ def _left_out(data: Sequence[_Features], heads: Tensor, spread: Tensor, noise: T
     relative, squares = [], []
     for number, one in enumerate(data):
         others = torch.cat([heads[:number], heads[number + 1 :]]).transpose(0, 1)
-        _, mean, residual = normal_equations(one.statistics(slice(0, None, 2)), others.unsqueeze(0), precision)
+        _, mean, residual = normal_equations(one.known, others.unsqueeze(0), precision)
         a = _LEAST_SHAPE + 0.5 * (~one.rewards[::2].isnan()).sum()
         likely = (-a * (_LEAST_SHAPE * noise + residual[0].sum(dim=0)).log()).softmax(dim=0)
         errors = one.errors((likely[None, :, None] * mean[0]).sum(dim=1))[1::2].square()
