@@ -246,6 +246,7 @@ SETTINGS_BEFORE = {
     "badam": {**GREEDY, "prior_variance": 0.02},
     "badam-map": {**GREEDY, "prior_variance": 1e-3},
     "bbb": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 1e-3},
+    "vadam": {**NETWORK, "noise_variance": None, "lr": 0.01},
     "ivon": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)},
 }
 BEFORE = {

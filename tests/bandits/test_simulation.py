@@ -46,6 +46,16 @@ def test_totals_by_hand():
     assert (found.problem, found.agent, found.rounds) == ("rewards", "greedy", 4)
 
 
+def test_a_run_is_lost_where_the_best_single_arm_would_have_earned_as_much():
+    rounds = blobs().make(0, 400)
+    largest = max(rounds.rewards.sum(axis=0))
+    assert rounds.single.sum() == largest
+    for agent, lost in (("linear", False), ("uniform", True)):
+        found = simulate(blobs(), agent, runs=2)
+        np.testing.assert_array_equal(found.lost, [lost, lost])
+        np.testing.assert_array_equal(found.reward[:, -1] <= largest, found.lost)
+
+
 def test_curves_have_at_most_500_points_and_end_with_the_totals():
     found = simulate("wheel:0.5", "uniform", runs=3, rounds=1700)
     assert found.reward.shape == found.regret.shape == (3, 500)

@@ -31,19 +31,24 @@ def test_the_cells_are_those_of_simulate(tmp_path):
             expected = simulate(problem, agent, runs=2, rounds=60, seed=4, device="cpu")
             assert results[problem][agent]["reward_ratio"] == pytest.approx(expected.reward_ratio.tolist())
             assert results[problem][agent]["regret_ratio"] == pytest.approx(expected.regret_ratio.tolist())
+            assert results[problem][agent]["lost"] == expected.lost.tolist()
     assert not list(tmp_path.glob("unfinished*"))
 
 
 def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_them(tmp_path):
     cells = {
-        f"{problem}/{agent}": {"reward_ratio": [value, value], "regret_ratio": [0.25, 0.35]}
-        for problem, agent, value in (("mushroom", "badam", 0.9), ("mushroom", "greedy", 0.8))
+        f"{problem}/{agent}": {
+            "reward_ratio": [value, value - 0.2],
+            "regret_ratio": [0.25, 0.35],
+            "lost": [False, lost],
+        }
+        for problem, agent, value, lost in (("mushroom", "badam", 0.9, False), ("mushroom", "greedy", 0.2, True))
     }
     text = bandits.markdown(cells, BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
-    assert "| Badam | **.900±.000** |" in text
-    assert "| Greedy | .800±.000 |" in text
-    assert "| *in the paper* | .740±.090 |" in text
-    assert "| Badam | 30.00±7.07 |" in text
+    assert "| Badam | **.800 ± .100** (.700) |" in text
+    assert "| Greedy | .100 ± .100 (.000, 1 lost) |" in text
+    assert "| *in the paper* | .740 ± .090 |" in text
+    assert "| Badam | 30.00 ± 5.00 (35.00) |" in text
 
 
 def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 _MAP: Values = {"form": "map"}
 _FIFTH: Values = {"dropout": 0.2}
 _RARELY: Values = {"epsilon": 0.05}
-# Of badam, badam-map, bbb and ivon: what `benchmarks/tune_bandits.py` chose, with seeds 7001 and 7002.
+# Of badam, badam-map, bbb, vadam and ivon: what `benchmarks/tune_bandits.py` chose, with seeds 7001 and 7002.
 _BADAM: Values = {
     "lr": 1.33e-4,
     "betas": (0.9, 0.9999),
@@ -63,6 +63,16 @@ _BBB: Values = {
     "n_per_round": 10.0,
     "noise_variance": 0.5,
     "initial_std": 0.0349,
+}
+_VADAM: Values = {
+    "lr": 4.9e-3,
+    "betas": (0.9, 0.9999),
+    "average": 0.0,
+    "train_steps": 20,
+    "prior_variance": 7.39e-3,
+    "n_per_round": 10.0,
+    "noise_variance": 0.1,
+    "initial_std": 0.0732,
 }
 _IVON: Values = {
     "lr": 0.0183,
@@ -89,9 +99,7 @@ _REGISTRY: Mapping[str, Entry] = {
     "badam-map": Entry(Badam, BadamSettings, {**_BADAM, **_MAP}, _MAP),
     "mc-dropout": Entry(MCDropout, DropoutSettings, _FIFTH, _FIFTH),
     "bbb": Entry(partial(Variational, BayesByBackprop), VariationalSettings, _BBB, {"noise_variance": 0.01}),
-    "vadam": Entry(
-        partial(Variational, Vadam), VariationalSettings, {"noise_variance": None, "average": 0.0, "lr": 0.01}
-    ),
+    "vadam": Entry(partial(Variational, Vadam), VariationalSettings, _VADAM),
     "greedy": Entry(Greedy, GreedySettings),
     "uniform": Entry(Uniform, UniformSettings),
     "epsilon-greedy": Entry(Greedy, GreedySettings, _RARELY, _RARELY),

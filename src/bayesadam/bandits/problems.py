@@ -64,6 +64,11 @@ class Rounds:
         """What an arm drawn at random is expected to pay, (t,), float64."""
         return np.asarray(self.expected.mean(axis=1, dtype=np.float64))
 
+    @property
+    def single(self) -> Numbers:
+        """What the arm that is best over all rounds is expected to pay, (t,), float64."""
+        return np.asarray(self.expected[:, self.expected.sum(axis=0, dtype=np.float64).argmax()], np.float64)
+
 
 @dataclass(frozen=True, eq=False)
 class BanditProblem:

@@ -44,6 +44,7 @@ class Simulation:
         points: the rounds at which the curves are taken, (points,), at most 500.
         reward: cumulative reward there, (runs, points).
         regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
+        lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
         seconds: how long it took, over all processes that had a part in it.
     """
 
@@ -56,6 +57,7 @@ class Simulation:
     points: Numbers
     reward: Numbers
     regret: Numbers
+    lost: Numbers
     seconds: float
     settings: AgentSettings
 
@@ -209,6 +211,7 @@ class Playing:
         reward = rewards.astype(np.float64).cumsum(axis=1)
         optimum = np.stack([rounds.optimum for rounds in self._played]).cumsum(axis=1)
         uniform = np.stack([rounds.uniform for rounds in self._played]).sum(axis=1)
+        single = np.stack([rounds.single for rounds in self._played]).sum(axis=1)
         points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
         regret = optimum - reward
         return Simulation(
@@ -218,6 +221,7 @@ class Playing:
             points=points,
             reward=reward[:, points - 1],
             regret=regret[:, points - 1],
+            lost=reward[:, -1] <= single,
             seconds=self._seconds(),
             settings=self._settings,
         )

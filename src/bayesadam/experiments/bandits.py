@@ -16,6 +16,7 @@ from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, age
 from bayesadam.bandits.simulation import Playing, Simulation, in_turn
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.experiments import plots
+from bayesadam.experiments.reporting.numbers import Sample, fixed, mean_error, percent
 from bayesadam.experiments.run import Run, new_table, require_known, text
 from bayesadam.experiments.work import resumed, run_parts
 
@@ -45,6 +46,8 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
         ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
     )
 }
+# What a lost run is, in a few words; see `Simulation`.
+LOST = "lost are runs that earned no more than the best single arm"
 ENGINES = ("local", "ray")
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
 _AT_ONCE = {"cpu": 1, "cuda": 8}
@@ -103,6 +106,7 @@ def plain(found: Simulation) -> Cell:
     return {
         "reward_ratio": found.reward_ratio.tolist(),
         "regret_ratio": found.regret_ratio.tolist(),
+        "lost": found.lost.tolist(),
         "rounds": found.rounds,
         "seconds": round(found.seconds, 3),
         "points": found.points.tolist(),
@@ -148,50 +152,74 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
     return found
 
 
-def _moments(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))
+def worst(cell: Cell) -> str:
+    """The reward of a cell's worst run, and how many were lost where any was.
+
+    >>> worst({"reward_ratio": [0.9, -0.01], "lost": [False, True]})
+    '−.010, 1 lost'
+    """
+    lost = _lost(cell)
+    return fixed(min(cell["reward_ratio"])) + (f", {lost} lost" if lost else "")
+
+
+def _lost(cell: Cell) -> int:
+    return sum(cell.get("lost", ()))
 
 
 def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
     found = by_problem(cells)
     head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
-    ours = {p: {a: _moments(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
-    best = {p: max(value[0] for value in agents.values()) for p, agents in ours.items()}
+    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
+    best = {p: max(sample.mean for sample in agents.values()) for p, agents in ours.items()}
     published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
 
     def line(title: str, cells: Mapping[str, str]) -> str:
         return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
 
-    def shown(rewards: Mapping[str, tuple[float, float]], best: Mapping[str, float]) -> dict[str, str]:
-        mark = {p: "**" if moments[0] == best.get(p) else "" for p, moments in rewards.items()}
-        return {p: mark[p] + f"{mean:.3f}±{sd:.3f}".replace("0.", ".") + mark[p] for p, (mean, sd) in rewards.items()}
+    def bold(shown: str, *, best: bool) -> str:
+        return f"**{shown}**" if best else shown
 
     lines, regret = [], []
     for agent in settings.agents:
         title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
-        lines.append(line(title, shown({p: ours[p][agent] for p in own}, best)))
+        means = {p: bold(mean_error(ours[p][agent]), best=ours[p][agent].mean == best[p]) for p in own}
+        lines.append(line(title, {p: f"{means[p]} ({worst(cell)})" for p, cell in own.items()}))
         if agent in PAPER:
-            lines.append(line("*in the paper*", shown(PAPER[agent], published)))
-        shares = {p: _moments([100 * share for share in cell["regret_ratio"]]) for p, cell in own.items()}
-        regret.append(line(title, {p: f"{mean:.2f}±{sd:.2f}" for p, (mean, sd) in shares.items()}))
+            papers = {p: (bold(fixed(m), best=m == published.get(p)), fixed(sd)) for p, (m, sd) in PAPER[agent].items()}
+            lines.append(line("*in the paper*", {p: " ± ".join(pair) for p, pair in papers.items()}))
+        shares = {p: Sample.of(cell["regret_ratio"]) for p, cell in own.items()}
+        regret.append(line(title, {p: _regret(sample) for p, sample in shares.items()}))
     changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
     played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
-    first = [f"Total reward over the optimum's, mean ± standard deviation of {played}.", "", *head, *lines, ""]
-    return "\n".join([*first, "Regret in % of Uniform's expected regret.", "", *head, *regret, ""])
+    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})."
+    source = "The paper's are means ± standard deviations."
+    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)."
+    return "\n".join([first, source, "", *head, *lines, "", second, "", *head, *regret, ""])
+
+
+def _regret(sample: Sample) -> str:
+    error = f" ± {percent(sample.standard_error)}" if len(sample.values) > 1 else ""
+    return f"{percent(sample.mean)}{error} ({percent(max(sample.values))})"
 
 
 def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
-    """Mean reward over the optimum's, with the paper's in brackets."""
-    view = new_table("Total reward over the optimum's (the paper's in brackets)", ("agent", *settings.problems))
-    found = by_problem(cells)
-    for agent in settings.agents:
-        row = []
-        for problem in settings.problems:
-            mean = _moments(found[problem][agent]["reward_ratio"])[0]
-            paper = PAPER.get(agent, {}).get(problem)
-            row.append(f"{mean:.3f}" + ("" if paper is None else f" ({paper[0]:.2f})"))
-        view.add_row(TITLES.get(agent, agent), *row)
+    """Problem by problem: mean reward over the optimum's, the worst run, how many were lost, and the paper's mean."""
+    title = "Total reward over the optimum's, mean ± standard error"
+    view = new_table(title, ("problem", "agent", "reward", "worst run", "lost", "the paper's"), n_left=2)
+    for problem, agents in by_problem(cells).items():
+        for number, agent in enumerate(settings.agents):
+            cell, paper = agents[agent], PAPER.get(agent, {}).get(problem)
+            reward = Sample.of(cell["reward_ratio"])
+            view.add_row(
+                "" if number else problem,
+                TITLES.get(agent, agent),
+                mean_error(reward),
+                fixed(min(reward.values)),
+                str(_lost(cell)),
+                "" if paper is None else fixed(paper[0], 2),
+                end_section=agent == settings.agents[-1],
+            )
     return view
 
 

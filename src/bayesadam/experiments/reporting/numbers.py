@@ -83,9 +83,22 @@ def mean_sd(sample: Sample, digits: int = 3) -> str:
     >>> mean_sd(Sample((0.5, 0.7)))
     '.600 ± .141'
     """
+    return _around(sample, sample.sd, digits)
+
+
+def mean_error(sample: Sample, digits: int = 3) -> str:
+    """Mean ± standard error.
+
+    >>> mean_error(Sample((0.5, 0.7)))
+    '.600 ± .100'
+    """
+    return _around(sample, sample.standard_error, digits)
+
+
+def _around(sample: Sample, spread: float, digits: int) -> str:
     if not sample.values:
         return MISSING
-    return fixed(sample.mean, digits) + (f" ± {fixed(sample.sd, digits)}" if len(sample.values) > 1 else "")
+    return fixed(sample.mean, digits) + (f" ± {fixed(spread, digits)}" if len(sample.values) > 1 else "")
 
 
 def significant(value: float | None, digits: int = 3) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bayesadam.experiments import bandits, pruning, regression
 from bayesadam.experiments.bandits import PAPER
-from bayesadam.experiments.reporting.numbers import MISSING, Sample, fixed, mean_sd, percent, significant
+from bayesadam.experiments.reporting.numbers import MISSING, Sample, fixed, mean_error, percent, significant
 from bayesadam.experiments.reporting.runs import Finished
 
 # Every so many points of the grid and of a regret curve have a row in the tables behind the charts.
@@ -75,7 +75,7 @@ def of_run(run: Finished) -> list[Table]:
         return [regression_scores(run), *([regression_curves(run)] if run.curves is not None else [])]
     if run.experiment == "pruning":
         return [pruning_shown(run), pruning_all(run)]
-    return [rewards(run), regrets(run), *(regret_curve(run, problem) for problem in problems_of(run))]
+    return [rewards(run), worst_runs(run), regrets(run), *(regret_curve(run, problem) for problem in problems_of(run))]
 
 
 _SCORES = {
@@ -185,12 +185,31 @@ def rewards(run: Finished) -> Table:
             sample = run.sample(problem, agent, "reward_ratio")
             beneath = " ± ".join(fixed(value, 2) for value in PAPER.get(agent, {}).get(problem, ()))
             best = agent in means[problem] and means[problem][agent] == max(means[problem].values())
-            cells.append(_cell(sample, mean_sd(sample), beneath=beneath, best=best))
+            cells.append(_cell(sample, mean_error(sample), beneath=beneath, best=best))
         rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
     runs = f"{run.settings['runs']} run{'s' * (run.settings['runs'] > 1)}"
-    title = f"Total reward over the optimum's, mean ± standard deviation of {runs}; beneath, the paper's"
+    title = (
+        f"Total reward over the optimum's, mean ± standard error of {runs}; beneath, the paper's ± standard deviation"
+    )
     note = "The best of ours in each column in bold."
     return Table(f"{run.name}/rewards", title, "agent", tuple(problems), tuple(rows), note)
+
+
+def worst_runs(run: Finished) -> Table:
+    """The reward of the worst run of each cell, and how many were lost."""
+
+    def cell(problem: str, agent: str) -> Cell:
+        sample = run.sample(problem, agent, "reward_ratio")
+        if not sample.values:
+            return Cell(MISSING)
+        least = min(sample.values)
+        return Cell(bandits.worst(run.results[problem][agent]), least, f"{sample.source}/{sample.values.index(least)}")
+
+    problems = problems_of(run)
+    rows = ((bandits.TITLES.get(a, a), tuple(cell(problem, a) for problem in problems)) for a in agents_of(run))
+    title = "The worst run: total reward over the optimum's"
+    note = f"{bandits.LOST[:1].upper()}{bandits.LOST[1:]}."
+    return Table(f"{run.name}/worst", title, "agent", tuple(problems), tuple(rows), note)
 
 
 def regrets(run: Finished) -> Table:
@@ -198,10 +217,13 @@ def regrets(run: Finished) -> Table:
     problems = problems_of(run)
     samples = {agent: [run.sample(problem, agent, "regret_ratio") for problem in problems] for agent in agents_of(run)}
     rows = (
-        (bandits.TITLES.get(agent, agent), tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.sd)}") for s in found))
+        (
+            bandits.TITLES.get(agent, agent),
+            tuple(_cell(s, f"{percent(s.mean)} ± {percent(s.standard_error)}") for s in found),
+        )
         for agent, found in samples.items()
     )
-    title = "Regret in % of the expected regret of Uniform, mean ± standard deviation; lower is better"
+    title = "Regret in % of the expected regret of Uniform, mean ± standard error; lower is better"
     return Table(f"{run.name}/regrets", title, "agent", tuple(problems), tuple(rows))
 
 
