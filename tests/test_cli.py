@@ -101,11 +101,17 @@ def test_a_console_without_greek_gets_question_marks(small_demo, tmp_path, monke
 
 
 def test_an_error_of_ours_is_one_line_and_code_2(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "run_demo", raising(SettingError("n_data must be positive,\n   got -1")))
+    monkeypatch.setattr(demo, "run_demo", raising(SettingError("n_data must be positive,\ngot  -1")))
     assert run("demo") == 2
     captured = capsys.readouterr()
     assert captured.err == "bayesadam: n_data must be positive, got -1\n"
     assert captured.out == ""
+
+
+def test_what_there_is_to_choose_from_has_a_line_each(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "run_demo", raising(SettingError("say which with\n  weights_key='a'\n  weights_key='b'")))
+    assert run("demo") == 2
+    assert capsys.readouterr().err == "bayesadam: say which with\n  --weights-key 'a'\n  --weights-key 'b'\n"
 
 
 @pytest.mark.parametrize(

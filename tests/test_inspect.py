@@ -13,7 +13,8 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
-from bayesadam.checkpoint import read_checkpoint
+from bayesadam.checkpoint import CheckpointOptions, read_checkpoint
+from bayesadam.checkpoint.resolve import explain
 from bayesadam.errors import SettingError
 from bayesadam.experiments import inspection as command
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
@@ -182,6 +183,55 @@ def test_quiet_prints_the_paths_alone(path: Path, tmp_path: Path, capsys: Any) -
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [str(tmp_path / "out" / name) for name in ("inspect.png", "metrics.json")]
     assert captured.err == ""
+
+
+def test_json_is_one_object_and_nothing_else(path: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert run("inspect", path, "--n-data", 500, "--out", out, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found == json.loads((out / "metrics.json").read_text())["results"]
+    assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(path), "adamw", 500, 20)
+    assert list(found["parameters"]) == [row.name for row in inspect_checkpoint(path).parameters]
+    assert captured.err.splitlines()[-2:] == [str(out / "inspect.png"), str(out / "metrics.json")]
+
+
+def test_json_has_no_word_for_what_is_not_finite(trained_pair: Any, tmp_path: Path, capsys: Any) -> None:
+    model, optimizer = trained_pair
+    optimizer.state[model[2].weight]["exp_avg_sq"][0, 0] = torch.nan
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    assert run("inspect", tmp_path / "c.pt", "--out", tmp_path / "out", "--json", "--quiet") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["2.weight"]["snr_q50"] is None
+
+
+def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, capsys: Any) -> None:
+    model = mlp(3, 4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    train(model, optimizer, steps=2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    for file, message in (("c.pt", "the optimiser is SGD with momentum"), ("nowhere.pt", "no file at")):
+        assert run("inspect", tmp_path / file, "--out", tmp_path / "out", "--json") == 2
+        captured = capsys.readouterr()
+        (line,) = captured.out.splitlines()
+        found = json.loads(line)
+        assert list(found) == ["error"]
+        assert found["error"].startswith(message)
+        # In the words of the command line.
+        assert "optimizer=" not in found["error"]
+        assert captured.err.splitlines()[-1] == f"bayesadam: {found['error']}"
+
+
+def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
+    why = inspect_checkpoint(path).why
+    assert why == explain(read_checkpoint(path), CheckpointOptions())
+    assert why
+    assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(" ".join(" ".join(why).split()))
+    assert "zero-curvature" in printed
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["why"] == list(why)
+    assert run("inspect", path, "--out", tmp_path / "out") == 0
+    assert why[0] not in " ".join(capsys.readouterr().out.split())
 
 
 def test_two_files_and_the_optimiser_by_name(trained_pair: Any, tmp_path: Path) -> None:

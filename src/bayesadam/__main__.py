@@ -1,6 +1,7 @@
 """`python -m bayesadam`, and the `bayesadam` command."""
 
 import io
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the library's errors, Ctrl-C and missing packages end in one line, without a traceback."""
+    """Run the command line; the library's errors, Ctrl-C and missing packages end in one line, without a traceback.
+
+    With `--json` an error of the library is an object on standard output, too: whoever parses that finds it there.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A console that cannot show Greek letters gets question marks, not a crash.
         if isinstance(stream, io.TextIOWrapper):
@@ -33,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require(package)
         require("bayesadam.cli").app(arguments, prog_name="bayesadam")
     except BayesAdamError as error:
-        print("bayesadam:", *_in_options(str(error)).split(), file=sys.stderr)
+        # A list of what to choose from has an indented line for each.
+        message = "\n  ".join(" ".join(line.split()) for line in _in_options(str(error)).split("\n  "))
+        print("bayesadam:", message, file=sys.stderr)
+        if "--json" in (sys.argv if arguments is None else arguments):
+            print(json.dumps({"error": message}, ensure_ascii=False))
         return 2
     except KeyboardInterrupt:
         print("bayesadam: interrupted", file=sys.stderr)
@@ -46,11 +54,14 @@ def _in_options(message: str) -> str:
 
     >>> _in_options("pass n_data=, or say which with weights_key='ema'")
     "pass --n-data, or say which with --weights-key 'ema'"
+    >>> _in_options("weights_key='a,b', optimizer_key='o'")
+    "--weights-key 'a,b' --optimizer-key 'o'"
     """
     for keyword, option in _OPTIONS.items():
         spaced = re.sub(rf"(?<!\w){re.escape(keyword)}(?=['\"])", f"{option} ", message)
         message = re.sub(rf"(?<!\w){re.escape(keyword)}", option, spaced)
-    return message
+    # Options that are given together, as on a command line.
+    return re.sub(r"', (?=--)", "' ", message)
 
 
 if __name__ == "__main__":

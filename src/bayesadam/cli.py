@@ -47,6 +47,9 @@ Methods = Annotated[str | None, Option(help="Which methods, separated by commas;
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
 _OptimizerFile = Option(help="The optimiser's state, where it has a file of its own.")
 _InOrder = Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
+_WeightsKey = Option(
+    help="Which weights, where the file holds several: model.ema. Repeated for several networks, in the optimiser's order."
+)
 _OptimizerKey = Option(help="Which optimiser's state, where the file holds several: optimizer_states.0.")
 
 
@@ -56,11 +59,12 @@ def _checkpoint_options(
         str, Option(help="The optimiser that wrote the state; identified by its keys if absent.")
     ] = "",
     groups_in_order: Annotated[bool, _InOrder] = False,
-    weights_key: Annotated[str | None, Option(help="Which weights, where the file holds several: model.ema.")] = None,
+    weights_key: Annotated[list[str] | None, _WeightsKey] = None,
     optimizer_key: Annotated[str | None, _OptimizerKey] = None,
 ) -> CheckpointOptions:
     """The options of every command that reads a checkpoint."""
-    return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights_key, optimizer_key)
+    weights = ",".join(weights_key) if weights_key else None
+    return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights, optimizer_key)
 
 
 def _reads_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
@@ -279,6 +283,8 @@ def sample(
 
 
 _NData = Option(help="Training examples; without them only the order of SNR means something.")
+_Json = Option("--json", help='Print the inspection, or {"error": …}, as one JSON object and nothing else.')
+_Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
 
 
 @app.command()
@@ -288,6 +294,8 @@ def inspect(
     options: CheckpointOptions,
     n_data: Annotated[float | None, _NData] = None,
     snr: Annotated[float | None, Option(min=0, help="Count weights below this; 1 where N is known.")] = None,
+    as_json: Annotated[bool, _Json] = False,
+    why: Annotated[bool, _Why] = False,
     seed: Seed = 0,
     out: Out = Path("out/inspect"),
     quiet: Quiet = False,
@@ -296,7 +304,8 @@ def inspect(
     require("matplotlib")
     from bayesadam.experiments.inspection import run_inspect
 
-    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, snr=snr)
+    settings: Any = {"json": as_json, "why": why, "n_data": n_data, "snr": snr}
+    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, **settings)
 
 
 @app.command()

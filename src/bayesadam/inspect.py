@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
 from bayesadam.checkpoint.identify import read_alike
+from bayesadam.checkpoint.resolve import explain
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.diagnosis import Diagnosis, diagnose
@@ -57,11 +58,12 @@ class Inspection:
     """What was found; prints as a table and the doctor's remarks.
 
     Attributes:
-        optimizer: the reader that read the state.
-        read_alike: optimisers that a file does not distinguish from it, and that make no difference.
+        optimizer: the reader that read the state; `"adam or adamw"` where the file does not say which.
+        read_alike: optimisers that are read in the very same way.
         n_data: N, or None where it is not known: the numbers are then those of N = 1.
         threshold: the signal-to-noise ratio below which weights are counted; None where they are not.
         omitted: tensors without a state, with the reason.
+        why: how the file was read, a sentence each.
     """
 
     source: str
@@ -73,6 +75,7 @@ class Inspection:
     parameters: tuple[ParameterReport, ...]
     omitted: Mapping[str, str]
     diagnosis: Diagnosis
+    why: tuple[str, ...]
 
     @property
     def weights(self) -> int:
@@ -113,7 +116,7 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; the histograms are left out."""
-        own = ("format", "optimizer", "read_alike", "n_data", "threshold", "weights", "dead", "below")
+        own = ("source", "format", "optimizer", "read_alike", "n_data", "threshold", "weights", "dead", "below", "why")
         rows = {row.name: vars(row) for row in self.parameters}
         return {
             **{key: getattr(self, key) for key in own},
@@ -163,7 +166,7 @@ def inspect_checkpoint(
     reports = tuple(_report(entry, settings, threshold, generator) for entry in entries)
     diagnosis, reader = diagnose(match, checkpoint.path.name, n_data=known), match.entries[0].reader
     source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
-    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis)
+    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, explain(checkpoint, reading))
 
 
 @torch.no_grad()

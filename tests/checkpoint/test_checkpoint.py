@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -40,16 +38,6 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 def saved(path: Path, tree: Any) -> Path:
     torch.save(tree, path)
     return path
-
-
-def by_content() -> bool:
-    """Whether torch.load takes a file for what it holds, even where it is called .safetensors."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = saved(Path(folder) / "c.safetensors", {"a": 1})
-        try:
-            return bool(torch.load(path, weights_only=True, mmap=True))
-        except SafetensorError:
-            return False
 
 
 def check(read: ba.checkpoint.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,9 +87,7 @@ def test_the_content_tells_the_format_and_not_the_name(pair: Any, tmp_path: Path
     save_file(model.state_dict(), tmp_path / "model.pt")
     assert read_checkpoint(tmp_path / "model.pt", optimizer_path=state).format == "safetensors"
     path = saved(tmp_path / "c.safetensors", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    # Some releases of torch.load go by this name themselves.
-    with nullcontext() if by_content() else pytest.raises(FileError, match=r"rename it to \.pt"):
-        check(read_checkpoint(path), model, optimizer)
+    check(read_checkpoint(path), model, optimizer)
 
 
 def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
@@ -168,10 +154,9 @@ def test_several_models_are_refused_until_named(tmp_path: Path) -> None:
         "optimizer_c": o2.state_dict(),
     }
     path = saved(tmp_path / "gan.pt", tree)
-    with pytest.raises(FileError, match=r"'generator' and 'critic'.*weights_key='generator'"):
+    with pytest.raises(FileError, match=r"(?s)'generator' and 'critic'.*weights_key='generator'"):
         read_checkpoint(path)
-    with pytest.raises(FileError, match=r"'optimizer_g' and 'optimizer_c'.*optimizer_key="):
-        read_checkpoint(path, weights_key="critic")
+    check(read_checkpoint(path, weights_key="critic"), second, o2)
     check(read_checkpoint(path, weights_key="critic", optimizer_key="optimizer_c"), second, o2)
     with pytest.raises(
         FileError, match="nothing of the kind under weights_key='nobody'; there is 'generator', 'critic'"
@@ -203,21 +188,18 @@ class Unknown:
     pass
 
 
-@pytest.mark.parametrize("extra", [Unknown(), Evil()])
-def test_what_needs_more_than_plain_data_is_refused(extra: Any, pair: Any, tmp_path: Path, capsys: Any) -> None:
-    model, optimizer = pair
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": extra}
-    with pytest.raises(FileError, match=r"needs the class \S+.*[Ss]ave it again.*add_safe_globals"):
-        read_checkpoint(saved(tmp_path / "c.pt", tree))
-    assert "code was run" not in capsys.readouterr().out
-
-
-def test_what_the_user_allows_is_read(pair: Any, tmp_path: Path) -> None:
+def test_a_class_beside_the_tensors_does_not_matter(pair: Any, tmp_path: Path) -> None:
     model, optimizer = pair
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": Unknown()}
-    path = saved(tmp_path / "c.pt", tree)
-    with torch.serialization.safe_globals([Unknown]):
-        check(read_checkpoint(path), model, optimizer)
+    check(read_checkpoint(saved(tmp_path / "c.pt", tree)), model, optimizer)
+
+
+def test_nothing_is_called(pair: Any, tmp_path: Path, capsys: Any) -> None:
+    model, optimizer = pair
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": Evil()}
+    with pytest.raises(FileError, match=r"would call __builtin__\.print if it were unpickled"):
+        read_checkpoint(saved(tmp_path / "c.pt", tree))
+    assert "code was run" not in capsys.readouterr().out
 
 
 def test_damaged_files(pair: Any, tmp_path: Path) -> None:
@@ -232,7 +214,7 @@ def test_damaged_files(pair: Any, tmp_path: Path) -> None:
         "zip.pt": (b"PK\x03\x04" + bytes(100), "truncated, damaged"),
         "text.pt": (b"epoch,loss\n1,2\n", "of no known format.*starts with b'epoch,loss"),
         "cut.safetensors": (short, "truncated or damaged"),
-        "pickle.pt": (pickle.dumps({"model": 1}), "plain pickle or a file of torch before 1.6"),
+        "pickle.pt": (pickle.dumps({"model": 1}), "holds no weights"),
     }
     for name, (content, message) in files.items():
         (tmp_path / name).write_bytes(content)
@@ -241,17 +223,11 @@ def test_damaged_files(pair: Any, tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(caught.value)
 
 
-def test_an_old_file_of_torch_is_refused(pair: Any, tmp_path: Path) -> None:
-    torch.save({"model": pair[0].state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(FileError, match="save it again"):
-        read_checkpoint(tmp_path / "old.pt")
-
-
 def test_missing_files_and_folders(pair: Any, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"no file at .*nowhere"):
         read_checkpoint(tmp_path / "nowhere.pt")
     saved(tmp_path / "pytorch_model.bin", pair[0].state_dict())
-    with pytest.raises(FileError, match=r"is a folder.*pytorch_model\.bin.*optimizer_path="):
+    with pytest.raises(FileError, match=r"holds no optimiser state.*optimizer_path="):
         read_checkpoint(tmp_path)
     with pytest.raises(FileError, match=r"no file at .*nowhere"):
         read_checkpoint(tmp_path / "pytorch_model.bin", optimizer_path=tmp_path / "nowhere.pt")

@@ -251,7 +251,7 @@ class Evil:
 def test_a_file_that_would_run_code(classes: Any, tmp_path: Path) -> None:
     marker = tmp_path / "code was run"
     folder = write(tmp_path / "c", *trained(), classes, change=lambda kept: kept.update(loss_scaler=Evil(marker)))
-    refused(folder, r"needs the class \w+\.mkdir to be unpickled")
+    refused(folder, r"would call \w+\.mkdir if it were unpickled")
     assert not marker.exists()
 
 
@@ -261,7 +261,7 @@ def test_a_tag_that_leads_elsewhere(tag: str, classes: Any, tmp_path: Path) -> N
     write(tmp_path / "other", *trained(), classes)
     (tmp_path / "other" / "global_step4").rename(tmp_path / "outside")
     (folder / "latest").write_text(tag)
-    with pytest.raises(BayesAdamError, match="no known format"):
+    with pytest.raises(BayesAdamError, match=r"no known format|may be checkpoints"):
         read_checkpoint(folder)
 
 

@@ -612,7 +612,7 @@ def test_no_code_is_run(name: str, plain: bool, gpt2_copy: Path, tmp_path: Path)
         (gpt2_copy / name).write_bytes(pickle.dumps(Evil(marker)))
     else:
         torch.save({"state": Evil(marker)}, gpt2_copy / name)
-    with pytest.raises(FileError, match=r"could run any code|truncated, damaged"):
+    with pytest.raises(FileError, match=r"made to run code|truncated, damaged"):
         read_checkpoint(gpt2_copy)
     assert not marker.exists()
     pickle.loads(pickle.dumps(Evil(marker)))
@@ -658,7 +658,7 @@ def test_a_damaged_state_is_not_opened_where_another_is_named(case: str, wrote: 
     pickled = pickle.dumps(Evil(tmp_path / "code was run"))
     for content in (other.read_bytes()[: other.stat().st_size // 2], b"", pickled):
         own.write_bytes(content)
-        with pytest.raises(FileError, match=rf"{own.name} (is truncated, damaged|needs).*optimizer_path="):
+        with pytest.raises(FileError, match=rf"{own.name} (is truncated, damaged|would call).*optimizer_path="):
             read_checkpoint(folder)
         read = read_checkpoint(folder, optimizer_path=other)
         assert equal_states(read.optimizer, trained.optimizer.state_dict())

@@ -235,14 +235,13 @@ def grouped(net: nn.Module, *, order: Callable[[list[str]], list[str]] = list) -
     )
 
 
-def test_groups_of_equal_shapes_are_refused_until_the_order_is_vouched_for(tmp_path: Path) -> None:
+def test_groups_of_equal_shapes_are_told_by_the_rule_they_follow_or_vouched_for(tmp_path: Path) -> None:
     net, draw = made("encoder")
     live = grouped(net)
     run(net, live, draw)
     read = read_checkpoint(save(tmp_path / "c.pt", net, live))
     for model in (None, net):
-        with pytest.raises(MatchError, match=r"may belong to .* or to .*2 groups without names.*groups_in_order=True"):
-            read_curvature(read, model)
+        same(read_curvature(read, model), net, live)
         same(read_curvature(read, model, groups_in_order=True), net, live)
     names = [n for dim in (True, False) for n, p in net.named_parameters() if (p.dim() > 1) == dim]
     same(read_curvature(read, param_names=names), net, live)
@@ -554,7 +553,7 @@ def test_the_keys_tell_the_optimiser(optimizer: str, expected: str) -> None:
 def test_a_recorded_class_decides_among_those_that_fit() -> None:
     state = state_of(torch.optim.NAdam)
     assert identify_reader(state, "torch.optim.NAdam").name == "nadam"
-    assert identify_reader(state, "SGD").name == "adam"
+    assert identify_reader(state, "SGD").name == "nadam"
 
 
 @pytest.mark.parametrize(
@@ -566,8 +565,7 @@ def test_a_recorded_class_decides_among_those_that_fit() -> None:
         ({"betas": (0.9, 0.99)}, {"exp_avg_var", "step"}, "adabelief"),
         ({"betas": (0.9, 0.99)}, {"exp_hessian_diag_sq", "step"}, "adahessian"),
         ({"betas": (0.9, 0.99)}, {"state1", "state2", "step"}, "adam8bit"),
-        # Before torch 2.7 nothing told Adam from AdamW; they are read alike.
-        ({"betas": (0.9, 0.99), "weight_decay": 0.1}, {"exp_avg", "exp_avg_sq", "step"}, "adamw"),
+        ({"betas": (0.9, 0.99), "weight_decay": 0.1}, {"exp_avg", "exp_avg_sq", "step"}, "adam or adamw"),
     ],
 )
 def test_optimisers_of_other_houses_are_told_by_their_keys(group: Any, entries: set[str], expected: str) -> None:
@@ -596,8 +594,8 @@ def test_readers_that_differ_and_both_fit_are_refused(monkeypatch: pytest.Monkey
 def test_sgd_is_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     net = mlp(3, 5, 1)
     for momentum, message in (
-        (0.9, "momentum_buffer.*SGD with momentum.*optimizer='ogd'"),
-        (0.0, "empty.*optimizer='ogd'"),
+        (0.9, "SGD with momentum.*momentum_buffer.*optimizer='ogd'"),
+        (0.0, "SGD without momentum.*empty.*optimizer='ogd'"),
     ):
         live = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum)
         train(net, live)

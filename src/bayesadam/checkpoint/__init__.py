@@ -1,20 +1,25 @@
 """What others save → weights and optimiser state, by name: one record a format, one registry."""
 
+from bayesadam.checkpoint.archives import FOLDER, HDF5, TAR, ZIP
 from bayesadam.checkpoint.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules
 from bayesadam.checkpoint.deepspeed import DEEPSPEED
 from bayesadam.checkpoint.distributed import DISTRIBUTED
-from bayesadam.checkpoint.files import OLD_TORCH, SAFETENSORS, TORCH
+from bayesadam.checkpoint.files import OLD_TORCH, PICKLE, SAFETENSORS, TORCH
 from bayesadam.checkpoint.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
 from bayesadam.checkpoint.identify import identify_reader
 from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature
 from bayesadam.checkpoint.write import write_pruned
 
-# The last is asked first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote.
+# The last is asked first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote, and every
+# known folder has files that may be checkpoints by themselves.
 FORMATS = tuple(
     register_format(known)
-    for known in (TORCH, OLD_TORCH, SAFETENSORS, PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED)
+    for known in (
+        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS),
+        *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
+    )
 )
 
 __all__ = [

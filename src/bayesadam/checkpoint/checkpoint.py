@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-from bayesadam.checkpoint.contents import Contents
+from bayesadam.checkpoint.choice import choose
+from bayesadam.checkpoint.contents import Contents, with_choice
 from bayesadam.checkpoint.lazy import renamed
+from bayesadam.checkpoint.networks import Found, Keys, names_in
+from bayesadam.checkpoint.pairs import state_beside
 from bayesadam.checkpoint.registry import format_of
 from bayesadam.curvature import StateReader
 from bayesadam.errors import FileError, SettingError
@@ -30,7 +33,8 @@ class CheckpointOptions:
         optimizer: the name of the optimiser that wrote the state, or a reader; None identifies it by the state's keys.
         param_names: the parameter names in the optimiser's order, where the state has none of its own.
         groups_in_order: whether each of several groups was filled in the model's order, which no file says.
-        weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`.
+        weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`. Several networks
+            that one optimiser trained, in its order: `("actor", "critic")`, or `"actor,critic"`.
         optimizer_key: which optimiser's state, where the file holds several; `"optimizer_states.0"`.
     """
 
@@ -38,8 +42,17 @@ class CheckpointOptions:
     optimizer: str | StateReader | None = None
     param_names: Sequence[str] | None = None
     groups_in_order: bool = False
-    weights_key: str | None = None
+    weights_key: str | Sequence[str] | None = None
     optimizer_key: str | None = None
+
+    @property
+    def weights_keys(self) -> str | None:
+        """`weights_key` as one text, with a comma between several."""
+        return (
+            self.weights_key
+            if self.weights_key is None or isinstance(self.weights_key, str)
+            else ",".join(self.weights_key)
+        )
 
 
 class CheckpointKeywords(TypedDict, total=False):
@@ -49,7 +62,7 @@ class CheckpointKeywords(TypedDict, total=False):
     optimizer: str | StateReader | None
     param_names: Sequence[str] | None
     groups_in_order: bool
-    weights_key: str | None
+    weights_key: str | Sequence[str] | None
     optimizer_key: str | None
 
 
@@ -82,13 +95,12 @@ class Checkpoint(Contents):
     @property
     def param_names(self) -> tuple[str, ...] | None:
         """The parameters' names in the optimiser's order, where its state has them."""
-        groups = self.optimizer["param_groups"]
-        keys = [key for group in groups for key in group["params"]]
-        if keys and all(isinstance(key, str) for key in keys):
-            return tuple(keys)
-        if groups and all("param_names" in group for group in groups):
-            return tuple(name for group in groups for name in group["param_names"])
-        return None
+        return names_in(self.optimizer)
+
+    def keys_to(self, name: str) -> Keys:
+        """The keys that lead to one of the weights in the file's dictionary."""
+        stored = self.stored_names[name]
+        return self.places.get(stored, (*self.weights_at, stored))
 
     def n_data_or(self, given: float | None) -> float:
         """N as it is given or, for None, as the trainer recorded it."""
@@ -114,14 +126,19 @@ def read_checkpoint(
     known = format_of(path)
     second = None if options.optimizer_path is None else Path(options.optimizer_path)
     if second is None:
-        contents = state = known.read(path, options.weights_key, options.optimizer_key)
+        contents = state = known.read(path, options.weights_keys, options.optimizer_key)
     else:
         state = format_of(second).read(second, None, options.optimizer_key)
         contents = (
-            known.read_with(path, options.weights_key, state.optimizer)
+            known.read_with(path, options.weights_keys, state.optimizer)
             if known.read_with is not None
-            else known.read(path, options.weights_key, None)
+            else known.read(path, options.weights_keys, None)
         )
+    if contents.weights is None and contents.found.networks and state.optimizer is not None:
+        beside = Found(contents.found.networks, {(): state.optimizer})
+        contents = with_choice(contents, choose(beside, path, None, None))
+    if state.optimizer is None and second is None and (beside_it := state_beside(path)) is not None:
+        return read_checkpoint(path, replace(options, optimizer_path=beside_it))
     if contents.weights is None:
         raise FileError(
             f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
 
+from bayesadam.checkpoint.choice import Choice, choose
+from bayesadam.checkpoint.names import keeps_order
+from bayesadam.checkpoint.networks import Found, Keys, branches, find, is_optimizer, is_weights, named, tensors_of
 from bayesadam.errors import FileError
 
-# In lower case. A key that is not among them is taken where it is the only one that fits.
-_WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
-_STEMS = ("optimizer", "optim")
-_OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
 _N_DATA_KEYS = ("n_data", "num_train_examples", "n_train")
 _CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
-
-Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,48 +62,66 @@ class Contents:
         weights: tensors by the names in the file, or None.
         optimizer: an optimiser's state in torch's layout, or None.
         summary: what the file holds, in words.
-        weights_at: the keys that lead to the weights.
+        weights_at: the keys that lead to the weights, where all of them are in one dictionary.
+        places: the keys that lead to each of the weights, where they are not.
         ordered: whether `weights` are in the order in which the model registered them.
         recorded: what else the trainer wrote.
         rules: what it did without writing it down.
+        found: all the networks and states that the file holds.
+        notes: which of them were taken and why, in words.
     """
 
     weights: Mapping[str, Tensor] | None
     optimizer: Mapping[str, Any] | None
     summary: str
     weights_at: Keys = ()
+    places: Mapping[str, Keys] = field(default_factory=dict)
     ordered: bool = False
     recorded: Recorded = field(default_factory=Recorded)
     rules: Rules = field(default_factory=Rules)
+    found: Found = field(default_factory=Found)
+    notes: tuple[str, ...] = ()
 
 
 def contents_of(
     tree: Any, source: object, *, weights_key: str | None = None, optimizer_key: str | None = None
 ) -> Contents:
-    """The weights and the optimiser's state in a dictionary, at the top, under a key, or one level further down.
+    """The weights and the optimiser's state in a dictionary, at the top or down to the third level.
 
-    `source` is the file's path, for messages; the keys choose where there are several.
+    `source` is the file's path, for messages; the keys choose where there are several. Several networks without an
+    optimiser are left to be chosen by the state that comes from elsewhere: see `found`.
     """
     if not isinstance(tree, Mapping):
         raise FileError(
             f"{source} holds a {type(tree).__name__}, not a dictionary: save "
             "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
         )
-    found = list(_branches(tree))
-    held = {path: value for path, value in found if _is_weights(value)}
-    several = f"{source} holds several sets of weights"
-    weights = _choose(held, _WEIGHTS_KEYS, weights_key, several, "weights_key")
-    held = {path: value for path, value in found if _is_optimizer(value)}
-    several = f"{source} holds the state of several optimisers"
-    optimizer = _choose(held, _OPTIMIZER_KEYS, optimizer_key, several, "optimizer_key")
-    path, named = weights or ((), None)
-    return Contents(
-        weights=None if named is None else {key: tensor for key, tensor in named.items() if isinstance(tensor, Tensor)},
-        optimizer=None if optimizer is None else optimizer[1],
+    found = find(tree)
+    choice = choose(found, source, weights_key, optimizer_key)
+    levels = [v for path, v in branches(tree) if len(path) < 2 and isinstance(v, Mapping)]
+    contents = Contents(
+        weights=None,
+        optimizer=None if choice.optimizer is None else found.optimizers[choice.optimizer],
         summary=describe(tree),
-        weights_at=path,
-        ordered=named is not None and keeps_order(named),
-        recorded=_recorded([v for path, v in found if len(path) < 2 and not _is_weights(v) and not _is_optimizer(v)]),
+        recorded=_recorded([level for level in levels if not is_weights(level) and not is_optimizer(level)]),
+        found=found,
+    )
+    return with_choice(contents, choice)
+
+
+def with_choice(contents: Contents, choice: Choice) -> Contents:
+    """The contents with the weights of the networks that were chosen, under their keys where there are several."""
+    networks = choice.networks
+    if not networks:
+        return replace(contents, notes=choice.notes)
+    one = len(networks) == 1 and not networks[0].alone
+    return replace(
+        contents,
+        weights=tensors_of(networks),
+        weights_at=networks[0].path if one else (),
+        places={} if one else {name: network.place(own) for name, (network, own) in named(networks).items()},
+        ordered=all(keeps_order(network.tensors) for network in networks),
+        notes=choice.notes,
     )
 
 
@@ -120,79 +135,12 @@ def describe(tree: Mapping[Any, Any]) -> str:
     return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
 
 
-def keeps_order(weights: Mapping[str, Any]) -> bool:
-    """Whether a state dict is still in the order of the model's modules.
-
-    torch notes the modules, in order, with a state dict. Without the note, names in alphabetical order are taken to
-    have been sorted by someone.
-    """
-    names = list(weights)
-    noted = getattr(weights, "_metadata", None)
-    if isinstance(noted, Mapping):
-        place = {module: number for number, module in enumerate(noted)}
-        places = [place[module] for name in names if (module := name.rpartition(".")[0]) in place]
-        if places:
-            return places == sorted(places)
-    return len(names) < 2 or names != sorted(names)
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)}"
     if isinstance(value, Mapping | list | tuple):
         return f"{'dict' if isinstance(value, Mapping) else 'list'} of {len(value)}"
     return type(value).__name__
-
-
-def _branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Every value down to the second level, lists opened; what is weights or an optimiser's state is not looked into."""
-    yield path, tree
-    if len(path) == 2 or _is_weights(tree) or _is_optimizer(tree):
-        return
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _branches(value, (*path, str(key)))
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                if _is_optimizer(item):
-                    yield (*path, str(key), str(index)), item
-
-
-def _is_weights(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
-        return False
-    tensors = [item for item in value.values() if isinstance(item, Tensor)]
-    others = [key for key, item in value.items() if not isinstance(item, Tensor) and not key.endswith("_extra_state")]
-    # A dictionary of losses holds single numbers, one of random states holds bytes.
-    return not others and any(tensor.is_floating_point() and tensor.dim() > 0 for tensor in tensors)
-
-
-def _is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list | tuple)
-        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
-    )
-
-
-def _choose(
-    candidates: Mapping[Keys, Any], known: Sequence[str], wanted: str | None, several: str, option: str
-) -> tuple[Keys, Any] | None:
-    """The one meant: the one asked for, else the shallowest under a usual key, else the only one."""
-    paths = list(candidates)
-    if wanted is not None:
-        paths = [path for path in paths if ".".join(path) == wanted]
-        if not paths:
-            there = ", ".join(repr(".".join(path)) for path in candidates) or "none"
-            raise FileError(f"there is nothing of the kind under {option}={wanted!r}; there is {there}")
-    usual = [path for path in paths if any(part.lower() in known for part in path[-2:])]
-    if usual:
-        paths = [path for path in usual if len(path) == min(map(len, usual))]
-    if len(paths) > 1:
-        there = " and ".join(repr(".".join(path)) for path in paths[:6])
-        raise FileError(f"{several}, {there}: say which with {option}={'.'.join(paths[0])!r}")
-    return (paths[0], candidates[paths[0]]) if paths else None
 
 
 def _recorded(levels: Sequence[Mapping[Any, Any]]) -> Recorded:

@@ -7,7 +7,7 @@ which is wrong where `round_robin_gradients` is on; the order of the shapes is r
 by it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,23 +18,12 @@ from bayesadam.checkpoint.contents import Contents, Recorded, contents_of, descr
 from bayesadam.checkpoint.files import load_tree
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format, refuse_keys
-from bayesadam.checkpoint.safe_globals import StandIn
 from bayesadam.errors import FileError
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODELS = "mp_rank_*_model_states.pt"
 _STAGE_3 = "zero_pp_rank_*_model_states.pt"
 _RANK = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
-
-# DeepSpeed's own classes in its files, which are not needed here; these have no behaviour.
-_STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (StandIn, f"deepspeed.{name}")
-    for name in (
-        *("utils.tensor_fragment.fragment_address", "runtime.zero.config.ZeroStageEnum"),
-        *("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler"),
-    )
-]
 
 
 class _Part(NamedTuple):
@@ -93,8 +82,7 @@ def _load_rank(folder: Path, rank: int) -> Mapping[str, Any]:
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise FileError(f"{folder} has no {names[0]}: every rank wrote its own, copy those of all machines into it")
-    with torch.serialization.safe_globals(_STAND_INS):
-        saved_state: Mapping[str, Any] = load_tree(file)["optimizer_state_dict"]
+    saved_state: Mapping[str, Any] = load_tree(file)["optimizer_state_dict"]
     if not isinstance(saved_state["base_optimizer_state"], Mapping):
         raise FileError(
             f"{file} was saved with elastic_checkpoint=True, which leaves out the optimiser's settings: save it without"

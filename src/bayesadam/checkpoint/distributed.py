@@ -5,24 +5,22 @@ it is read by an unpickler that makes nothing but records without behaviour. The
 tensor is put together when it is accessed, whatever the number of ranks and the dimension it was cut along.
 """
 
-import io
 import math
-import pickle
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents, contents_of
-from bayesadam.checkpoint.files import DAMAGED, damaged, load_plain
+from bayesadam.checkpoint.files import DAMAGED, damaged, load_part
 from bayesadam.checkpoint.lazy import Lazy, meta
+from bayesadam.checkpoint.pickles import StandIn
 from bayesadam.checkpoint.registry import Format
-from bayesadam.checkpoint.safe_globals import StandIn
+from bayesadam.checkpoint.torch_files import Part
 from bayesadam.errors import FileError
 
 _WRITER = "torch.distributed.checkpoint"
@@ -33,33 +31,6 @@ _SAVE = (
     "torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with "
     "what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
 )
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-# All that the writer pickles, besides plain data, torch.Size and dtypes.
-_META = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    *((_META, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *((_META, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
-    *((_META, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # Where older releases had these two.
-    (_SHARDED, "TensorProperties"),
-    (_SHARDED, "MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    # Where the folder was when it was written.
-    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
-}
-_PLAIN = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype) or name == "Size"}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the writer's classes by name and imports nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return StandIn
-        if module == "torch" and name in _PLAIN:
-            return _PLAIN[name]
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 @dataclass(frozen=True)
@@ -88,8 +59,8 @@ def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
     try:
-        with source.open("rb") as file:
-            record = _Unpickler(file).load()
+        with Part.of(source) as part:
+            record = load_part(part, str(source))
         nesting, kinds, places = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
     except FileNotFoundError:
         raise FileError(
@@ -97,12 +68,6 @@ def stored_entries(folder: Path) -> list[Stored]:
             "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
         ) from None
     except DAMAGED as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted:
-            raise FileError(
-                f"{source} needs {wanted[1]} to be unpickled, which is none of the classes of "
-                f"torch.distributed.checkpoint, could run any code, and is not done here. Save it again, {_SAVE}"
-            ) from None
         raise damaged(source, _WRITER, error) from error
     if not nesting:
         raise FileError(
@@ -194,35 +159,9 @@ def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[i
     return bool(filled.all())
 
 
-class _Slice(io.RawIOBase):
-    """A part of an open file as a file of its own, so that nothing is read twice."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, (0, self._place, self._length)[whence] + offset)
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
-        self._file.seek(self._start + self._place)
-        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined]
-        self._place += count
-        return count
-
-
 def _load(piece: Piece, key: str) -> Any:
-    with piece.file.open("rb", buffering=0) as file:
-        part = io.BufferedReader(_Slice(file, piece.start, piece.length))
-        return load_plain(part, f"{piece.file}: {key!r}")
+    with piece.file.open("rb") as file:
+        return load_part(Part(file, piece.start, piece.length, None), f"{piece.file}: {key!r}")
 
 
 def read_stored(entry: Stored) -> Any:

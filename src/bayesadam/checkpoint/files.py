@@ -1,55 +1,56 @@
 """Single files: those of `torch.save`, a dictionary with weights and state somewhere in it, and of safetensors."""
 
-import copy
-import pickle
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesadam._storage import map_tensors, write_tensors
 from bayesadam.checkpoint.contents import Contents, contents_of
-from bayesadam.checkpoint.names import memory_of
+from bayesadam.checkpoint.modules import as_weights
+from bayesadam.checkpoint.networks import Keys
+from bayesadam.checkpoint.pickles import HostilePickle
 from bayesadam.checkpoint.registry import Format, refuse_keys
-from bayesadam.checkpoint.safe_globals import plain_data_allowed
+from bayesadam.checkpoint.torch_files import Loaded, Part, is_tar, load_torch, rewrite
 from bayesadam.errors import FileError
 
-# What reading a damaged pickle may raise.
+# What reading a damaged file may raise.
 DAMAGED = (
-    *(pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError),
-    *(AttributeError, ImportError, OverflowError, MemoryError),
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
 )
-_RESAVE = "torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)"
+# The number that a file of torch before 1.6 begins with, as pickle writes it.
+_MAGIC = (b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"L1195470371460388013333")
+# How a dictionary begins in the protocols that have no mark of their own.
+_PICKLED = (b"\x80", b"(d", b"}", b"ccollections\n", b"(i", b"ccopy_reg\n")
 
 
-def load_plain(file: Path | BinaryIO, name: str, **options: Any) -> Any:
-    """What `torch.save` wrote; nothing but tensors and plain data is unpickled. `name` is the file's in messages."""
+def load_part(part: Part, name: str) -> Any:
+    """What `torch.save` wrote; nothing it names is imported or called. `name` is the file's in messages."""
     try:
-        with plain_data_allowed():
-            return torch.load(file, weights_only=True, map_location="cpu", **options)
-    except SafetensorError:
-        # Recent torch goes by the name.
-        raise FileError(f"{name} is a file of torch.save with the name of another kind: rename it to .pt") from None
-    except DAMAGED as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is None and not isinstance(error, pickle.UnpicklingError):
-            raise damaged(name, "torch.save", error) from error
-        what = f"needs the class {wanted[1]}" if wanted else "is truncated, damaged, or needs more than plain data"
+        return as_weights(load_torch(part).tree)
+    except HostilePickle as error:
         raise FileError(
-            f"{name} {what} to be unpickled, which could run any code and is not done here. Save it again from "
-            f"where it was made, {_RESAVE}; or, if you trust the file, do so in Python with what "
-            "torch.load(path, weights_only=False) returns, or allow the class there with "
-            "torch.serialization.add_safe_globals before bayesadam reads it"
+            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not load "
+            "it with torch.load(weights_only=False)"
         ) from None
+    except DAMAGED as error:
+        raise damaged(name, "torch.save", error) from error
 
 
 def load_tree(path: Path) -> Any:
-    """What is in a file of `torch.save`, mapped rather than read."""
-    return load_plain(path, str(path), mmap=True)
+    """What is in a file of `torch.save`, mapped rather than read where its format allows that."""
+    with Part.of(path) as part:
+        return load_part(part, str(path))
 
 
 def damaged(name: object, writer: str, error: BaseException) -> FileError:
@@ -62,29 +63,38 @@ def _read_torch(path: Path, weights_key: str | None, optimizer_key: str | None) 
     return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
 
 
-def _rewrite_torch(source: Path, weights_at: tuple[str, ...], weights: Mapping[str, Tensor], target: Path) -> None:
-    """The same tree with the weights at `weights_at` exchanged; all else is passed on as it is."""
-    tree = copy.copy(load_tree(source))
-    level = tree
-    for part in weights_at:
-        key = next(key for key in level if str(key) == part)
-        level[key] = copy.copy(level[key])
-        level = level[key]
-    # One tensor for all the names of a tied one, so that it is tied in the new file.
-    made: dict[tuple[Any, ...], Tensor] = {}
-    for name in weights:
-        old = level[name]
-        memory = memory_of(old)
-        tensor = made[memory] = made[memory] if memory in made else weights[name]
-        level[name] = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
-    torch.save(tree, target)
+def _rewrite_torch(source: Path, places: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
+    """The same file with some weights exchanged; all else is passed on, to the byte."""
+
+    def changed(loaded: Loaded) -> dict[int, bytes]:
+        tree = as_weights(loaded.tree)
+        storages: dict[int, Tensor] = {}
+        for keys in places:
+            old = tree
+            for part in keys:
+                old = next(old[key] for key in old if str(key) == part)
+            memory = old.untyped_storage()
+            if not old.numel():
+                continue
+            if memory.data_ptr() not in loaded.parts:
+                raise FileError(
+                    f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
+                    ".safetensors"
+                )
+            held = storages.setdefault(memory.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(memory).clone())
+            view = torch.empty(0, dtype=old.dtype)
+            view.set_(held.untyped_storage(), old.storage_offset(), old.shape, old.stride()).copy_(weights(keys))
+        return {address: held.numpy().tobytes() for address, held in storages.items()}
+
+    rewrite(source, changed, target)
 
 
-def _read_old_torch(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    raise FileError(
-        f"{path} is a plain pickle or a file of torch before 1.6, which cannot be mapped and is not read. If it is "
-        f"yours, load it and save it again, {_RESAVE}"
-    )
+def is_old_archive(path: Path, head: bytes) -> bool:
+    """Whether it is a tar archive with the four members that torch wrote before 0.1.10."""
+    if path.is_dir() or not head.rstrip(b"\0").endswith((b"sys_info", b"pickle", b"storages", b"tensors")):
+        return False
+    with Part.of(path) as part:
+        return is_tar(part)
 
 
 def is_safetensors(path: Path, head: bytes) -> bool:
@@ -100,12 +110,18 @@ def _read_safetensors(path: Path, weights_key: str | None, optimizer_key: str | 
 
 
 def _rewrite_safetensors(
-    source: Path, weights_at: tuple[str, ...], weights: Mapping[str, Tensor], target: Path
+    source: Path, places: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path
 ) -> None:
     old, metadata = map_tensors(source)
-    write_tensors(target, old, lambda name: weights[name] if name in weights else old[name], metadata)
+    write_tensors(target, old, lambda name: weights((name,)) if (name,) in places else old[name], metadata)
 
 
 TORCH = Format("torch", lambda path, head: head.startswith(b"PK\x03\x04"), _read_torch, _rewrite_torch)
-OLD_TORCH = Format("torch before 1.6", lambda path, head: head[:1] == b"\x80", _read_old_torch)
+OLD_TORCH = Format(
+    "torch before 1.6",
+    lambda path, head: any(magic in head for magic in _MAGIC) or is_old_archive(path, head),
+    _read_torch,
+    _rewrite_torch,
+)
+PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read_torch)
 SAFETENSORS = Format("safetensors", is_safetensors, _read_safetensors, _rewrite_safetensors)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from bayesadam._extras import require
 from bayesadam._storage import map_tensors
 from bayesadam.checkpoint.checkpoint import clean_names
-from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of, keeps_order
+from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of
 from bayesadam.checkpoint.files import is_safetensors, load_tree
+from bayesadam.checkpoint.names import keeps_order
 from bayesadam.checkpoint.registry import Format, head_of, refuse_keys
 from bayesadam.curvature.reader import has_tensors
 from bayesadam.errors import FileError, MatchError

@@ -1,7 +1,7 @@
 """The kinds of files and folders that are known: one record each, distinguished by their content."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesadam.checkpoint.contents import Contents
+from bayesadam.checkpoint.networks import Keys
 from bayesadam.errors import FileError, MissingFileError, SettingError
 
 
@@ -20,8 +21,8 @@ class Format:
         name: what it is called in `Checkpoint.format`.
         recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
         read: (path, weights_key, optimizer_key) → what it holds; raises FileError where it is damaged.
-        rewrite: (source, the keys that lead to its weights, weights by the file's names, target) writes it again with
-            those weights; None where that cannot be done.
+        rewrite: (source, the keys that lead to some of its weights, those keys → other weights, target) writes it again
+            with these; None where that cannot be done.
         read_with: (path, weights_key, an optimiser's state) → what it holds, with that state for its own, whose file is
             not opened; None where weights and state are in one file.
     """
@@ -29,7 +30,7 @@ class Format:
     name: str
     recognises: Callable[[Path, bytes], bool]
     read: Callable[[Path, str | None, str | None], Contents]
-    rewrite: Callable[[Path, tuple[str, ...], Mapping[str, Tensor], Path], None] | None = None
+    rewrite: Callable[[Path, Collection[Keys], Callable[[Keys], Tensor], Path], None] | None = None
     read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents] | None = None
 
 
@@ -62,7 +63,7 @@ def head_of(path: Path) -> bytes:
     """The first bytes of a file."""
     try:
         with path.open("rb") as file:
-            return file.read(16)
+            return file.read(32)
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from bayesadam._alone import unwrap
 from bayesadam._shards import is_sharded, placed_like
 from bayesadam.checkpoint.checkpoint import DEFAULTS, Checkpoint, CheckpointKeywords, CheckpointOptions, clean_names
-from bayesadam.checkpoint.identify import identify_reader, shape_behind
+from bayesadam.checkpoint.groups import Matched, matched
+from bayesadam.checkpoint.identify import identify_reader
 from bayesadam.checkpoint.lazy import renamed
-from bayesadam.checkpoint.names import Slot, assign, memory_of, parameter_names
+from bayesadam.checkpoint.names import memory_of, parameter_names
+from bayesadam.checkpoint.networks import match_weights, slots_of
 from bayesadam.curvature import Curvature, StateReader, reader_named
 from bayesadam.curvature.match import Match, match_state_dict
 from bayesadam.curvature.read import read_match
@@ -41,7 +44,32 @@ def match_checkpoint(
 
     The model's own weights are neither used nor changed. `changes` are `options` as keywords.
     """
-    return match_state_dict(*_resolve(checkpoint, model, replace(options, **changes)))
+    return _matched(_resolve(checkpoint, model, replace(options, **changes)))
+
+
+def explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAULTS) -> tuple[str, ...]:
+    """How the file is read without the model, in sentences: what was taken and why, by which rule, what was left out."""
+    resolved = _resolve(checkpoint, None, options)
+    match = _matched(resolved)
+    beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"
+    shapes = sum(slot.shape is not None for slot in slots_of(resolved.state_dict, resolved.reader))
+    in_optimizer = sum(len(group["params"]) for group in checkpoint.optimizer["param_groups"])
+    reasons = Counter(match.omitted.values())
+    others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
+    left_out = [f"{count} {reason}" for reason, count in reasons.items()]
+    left_out += [f"{others} that are no parameters, such as buffers"] if others else []
+    return (
+        f"{checkpoint.path}: format {checkpoint.format}{beside}.",
+        *(f"{note[0].upper()}{note[1:]}." for note in checkpoint.notes),
+        f"Optimiser: {resolved.reader.name}, {in_optimizer} parameters in {_counted(checkpoint.optimizer['param_groups'])}.",
+        f"Matched by {resolved.words}.",
+        f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state; {shapes} shapes were confirmed.",
+        *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
+    )
+
+
+def _counted(groups: Sequence[Any]) -> str:
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''}"
 
 
 def read_curvature(
@@ -86,12 +114,19 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 class _Resolved(NamedTuple):
-    """What `match_state_dict` needs."""
+    """What `match_state_dict` needs; what the names rest on, in words; and the parameters that no state can be read for."""
 
     model: nn.Module
     state_dict: Mapping[str, Any]
     reader: StateReader
     names: list[str]
+    words: str
+    unread: Mapping[str, str] = {}
+
+
+def _matched(resolved: _Resolved) -> Match:
+    match = match_state_dict(resolved.model, resolved.state_dict, resolved.reader, resolved.names)
+    return replace(match, omitted={**match.omitted, **resolved.unread})
 
 
 class _Weights(nn.Module):
@@ -99,7 +134,7 @@ class _Weights(nn.Module):
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.named = {name: nn.Parameter(tensor.detach()) for name, tensor in named.items()}
+        self.named = {n: nn.Parameter(tensor.detach(), tensor.is_floating_point()) for n, tensor in named.items()}
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, in the file's order."""
@@ -109,28 +144,15 @@ class _Weights(nn.Module):
 def _resolve(checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions) -> _Resolved:
     if model is not None:
         checkpoint = _narrowed(checkpoint, unwrap(model), options)
-    state_dict, in_order = checkpoint.optimizer, options.groups_in_order
     reader = options.optimizer or identify_reader(checkpoint.optimizer, checkpoint.recorded.optimizer)
     record = reader_named(reader) if isinstance(reader, str) else reader
-    known = options.param_names if options.param_names is not None else checkpoint.param_names
+    known, words = options.param_names, "the names that were given"
     if known is None:
-        known = _by_rules(checkpoint, record, model)
+        known, words = checkpoint.param_names, "the names in the state"
+    if known is None:
+        known, words = _by_rules(checkpoint, record, model), "the trainer's own rule"
     if model is None:
-        candidates, repeats = parameter_names(checkpoint.weights)
-        single = [name for name in candidates if name not in repeats]
-        slots = _slots(state_dict, record)
-        # Memory is also shared by parameters that were made from one tensor and never tied.
-        chosen = candidates if len(slots) > len(single) else single
-        if known is not None:
-            known = _clean(known, checkpoint.weights)
-            chosen = [name for name in checkpoint.weights if name in {*single, *known}]
-        stand_in = _Weights({name: checkpoint.weights[name] for name in chosen})
-        if known is not None:
-            return _Resolved(stand_in, state_dict, record, known)
-        outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
-        shapes = {name: outline[name].shape for name in chosen}
-        found = assign(slots, shapes, ordered=checkpoint.ordered, in_order=in_order)
-        return _Resolved(stand_in, *_restricted(state_dict, record, found))
+        return _readable(_without_model(checkpoint, record, known, words, options.groups_in_order))
     parameters = dict(unwrap(model).named_parameters())
     shapes = _shapes_for(checkpoint, unwrap(model))
     for name, parameter in parameters.items():
@@ -140,13 +162,43 @@ def _resolve(checkpoint: Checkpoint, model: nn.Module | None, options: Checkpoin
                 f"{tuple(parameter.shape)} in the model"
             )
     if known is not None:
-        resolved = _Resolved(model, state_dict, record, list(known))
+        resolved = _Resolved(model, checkpoint.optimizer, record, list(known), words)
     else:
-        found = _by_model(checkpoint, record, parameters, shapes, in_order)
-        resolved = _Resolved(model, *_restricted(state_dict, record, found))
+        found = _by_model(checkpoint, record, parameters, shapes, options.groups_in_order)
+        resolved = _restricted(model, checkpoint.optimizer, record, found)
     if checkpoint.rules.partial:
         _require_stored(checkpoint, resolved, shapes)
-    return resolved
+    return _readable(resolved)
+
+
+def _without_model(
+    checkpoint: Checkpoint, record: StateReader, known: Sequence[str] | None, words: str, in_order: bool
+) -> _Resolved:
+    weights, candidates = checkpoint.weights, parameter_names(checkpoint.weights)
+    slots = slots_of(checkpoint.optimizer, record)
+    if known is not None:
+        known = _clean(known, weights)
+        chosen = [name for name in weights if name in {*candidates.single, *known}]
+        return _Resolved(_Weights({n: weights[n] for n in chosen}), checkpoint.optimizer, record, known, words)
+    found = match_weights(slots, weights, ordered=checkpoint.ordered, in_order=in_order)
+    listed = {*candidates.enough_for(len(slots)), *found.names.values()}
+    stand_in = _Weights({name: weights[name] for name in weights if name in listed})
+    return _restricted(stand_in, checkpoint.optimizer, record, found)
+
+
+def _readable(resolved: _Resolved) -> _Resolved:
+    """Without the parameters that are not real numbers, which no Gaussian can be put on."""
+    parameters = dict(unwrap(resolved.model).named_parameters())
+    unread = {n: str(p.dtype).removeprefix("torch.") for n, p in parameters.items() if not p.is_floating_point()}
+    if not unread:
+        return resolved
+    keys = [key for group in resolved.state_dict["param_groups"] for key in group["params"]]
+    if len(keys) != len(resolved.names):
+        return resolved
+    kept = {key: name for key, name in zip(keys, resolved.names, strict=True) if name not in unread}
+    reasons = {name: f"not of real numbers ({kind})" for name, kind in unread.items()}
+    restricted = _restricted(resolved.model, resolved.state_dict, resolved.reader, Matched(kept, resolved.words))
+    return restricted._replace(unread=reasons)
 
 
 def _require_stored(checkpoint: Checkpoint, resolved: _Resolved, stored: Container[str]) -> None:
@@ -173,7 +225,7 @@ def _by_rules(checkpoint: Checkpoint, record: StateReader, model: nn.Module | No
     if whole is None:
         return None
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    slots = _slots(checkpoint.optimizer, record)
+    slots = slots_of(checkpoint.optimizer, record)
     sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
     answers = {
         tuple(name for group in order for name in group)
@@ -221,11 +273,18 @@ def _narrowed(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptio
 
 def _prefix(checkpoint: Checkpoint, model: nn.Module) -> str | None:
     """What every name of the model has before it in the file; None where the model is the whole, or no such is there."""
-    own = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    held = model.state_dict(keep_vars=True).items()
+    own = {name: value.shape for name, value in held if isinstance(value, Tensor)}
     if checkpoint.rules.partial or not own or not _own_names(checkpoint, model).keys().isdisjoint(own):
         return None
-    found = {name.removesuffix(own[0]) for name in checkpoint.weights if name.endswith("." + own[0])}
+    first = next(iter(own))
+    found = {name.removesuffix(first) for name in checkpoint.weights if name.endswith("." + first)}
     fitting = [prefix for prefix in sorted(found) if all(prefix + name in checkpoint.weights for name in own)]
+    if len(fitting) > 1:
+        # Networks of one architecture and other sizes.
+        outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+        alike = [p for p in fitting if all(outline[p + name].shape == shape for name, shape in own.items())]
+        fitting = alike or fitting
     if len(fitting) > 1:
         raise MatchError(
             f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
@@ -240,45 +299,37 @@ def _by_model(
     parameters: Mapping[str, nn.Parameter],
     stored: Mapping[str, torch.Size],
     in_order: bool,
-) -> dict[Any, str]:
+) -> Matched:
     """The names by the model's order, and by the file's where it has another: the class may have changed since."""
-    slots = _slots(checkpoint.optimizer, record)
+    slots = slots_of(checkpoint.optimizer, record)
     trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
     names = trainable if len(slots) == len(trainable) else list(parameters)
     shapes = {name: parameters[name].shape for name in names}
-    found = assign(slots, shapes, ordered=True, in_order=in_order)
+    found = matched(slots, shapes, ordered=True, in_order=in_order)
     filed = [name for name in stored if name in shapes]
     if checkpoint.ordered and len(filed) == len(names) and filed != names:
-        other = assign(slots, {name: shapes[name] for name in filed}, ordered=True, in_order=in_order)
-        differing = [key for key in found if other.get(key) != found[key]]
+        other = matched(slots, {name: shapes[name] for name in filed}, ordered=True, in_order=in_order).names
+        differing = [key for key, name in found.names.items() if other.get(key) != name]
         if differing:
             key = differing[0]
             raise MatchError(
                 f"{checkpoint.path} has the weights in another order than the model: the state under key {key!r} would "
-                f"be that of {other.get(key)!r} by the file, of {found[key]!r} by the model. Pass param_names=[...], the "
+                f"be that of {other.get(key)!r} by the file, of {found.names[key]!r} by the model. Pass param_names=[...], the "
                 "parameter names in the order in which the optimiser was given them"
             )
     return found
 
 
-def _slots(state_dict: Mapping[str, Any], record: StateReader) -> list[Slot]:
-    keys = [(key, number) for number, group in enumerate(state_dict["param_groups"]) for key in group["params"]]
-    held = [(key, number, state_dict["state"].get(key, {})) for key, number in keys]
-    always = record.statistic == "identity"
-    return [Slot(key, number, shape_behind(record, s), always or has_tensors(s)) for key, number, s in held]
-
-
-def _restricted(
-    state_dict: Mapping[str, Any], record: StateReader, found: Mapping[Any, str]
-) -> tuple[dict[str, Any], StateReader, list[str]]:
+def _restricted(model: nn.Module, state_dict: Mapping[str, Any], record: StateReader, found: Matched) -> _Resolved:
     """The state of the keys that have a name; the others hold nothing."""
     groups = [
-        {**group, "params": [key for key in group["params"] if key in found]} for group in state_dict["param_groups"]
+        {**group, "params": [key for key in group["params"] if key in found.names]}
+        for group in state_dict["param_groups"]
     ]
-    names = [found[key] for group in groups for key in group["params"]]
-    nameless = {key for group in state_dict["param_groups"] for key in group["params"]} - found.keys()
+    names = [found.names[key] for group in groups for key in group["params"]]
+    nameless = {key for group in state_dict["param_groups"] for key in group["params"]} - found.names.keys()
     states = {key: state for key, state in state_dict["state"].items() if key not in nameless}
-    return {"state": states, "param_groups": groups}, record, names
+    return _Resolved(model, {"state": states, "param_groups": groups}, record, names, found.words)
 
 
 def _clean(names: Sequence[str], weights: Mapping[str, Tensor]) -> list[str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from bayesadam._files import replacing
 from bayesadam._storage import write_tensors
 from bayesadam.checkpoint.checkpoint import Checkpoint
-from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.names import memory_of
 from bayesadam.checkpoint.registry import format_of
 from bayesadam.errors import FileError, MatchError
@@ -44,11 +43,9 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         raise FileError(
             f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
         )
-    stored = {checkpoint.stored_names[name]: name for name in masks_of}
-    outline = {key: meta(weights[name].shape, weights[name].dtype) for key, name in stored.items()}
+    stored = {checkpoint.keys_to(name): name for name in masks_of}
     with replacing(out) as temporary:
-        changed = Lazy(outline, lambda key: pruned(stored[key]))
-        known.rewrite(checkpoint.path, checkpoint.weights_at, changed, temporary)
+        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
 def _masks_of(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -75,17 +75,34 @@ class StateReader:
             return None
         entry, index = self.decay
         value = group.get(entry)
-        return None if value is None else float(value if index is None else value[index])
+        if value is None:
+            return None
+        if index is not None and (not isinstance(value, list | tuple) or len(value) <= index):
+            raise StateError(f"the group's {entry!r} is {value!r}, and entry {index} of it is needed")
+        return as_number(value if index is None else value[index], entry)
 
     def steps(self, state: State, group: Group) -> float | None:
         """t, the number of steps behind the state, or None where the optimiser does not count."""
         value = (group if self.step == "group" else state).get("step")
-        return None if value is None else float(value)
+        return None if value is None else as_number(value, "step")
 
     def couples_decay(self, group: Group) -> bool:
         """Whether this group's weight decay is part of the squared gradient."""
         decoupled = self.decoupled_flag is not None and bool(group.get(self.decoupled_flag, False))
-        return self.coupled_decay and not decoupled and float(group.get("weight_decay", 0.0) or 0.0) != 0.0
+        return (
+            self.coupled_decay and not decoupled and as_number(group.get("weight_decay") or 0.0, "weight_decay") != 0.0
+        )
+
+
+def as_number(value: Any, entry: str) -> float:
+    """What an entry of a saved state or group holds, where it is a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise StateError(
+            f"the optimiser's {entry!r} is no number but {type(value).__name__}: the state is damaged, or of an optimiser "
+            "that is not known"
+        ) from None
 
 
 def stored_statistic(reader: StateReader, state: State, group: Group, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -139,7 +156,7 @@ def second_moment(
 
 def start_of(reader: StateReader, group: Group) -> float:
     """s₀."""
-    return float(group[reader.start]) if isinstance(reader.start, str) else reader.start
+    return as_number(group[reader.start], reader.start) if isinstance(reader.start, str) else reader.start
 
 
 def _factored(state: State, dtype: torch.dtype) -> Tensor:

@@ -19,9 +19,10 @@ def _average(name: str, *classes: str, key: str = "exp_avg_sq", note: str = "", 
     return StateReader(name, classes, key=key, note=note, **{"decay": _BETA2, "bias_correction": True, **fields})
 
 
-def _adam(name: str, *classes: str, coupled_decay: bool = False) -> StateReader:
-    flag = "decoupled_weight_decay" if coupled_decay else None
-    return _average(name, *classes, maximum_key="max_exp_avg_sq", coupled_decay=coupled_decay, decoupled_flag=flag)
+def _adam(name: str, *classes: str, coupled_decay: bool = False, mark: str | None = None) -> StateReader:
+    decay: dict[str, Any] = {"coupled_decay": coupled_decay}
+    decay["decoupled_flag"] = "decoupled_weight_decay" if coupled_decay else None
+    return _average(name, *classes, maximum_key="max_exp_avg_sq", mark=mark, **decay)
 
 
 def _eight_bit(name: str, stem: str, module: str) -> StateReader:
@@ -35,15 +36,15 @@ def _eight_bit(name: str, stem: str, module: str) -> StateReader:
     )
 
 
-def _none(name: str, *classes: str, advice: str = _TRAIN_WITH) -> StateReader:
+def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None = None) -> StateReader:
     """An optimiser without a second moment per weight."""
-    return StateReader(name, classes, statistic="none", advice=advice)
+    return StateReader(name, classes, statistic="none", advice=advice, mark=mark)
 
 
 _BUILT_IN: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", coupled_decay=True),
     _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
-    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True),
+    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True, mark="momentum_decay"),
     _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     SOAP_READER,
@@ -99,6 +100,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     _average(
         "rmsproptf",
         "timm.optim.rmsprop_tf.RMSpropTF",
+        "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
         key="square_avg",
         decay=("alpha", None),
         start=1.0,
@@ -135,18 +137,20 @@ _BUILT_IN: tuple[StateReader, ...] = (
         "torch.optim.sgd.SGD",
         advice="its V is the identity, as in the OGD row of the paper: ask for that isotropic posterior by name with "
         f"reader='ogd', or {_TRAIN_WITH}",
+        mark="dampening",
     ),
-    _none("rprop", "torch.optim.rprop.Rprop"),
-    _none("asgd", "torch.optim.asgd.ASGD"),
-    _none("lbfgs", "torch.optim.lbfgs.LBFGS"),
+    _none("rprop", "torch.optim.rprop.Rprop", mark="etas"),
+    _none("asgd", "torch.optim.asgd.ASGD", mark="lambd"),
+    _none("lbfgs", "torch.optim.lbfgs.LBFGS", mark="history_size"),
     _none(
         "muon",
         *("torch.optim.Muon", "torch.optim._muon.Muon", "timm.optim.muon.Muon"),
         advice="where AdamW trains the other parameters, pass both as a list: AdamW's are read, Muon's are listed in "
         f"posterior.omitted; otherwise {_TRAIN_WITH}",
+        mark="ns_steps",
     ),
     _none("lion", "timm.optim.lion.Lion", "bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit"),
-    _none("lars", "timm.optim.lars.Lars"),
+    _none("lars", "timm.optim.lars.Lars", mark="trust_coeff"),
     _none(
         "novograd",
         "timm.optim.nvnovograd.NvNovoGrad",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from rich.table import Table
 
 from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, as_json
 from bayesadam.experiments.saved_file import plain_settings
 from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, inspect_checkpoint
 
@@ -92,13 +94,32 @@ def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
 
 
 def run_inspect(
-    *, seed: int, out: Path, quiet: bool, path: Path, options: CheckpointOptions, **settings: Any
+    *,
+    seed: int,
+    out: Path,
+    quiet: bool,
+    path: Path,
+    options: CheckpointOptions,
+    json: bool = False,
+    why: bool = False,
+    **settings: Any,
 ) -> tuple[Path, ...]:
-    """The `inspect` command; the settings are those of `inspect_checkpoint`."""
+    """The `inspect` command; the settings are those of `inspect_checkpoint`.
+
+    With `json` the inspection is one JSON object, alone on standard output; with `why` the report begins with how the file
+    was read.
+    """
     run = Run("inspect", seed, out, plain_settings({"path": path, **settings}, options), quiet=quiet)
     run.prepare()
     with run.progress() as track:
         inspection = inspect_checkpoint(path, seed=seed, track=track, **settings, **vars(options))
         figure = picture(inspection)
-    run.show(str(inspection.diagnosis), table(inspection), inspection.scale_note)
-    return run.finish({"inspect.png": plots.png(figure)}, inspection.to_dict())
+    files, results = {"inspect.png": plots.png(figure)}, inspection.to_dict()
+    if json:
+        with redirect_stdout(sys.stderr):
+            paths = run.finish(files, results)
+        print(as_json(results))
+        return paths
+    reasons = ["\n".join(inspection.why)] if why else []
+    run.show(*reasons, str(inspection.diagnosis), table(inspection), inspection.scale_note)
+    return run.finish(files, results)

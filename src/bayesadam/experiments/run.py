@@ -130,7 +130,7 @@ class Run:
             "settings": dict(self.settings),
             "results": dict(results),
         }
-        return text(json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        return text(as_json(found) + "\n")
 
     def so_far(self, results: Mapping[str, Any]) -> None:
         """Write `metrics.json` alone, while there is more to come."""
@@ -155,6 +155,11 @@ class Run:
         for path in paths:
             print(path)
         return paths
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    """JSON as `metrics.json` has it."""
+    return json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
