@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
 
-.PHONY: help demo reproduce test check bench peers peers-test docs clean
+.PHONY: help demo reproduce test check bench peers peers-test wild docs clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   ruff and mypy --strict"
 	@echo "make docs    the documentation, warnings as errors (out/site; needs Python 3.11)"
 	@echo "make bench   the benchmarks, with their peers, in an environment of their own (make peers); QUICK=1 at their smallest"
+	@echo "make wild    checkpoints written by other libraries, read and compared with the live optimiser"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
 
 $(READY): pyproject.toml constraints.txt
@@ -60,10 +61,21 @@ peers: $(PEERS)/.ready
 peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_rivals.py
 
-# A benchmark whose peer cannot be imported fails. The others (bandit_priors, bandits, calibration, doubt, large, lora, off_policy, prune, tabular, tune_bandits) run by name.
+# A benchmark whose peer cannot be imported fails. The others (bandit_priors, bandits, calibration, doubt, large, lora, off_policy, prune, tabular, tune_bandits) run by name, `wild` by `make wild`.
 BENCHES := step sample soap predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
 
+# Checkpoints of other libraries: two environments, as Lightning 1.x and 2.x exclude each other.
+WILD := .venv-wild
+$(WILD)%/.ready: benchmarks/wild.txt benchmarks/wild-lightning1.txt constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(if $(filter 1,$*),benchmarks/wild-lightning1.txt,benchmarks/wild.txt)
+	@touch $@
+
+wild: $(WILD)2/.ready $(WILD)1/.ready
+	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
