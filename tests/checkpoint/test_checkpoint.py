@@ -244,7 +244,7 @@ def test_half_a_checkpoint_says_what_was_found(pair: Any, tmp_path: Path) -> Non
         read_checkpoint(path, optimizer_path=path)
     with pytest.raises(FileError, match=r"no weights that can be identified.*'state' \(dict of 4\)"):
         read_checkpoint(saved(tmp_path / "c.pt", optimizer.state_dict()))
-    with pytest.raises(FileError, match="holds a list, not a dictionary"):
+    with pytest.raises(FileError, match="holds a list of 2, not a dictionary"):
         read_checkpoint(saved(tmp_path / "c.pt", [1, 2]))
     with pytest.raises(FileError, match="found nothing"):
         read_checkpoint(saved(tmp_path / "c.pt", {}))

@@ -311,6 +311,15 @@ def test_classes_beside_the_tensors_do_not_matter_and_stay_in_a_pruned_file(
     assert 0.3 < (weights == 0).double().mean() < 0.7
 
 
+def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) -> None:
+    torch.save(Mine(), tmp_path / "c.pt")
+    with pytest.raises(FileError, match=r"holds a \S*test_pickles\.Mine, not a dictionary"):
+        read_checkpoint(tmp_path / "c.pt")
+    torch.save({"config": Mine(), "epoch": 3}, tmp_path / "c.pt")
+    with pytest.raises(FileError, match=r"found 'config' \(\S*test_pickles\.Mine\), 'epoch' \(int\)"):
+        read_checkpoint(tmp_path / "c.pt")
+
+
 # --- the machine ----------------------------------------------------------------------------------------------------
 
 

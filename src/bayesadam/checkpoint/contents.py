@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bayesadam.checkpoint.choice import Choice, choose
 from bayesadam.checkpoint.names import keeps_order
 from bayesadam.checkpoint.networks import Found, Keys, branches, find, is_optimizer, is_weights, named, tensors_of
+from bayesadam.checkpoint.pickles import StandIn
 from bayesadam.errors import FileError
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
@@ -93,7 +94,7 @@ def contents_of(
     """
     if not isinstance(tree, Mapping):
         raise FileError(
-            f"{source} holds a {type(tree).__name__}, not a dictionary: save "
+            f"{source} holds a {_kind(tree)}, not a dictionary: save "
             "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
         )
     found = find(tree)
@@ -136,6 +137,8 @@ def describe(tree: Mapping[Any, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, StandIn):
+        return value.name
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)}"
     if isinstance(value, Mapping | list | tuple):
