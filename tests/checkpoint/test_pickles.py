@@ -311,6 +311,15 @@ def test_classes_beside_the_tensors_do_not_matter_and_stay_in_a_pruned_file(
     assert 0.3 < (weights == 0).double().mean() < 0.7
 
 
+def test_a_package_of_the_users_may_have_the_name_of_one_of_pythons(pair: Any, tmp_path: Path) -> None:
+    def change(content: bytes) -> bytes:
+        module = Mine.__module__.encode()
+        assert module in content
+        return content.replace(b"c" + module + b"\n", b"ccode.models\n")
+
+    check(edited(saved(tmp_path / "c.pt", pair, config=Mine()), change), pair)
+
+
 def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) -> None:
     torch.save(Mine(), tmp_path / "c.pt")
     with pytest.raises(FileError, match=r"holds a \S*test_pickles\.Mine, not a dictionary"):

