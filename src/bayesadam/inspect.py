@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
+from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.checkpoint.identify import read_alike
-from bayesadam.checkpoint.resolve import explain
+from bayesadam.checkpoint.resolve import match_and_explain
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.diagnosis import Diagnosis, diagnose
@@ -160,13 +160,13 @@ def inspect_checkpoint(
     known = n_data if n_data is not None else checkpoint.recorded.n_data
     settings = Settings(1.0 if known is None else known, {})
     threshold = snr if snr is not None or known is None else 1.0
-    match = match_checkpoint(checkpoint, options=reading)
+    match, why = match_and_explain(checkpoint, reading)
     generator = torch.Generator().manual_seed(seed)
     entries = track(match.entries, "reading the state") if track else match.entries
     reports = tuple(_report(entry, settings, threshold, generator) for entry in entries)
     diagnosis, reader = diagnose(match, checkpoint.path.name, n_data=known), match.entries[0].reader
     source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
-    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, explain(checkpoint, reading))
+    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, why)
 
 
 @torch.no_grad()

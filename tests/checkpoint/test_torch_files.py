@@ -214,27 +214,40 @@ def test_a_pruned_file_can_be_mapped_and_is_aligned(pair: Any, tmp_path: Path) -
         assert archive.testzip() is None
 
 
-def test_a_file_that_was_zipped_again_is_read(pair: Any, tmp_path: Path) -> None:
-    torch.save(tree(pair), tmp_path / "c.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "c.pt") as old,
-        zipfile.ZipFile(tmp_path / "d.pt", "w", zipfile.ZIP_DEFLATED) as new,
-    ):
+def zipped_again(path: Path, pair: Any, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A file of torch's, zipped by another hand; members whose names end in a key have other bytes."""
+    torch.save(tree(pair), path.with_suffix(".first"))
+    with zipfile.ZipFile(path.with_suffix(".first")) as old, zipfile.ZipFile(path, "w", compression) as new:
         for name in old.namelist():
-            new.writestr(name, old.read(name))
-    check(tmp_path / "d.pt", pair, "torch")
+            new.writestr(name, next((changes[end] for end in changes if name.endswith(end)), old.read(name)))
+    return path
+
+
+def test_a_file_that_was_zipped_again_is_read(pair: Any, tmp_path: Path) -> None:
+    check(zipped_again(tmp_path / "d.pt", pair, {}), pair, "torch")
 
 
 def test_a_bomb_is_not_unpacked(pair: Any, tmp_path: Path) -> None:
-    torch.save(tree(pair), tmp_path / "c.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "c.pt") as old,
-        zipfile.ZipFile(tmp_path / "d.pt", "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name) if not name.endswith("/0") else bytes(50_000_000))
-    with pytest.raises(FileError, match="is compressed"):
-        read_checkpoint(tmp_path / "d.pt")
+    with pytest.raises(FileError, match="unpacks to more than 64 times its size"):
+        read_checkpoint(zipped_again(tmp_path / "d.pt", pair, {"/0": bytes(50_000_000)}))
+
+
+def test_many_small_bombs_are_one(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "d.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(40):
+            archive.writestr(f"{number}.pt", bytes(1_000_000))
+    with pytest.raises(FileError, match="unpacks to more than 64 times its size"):
+        read_checkpoint(tmp_path / "d.zip")
+
+
+def test_modules_that_share_modules_without_end_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bayesadam.checkpoint.modules._MOST_MODULES", 1000)
+    model: nn.Module = nn.Linear(1, 1)
+    for _ in range(40):
+        model = nn.Sequential(model, model)
+    torch.save({"model": model}, tmp_path / "c.pt")
+    with pytest.raises(FileError, match="more than 1,000 modules"):
+        read_checkpoint(tmp_path / "c.pt")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -248,12 +261,8 @@ def test_every_truncation_is_an_error_or_the_whole(zipped: bool, pair: Any, tmp_
 
 
 def test_a_big_endian_file_is_told_as_such(pair: Any, tmp_path: Path) -> None:
-    torch.save(tree(pair), tmp_path / "c.pt")
-    with zipfile.ZipFile(tmp_path / "c.pt") as old, zipfile.ZipFile(tmp_path / "d.pt", "w") as new:
-        for name in old.namelist():
-            new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
     with pytest.raises(FileError, match="big-endian"):
-        read_checkpoint(tmp_path / "d.pt")
+        read_checkpoint(zipped_again(tmp_path / "d.pt", pair, {"byteorder": b"big"}))
 
 
 @pytest.mark.parametrize("zipped", [True, False])

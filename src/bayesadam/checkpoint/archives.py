@@ -16,13 +16,12 @@ from bayesadam.checkpoint.contents import Contents, contents_of
 from bayesadam.checkpoint.files import DAMAGED, damaged, load_part
 from bayesadam.checkpoint.pairs import is_state_file, state_beside
 from bayesadam.checkpoint.registry import Format, format_of
-from bayesadam.checkpoint.torch_files import Part, is_tar, tar_members, zip_members
+from bayesadam.checkpoint.torch_files import MOST_UNPACKED, Part, is_tar, tar_members, zip_members
 from bayesadam.errors import FileError
 
 # What files with tensors are called.
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".zip", ".nemo")
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
-_MOST_UNPACKED = 64
 _OPTIMIZER = ".optimizer"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _GZIP = b"\x1f\x8b"
@@ -120,16 +119,14 @@ def _read_tar(path: Path, weights_key: str | None, optimizer_key: str | None) ->
 
 def _unpacked(part: Part) -> dict[str, Part]:
     """The files with tensors of a compressed archive, in memory, if it is not a bomb."""
-    most = 2**20 + _MOST_UNPACKED * part.length
+    most = 2**20 + MOST_UNPACKED * part.length
     found: dict[str, Part] = {}
     try:
         with tarfile.open(fileobj=part.as_file(), mode="r|gz") as archive:
             for member in archive:
                 most -= member.size
                 if most < 0:
-                    raise FileError(
-                        f"the archive unpacks to more than {_MOST_UNPACKED} times its size, and is not read"
-                    )
+                    raise FileError(f"the archive unpacks to more than {MOST_UNPACKED} times its size, and is not read")
                 file = archive.extractfile(member) if member.isfile() else None
                 if file is not None:
                     wanted = member.name.endswith(_MEMBERS)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from bayesadam.checkpoint.pickles import StandIn
+from bayesadam.checkpoint.names import memory_of
+from bayesadam.checkpoint.pickles import BadPickle, StandIn
 
-Memory = tuple[int, int, tuple[int, ...]]
+Memory = tuple[Any, ...]
 
 # As deep as anything is looked for in a file.
 _LEVELS = 3
 _DEEPEST = 200
+# Modules may be shared, and a hostile file can share them so often that no walk ends.
+_MOST_MODULES = 1_000_000
 
 
 def as_weights(tree: Any) -> Any:
@@ -25,7 +29,7 @@ def as_weights(tree: Any) -> Any:
 
 def _with_modules(tree: Any, names: dict[Memory, str], level: int) -> Any:
     if isinstance(tree, StandIn):
-        found = OrderedDict(_tensors(tree, "", set(), 0))
+        found = OrderedDict(_tensors(tree, "", frozenset(), itertools.count()))
         for name, tensor in found.items():
             names.setdefault(_memory(tensor), name)
         return found or tree
@@ -60,11 +64,13 @@ def is_module(held: StandIn) -> bool:
     return isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
 
 
-def _tensors(held: StandIn, prefix: str, seen: set[int], deep: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in the file's order."""
-    if not is_module(held) or id(held) in seen or deep == _DEEPEST:
+    if not is_module(held) or id(held) in above or len(above) == _DEEPEST:
         return
-    seen = {*seen, id(held)}
+    if next(visits) == _MOST_MODULES:
+        raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
+    above |= {id(held)}
     state = held.state
     if "_modules" not in state:
         children = {key: value for key, value in state.items() if isinstance(value, StandIn)}
@@ -79,7 +85,7 @@ def _tensors(held: StandIn, prefix: str, seen: set[int], deep: int) -> Iterator[
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
     for key, value in children.items():
-        yield from _tensors(value, f"{prefix}{key}.", seen, deep + 1)
+        yield from _tensors(value, f"{prefix}{key}.", above, visits)
 
 
 def _pairs(held: Any) -> list[tuple[str, Any]]:
@@ -112,4 +118,4 @@ def _state_dict(held: StandIn, names: Mapping[Memory, str]) -> Any:
 def _memory(parameter: Any) -> Memory:
     if not isinstance(parameter, Tensor):
         raise TypeError("a parameter is a tensor")
-    return parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()), tuple(parameter.shape)
+    return memory_of(parameter)

@@ -49,6 +49,11 @@ def match_checkpoint(
 
 def explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAULTS) -> tuple[str, ...]:
     """How the file is read without the model, in sentences: what was taken and why, by which rule, what was left out."""
+    return match_and_explain(checkpoint, options)[1]
+
+
+def match_and_explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAULTS) -> tuple[Match, tuple[str, ...]]:
+    """What `match_checkpoint` returns without the model, and `explain`."""
     resolved = _resolve(checkpoint, None, options)
     match = _matched(resolved)
     beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"
@@ -58,7 +63,7 @@ def explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAULTS) -> tu
     others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
     left_out = [f"{count} {reason}" for reason, count in reasons.items()]
     left_out += [f"{others} that are no parameters, such as buffers"] if others else []
-    return (
+    return match, (
         f"{checkpoint.path}: format {checkpoint.format}{beside}.",
         *(f"{note[0].upper()}{note[1:]}." for note in checkpoint.notes),
         f"Optimiser: {resolved.reader.name}, {in_optimizer} parameters in {_counted(checkpoint.optimizer['param_groups'])}.",

@@ -31,7 +31,8 @@ _ALIGNED = 64
 _CHUNK = 1 << 20
 # A storage may hold a pickle with a storage; nothing that anybody saves goes deeper.
 _DEEPEST = 3
-_MOST_IN_MEMORY = 64
+# Times the size of a compressed archive that is unpacked into memory.
+MOST_UNPACKED = 64
 # What reading an archive may raise, whichever kind it is.
 _UNREADABLE = (EOFError, OSError, OverflowError, struct.error, zlib.error)
 _OLD_NAMES = ("sys_info", "pickle", "storages", "tensors")
@@ -169,8 +170,9 @@ def is_tar(part: Part) -> bool:
 
 
 def zip_members(part: Part) -> dict[str, Part]:
-    """The members of an archive that are not compressed, where they lie; a compressed one is read, if it is not a bomb."""
+    """The members of an archive that are not compressed, where they lie; compressed ones are read, if it is not a bomb."""
     found: dict[str, Part] = {}
+    most = 2**20 + MOST_UNPACKED * part.length
     try:
         with zipfile.ZipFile(part.as_file()) as archive:
             for info in archive.infolist():
@@ -181,10 +183,11 @@ def zip_members(part: Part) -> dict[str, Part]:
                     skipped = sum(struct.unpack("<HH", header[26:]))
                     start = info.header_offset + _LOCAL_HEADER + skipped
                     found[info.filename] = part.inside(start, info.file_size)
-                elif info.file_size <= 2**20 + _MOST_IN_MEMORY * info.compress_size:
-                    found[info.filename] = Part.of_bytes(archive.read(info))
                 else:
-                    raise BadPickle(f"{info.filename!r} is compressed {info.file_size} bytes to {info.compress_size}")
+                    most -= info.file_size
+                    if most < 0:
+                        raise BadPickle(f"the archive unpacks to more than {MOST_UNPACKED} times its size")
+                    found[info.filename] = Part.of_bytes(archive.read(info))
     except (*_UNREADABLE, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise BadPickle(f"no whole zip archive: {error}") from None
     return found
@@ -204,7 +207,7 @@ def _load_zip(part: Part, deep: int) -> Loaded:
     behind: dict[int, str] = {}
 
     def persistent(found: Any) -> Any:
-        kind, key, _ = _described(found)
+        kind, key = _described(found)
         if key not in storages:
             name = f"{root}data/{key}"
             if name not in members:
@@ -219,14 +222,14 @@ def _load_zip(part: Part, deep: int) -> Loaded:
     return Loaded(_pickled(pickled.window(), persistent, deep), parts, behind)
 
 
-def _described(found: Any) -> tuple[torch.dtype, str, int]:
-    """The type, the key and the number of entries that a file refers to a storage by."""
+def _described(found: Any) -> tuple[torch.dtype, str]:
+    """The type and the key that a file refers to a storage by."""
     if not isinstance(found, tuple) or len(found) < 5 or found[0] not in ("storage", b"storage"):
         raise BadPickle("a reference to something else than a storage")
-    _, kind, key, _, count = found[:5]
-    if not isinstance(count, int) or isinstance(key, tuple):
-        raise BadPickle("a storage without a length")
-    return storage_type(kind), str(key), count
+    _, kind, key = found[:3]
+    if not isinstance(key, str | int):
+        raise BadPickle("a storage without a key")
+    return storage_type(kind), str(key)
 
 
 def _pickled(window: Window, persistent: Callable[[Any], Any] | None, deep: int) -> Any:
@@ -274,7 +277,7 @@ def _load_pickles(part: Part, deep: int) -> Loaded:
     def persistent(found: Any) -> Any:
         if isinstance(found, tuple) and found[:1] == ("module",):
             return found[1]
-        kind, key, _ = _described(found)
+        kind, key = _described(found)
         if key not in storages:
             raise BadPickle(f"it has no storage {key!r}")
         view = found[5] if len(found) > 5 else None
@@ -292,7 +295,7 @@ def _noted(found: Any, kinds: dict[str, torch.dtype]) -> Any:
     """The type of a storage, by its key."""
     if isinstance(found, tuple) and found[:1] == ("module",):
         return found[1]
-    kind, key, _ = _described(found)
+    kind, key = _described(found)
     kinds[key] = kind
     return None
 
