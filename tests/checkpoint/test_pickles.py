@@ -6,6 +6,7 @@ import argparse
 import collections
 import datetime
 import enum
+import fractions
 import functools
 import io
 import os
@@ -31,6 +32,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.checkpoint import pickles, read_checkpoint
+from bayesadam.checkpoint.resolve import explain
 from bayesadam.checkpoint.torch_pickles import BUILDERS, Storage, tensor
 from bayesadam.errors import FileError
 from cases import trained
@@ -376,6 +378,9 @@ BAD = {
     "a memo that is not there": b"\x80\x02h\x07.",
     "a list as a key": b"\x80\x02}]K\x01s.",
     "a key that is nested deeply": b"\x80\x02}" + b"K\x01" + b"\x85" * 100_000 + b"K\x02s.",
+    "a key of one tuple a billion times": b"\x80\x02}(K\x01K\x01t"
+    + b"".join(b"q\x00h\x00h\x00h\x00\x87" for _ in range(40))
+    + b"K\x02s.",
     "keys of one hash": b"\x80\x02}\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"K\x01s.",
     "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
     "bytes out of band": b"\x80\x05\x97.",
@@ -399,6 +404,21 @@ def test_a_billion_laughs_take_neither_time_nor_memory(pair: Any, tmp_path: Path
     check(saved(tmp_path / "c.pt", pair, laughs=laughs, deep=deep), pair)
 
 
+def test_a_value_in_a_message_is_short(tmp_path: Path) -> None:
+    laughs: Any = [0]
+    for _ in range(60):
+        laughs = [laughs] * 10
+    for value in (laughs, torch.ones(3), "x" * 1000, 10**5000, {"a": laughs}):
+        assert len(pickles.said(value)) < 20
+
+
+def test_all_classes_that_were_not_imported_are_named(pair: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", pair, beside=[argparse.Namespace(kind=Path("a")), fractions.Fraction(1, 2)])
+    (line,) = [line for line in explain(read_checkpoint(path)) if "imported" in line]
+    for name in ("argparse.Namespace", "fractions.Fraction", "pathlib."):
+        assert name in line
+
+
 def test_a_pickle_of_too_many_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickles, "_MOST_OPCODES", 1000)
     with pytest.raises(pickles.BadPickle, match="more than 1,000 steps"):
@@ -411,5 +431,5 @@ def test_a_pickle_of_too_many_steps_is_given_up(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_tensor_that_lies_outside_of_its_storage_is_damage(size: Any, stride: Any, offset: int) -> None:
     storage = Storage(torch.zeros(4).untyped_storage(), torch.float32)
-    with pytest.raises(ValueError, match="a tensor of size"):
+    with pytest.raises(ValueError, match="a tensor of"):
         tensor(storage, offset, size, stride)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bayesadam.checkpoint.choice import Choice, choose
 from bayesadam.checkpoint.names import keeps_order
 from bayesadam.checkpoint.networks import Found, Keys, branches, find, is_optimizer, is_weights, named, tensors_of
-from bayesadam.checkpoint.pickles import StandIn
+from bayesadam.checkpoint.pickles import StandIn, classes_in, said
 from bayesadam.errors import FileError
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
@@ -70,6 +70,7 @@ class Contents:
         rules: what it did without writing it down.
         found: all the networks and states that the file holds.
         notes: which of them were taken and why, in words.
+        classes: the classes of what lies beside the tensors; they were not imported.
     """
 
     weights: Mapping[str, Tensor] | None
@@ -82,6 +83,7 @@ class Contents:
     rules: Rules = field(default_factory=Rules)
     found: Found = field(default_factory=Found)
     notes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
 
 def contents_of(
@@ -106,6 +108,7 @@ def contents_of(
         summary=describe(tree),
         recorded=_recorded([level for level in levels if not is_weights(level) and not is_optimizer(level)]),
         found=found,
+        classes=classes_in(tree),
     )
     return with_choice(contents, choice)
 
@@ -132,7 +135,7 @@ def describe(tree: Mapping[Any, Any]) -> str:
     >>> describe({"epoch": 3, "model": {"w": 1}})
     "'epoch' (int), 'model' (dict of 1)"
     """
-    described = [f"{key!r} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
+    described = [f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
     return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
 
 

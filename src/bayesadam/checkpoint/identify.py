@@ -79,7 +79,7 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
         if all(found.steps(state, groups[key]) == 0 for key, state in kept.items()):
             raise StateError(f"the optimiser, {found.name}, has not taken a step yet: {_TRAIN_FIRST}")
         return found
-    keys = sorted({str(key) for state, _ in held for key in state})
+    keys = sorted({key for state, _ in held for key in state if isinstance(key, str)})
     if chosen:
         raise StateError(
             f"the optimiser's state, with keys {keys}, may be that of {' or '.join(r.name for r in chosen)}, which are "

@@ -89,7 +89,7 @@ def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator
 
 
 def _pairs(held: Any) -> list[tuple[str, Any]]:
-    return [(str(key), value) for key, value in held.items()] if isinstance(held, Mapping) else []
+    return [(key, value) for key, value in held.items() if isinstance(key, str)] if isinstance(held, Mapping) else []
 
 
 def _members(held: Any) -> set[Any]:

@@ -78,6 +78,8 @@ def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, A
     if is_weights(tree) or is_optimizer(state):
         return
     for key, value in tree.items():
+        if not isinstance(key, str | int):
+            continue
         here = (*path, str(key))
         if isinstance(value, Mapping) and len(here) <= _DEEPEST:
             yield from branches(value, here)

@@ -18,7 +18,8 @@ _MOST_OPCODES = 20_000_000
 _LONGEST_LINE = 1 << 20
 # Larger ones could be made to have equal hashes.
 _LARGEST_KEY = 1 << 60
-_DEEPEST_KEY = 8
+# A tuple of tuples of one tuple has many in a few bytes, and its hash takes each.
+_MOST_PARTS_OF_KEY = 32
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _MAKES = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -377,15 +378,51 @@ def _set(held: Any, found: list[Any]) -> None:
         pairs[_key(key)] = value
 
 
-def _key(value: Any, deep: int = 0) -> Any:
-    """A value that may be a key: a plain one, an object by its identity, or a shallow tuple of these."""
-    if isinstance(value, int) and abs(value) >= _LARGEST_KEY:
-        raise BadPickle("a key that is too large")
-    if isinstance(value, tuple | frozenset):
-        if deep == _DEEPEST_KEY:
-            raise BadPickle("a key that is nested too deeply")
-        for item in value:
-            _key(item, deep + 1)
-    elif isinstance(value, list | dict | set | bytearray):
-        raise BadPickle(f"a key of type {type(value).__name__}")
+def _key(value: Any) -> Any:
+    """A value that may be a key: a plain one, an object by its identity, or a small tuple of these."""
+    parts = [value]
+    for part in parts:
+        if isinstance(part, int) and abs(part) >= _LARGEST_KEY:
+            raise BadPickle("a key that is too large")
+        if isinstance(part, list | dict | set | bytearray):
+            raise BadPickle(f"a key of type {type(part).__name__}")
+        if isinstance(part, tuple | frozenset):
+            if len(parts) + len(part) > _MOST_PARTS_OF_KEY:
+                raise BadPickle("a key of too many parts")
+            parts.extend(part)
     return value
+
+
+def classes_in(tree: Any) -> tuple[str, ...]:
+    """The names of all stand-ins in what was read, in alphabetical order.
+
+    >>> classes_in({"args": StandIn("argparse.Namespace", state={"lr": StandIn("omegaconf.FloatNode")}), "epoch": 3})
+    ('argparse.Namespace', 'omegaconf.FloatNode')
+    """
+    # Held so that no other object takes an address that was seen.
+    seen: dict[int, Any] = {}
+    left, found = [tree], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen or not isinstance(value, StandIn | Mapping | list | tuple | set | frozenset):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, StandIn):
+            found.add(value.name)
+            left += [value.arguments, value.state, value.items, value.pairs]
+        elif isinstance(value, Mapping):
+            left += value.values()
+        else:
+            left += value
+    return tuple(sorted(found))
+
+
+def said(value: Any) -> str:
+    """A value of a pickle for a message: itself where it is plain and short, else its type.
+
+    >>> said(3), said(Name("torch.FloatStorage")), said([[1], [2]])
+    ('3', '<torch.FloatStorage>', 'a list')
+    """
+    plain = value is None or isinstance(value, str | int | float | Name | StandIn)
+    shown = f"{value!r}" if plain and not (isinstance(value, int) and abs(value) >= _LARGEST_KEY) else ""
+    return shown if 0 < len(shown) <= 200 else f"a {type(value).__name__}"

@@ -60,6 +60,7 @@ def match_and_explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAU
     shapes = sum(slot.shape is not None for slot in slots_of(resolved.state_dict, resolved.reader))
     in_optimizer = sum(len(group["params"]) for group in checkpoint.optimizer["param_groups"])
     reasons = Counter(match.omitted.values())
+    classes = checkpoint.classes
     others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
     left_out = [f"{count} {reason}" for reason, count in reasons.items()]
     left_out += [f"{others} that are no parameters, such as buffers"] if others else []
@@ -70,6 +71,7 @@ def match_and_explain(checkpoint: Checkpoint, options: CheckpointOptions = DEFAU
         f"Matched by {resolved.words}.",
         f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state; {shapes} shapes were confirmed.",
         *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
+        *([f"Objects of these classes were read as data, none was imported: {', '.join(classes)}."] if classes else []),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from bayesadam.checkpoint.pickles import BadPickle, Window, load
+from bayesadam.checkpoint.pickles import BadPickle, Window, load, said
 from bayesadam.checkpoint.torch_pickles import BUILDERS, CONSTANTS, Storage, storage_type, tensor
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -251,7 +251,7 @@ def _load_pickles(part: Part, deep: int) -> Loaded:
         return Loaded(first, {}, {})
     version, system = _pickled(window, None, deep), _pickled(window, None, deep)
     if version != _PROTOCOL:
-        raise BadPickle(f"a file of version {version!r}")
+        raise BadPickle(f"a file of version {said(version)}")
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     begin = window.tell()
@@ -259,7 +259,7 @@ def _load_pickles(part: Part, deep: int) -> Loaded:
     # Nothing is built in a first pass: the storages, whose types it has, come behind it.
     load(window, {}, lambda found: _noted(found, kinds))
     keys = _pickled(window, None, deep)
-    if not isinstance(keys, list):
+    if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
         raise BadPickle("no list of storages")
     storages: dict[str, Storage] = {}
     parts: dict[int, Part] = {}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint.pickles import BadPickle, Builders, Name
+from bayesadam.checkpoint.pickles import BadPickle, Builders, Name, said
 
 # The types of storages by the names of their classes.
 _STORAGES = {
@@ -55,7 +55,7 @@ def storage_type(named: Any) -> torch.dtype:
     full = named.full if isinstance(named, Name) else ""
     kind = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?_?(\w+)Storage", full)
     if kind is None or kind[1] not in _STORAGES:
-        raise BadPickle(f"a storage of type {named!r}")
+        raise BadPickle(f"a storage of type {said(named)}")
     return _STORAGES[kind[1]]
 
 
@@ -69,7 +69,7 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Ten
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if len(shape) != len(steps) or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 64:
-        raise ImpossibleTensorError(f"a tensor of size {shape!r} and stride {steps!r}")
+        raise ImpossibleTensorError("a tensor of an impossible size or stride")
     kind = dtype or storage.dtype
     held = storage.memory.nbytes() // kind.itemsize
     entries = math.prod(shape)
@@ -132,7 +132,7 @@ class Dtype:
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not _CODES.fullmatch(code) or len(code) > 8:
-            raise BadPickle(f"an array of {code!r}")
+            raise BadPickle(f"an array of {said(code)}")
         try:
             self.dtype: np.dtype[Any] | None = np.dtype(code)
         except TypeError as error:
@@ -165,7 +165,7 @@ def _values(kind: Any, shape: Any, raw: Any, fortran: bool = False) -> np.ndarra
     if not isinstance(kind, Dtype) or kind.dtype is None or not isinstance(raw, bytes):
         raise BadPickle("an array of something else than numbers")
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape) or len(shape) > 64:
-        raise BadPickle(f"an array of shape {shape!r}")
+        raise BadPickle("an array of an impossible shape")
     if len(raw) != math.prod(shape) * kind.dtype.itemsize:
         raise BadPickle(f"{len(raw)} bytes for an array of shape {shape} and type {kind.dtype}")
     return np.ndarray(shape, kind.dtype, raw, order="F" if fortran else "C")

@@ -191,7 +191,7 @@ def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[
     known = reader.bases if isinstance(reader, RotatedReader) else ()
     if reader.statistic in ("identity", "none") or (reader.read is not None and not isinstance(reader, RotatedReader)):
         return []
-    held = {str(key): value for key, value in outline(state).items() if key not in known}
+    held = {key: value for key, value in outline(state).items() if isinstance(key, str) and key not in known}
     return [name for name, value in held.items() if _like_bases(name, value, shape)]
 
 
