@@ -13,6 +13,7 @@ EXTRA_OF: dict[str, str | None] = {
     "typer": None,
     "accelerate": "transformers",
     "gpytorch": "gp",
+    "h5py": "keras",
     "lightning": "lightning",
     "peft": "transformers",
     "pooch": "data",

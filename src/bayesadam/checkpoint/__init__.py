@@ -1,13 +1,15 @@
 """What others save → weights and optimiser state, by name: one record a format, one registry."""
 
-from bayesadam.checkpoint.archives import FOLDER, HDF5, TAR, ZIP
+from bayesadam.checkpoint.archives import FOLDER, TAR, ZIP
 from bayesadam.checkpoint.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.checkpoint.contents import Contents, Recorded, Rules
 from bayesadam.checkpoint.deepspeed import DEEPSPEED
 from bayesadam.checkpoint.distributed import DISTRIBUTED
 from bayesadam.checkpoint.files import OLD_TORCH, PICKLE, SAFETENSORS, TORCH
-from bayesadam.checkpoint.huggingface import ACCELERATE, ADAPTER, PARENT, TRAINER
+from bayesadam.checkpoint.huggingface import ACCELERATE, PARENT, TRAINER
 from bayesadam.checkpoint.identify import identify_reader
+from bayesadam.checkpoint.keras import HDF5, KERAS
+from bayesadam.checkpoint.peft import ADAPTER
 from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature
 from bayesadam.checkpoint.write import write_pruned
@@ -17,7 +19,7 @@ from bayesadam.checkpoint.write import write_pruned
 FORMATS = tuple(
     register_format(known)
     for known in (
-        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS),
+        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, KERAS),
         *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
     )
 )

@@ -23,7 +23,6 @@ from bayesadam.errors import FileError
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".zip", ".nemo")
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _OPTIMIZER = ".optimizer"
-_HDF5 = b"\x89HDF\r\n\x1a\n"
 _GZIP = b"\x1f\x8b"
 _SHOWN = 12
 
@@ -54,11 +53,7 @@ def _read_members(
     """The files with tensors in an archive as one dictionary, by their names without the ending."""
     tensors = {name: part for name, part in members.items() if name.endswith(_MEMBERS) and part.length}
     if not tensors:
-        keras = any(name.endswith(".weights.h5") for name in members)
-        raise FileError(
-            f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}"
-            + (". Keras keeps its state in HDF5, which is not read: save the torch modules and optimiser" * keras)
-        )
+        raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
     tree: dict[str, Any] = {}
     for name, part in tensors.items():
         key = PurePosixPath(name).stem
@@ -136,13 +131,6 @@ def _unpacked(part: Part) -> dict[str, Part]:
     return found
 
 
-def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    raise FileError(
-        f"{path} is an HDF5 file, as Keras writes, which is not read: its optimiser's variables have no names that tell "
-        "the parameters. Save the torch modules and optimiser with torch.save"
-    )
-
-
 def _files_in(folder: Path) -> list[Path]:
     """Files with the endings of checkpoints, the newest first, down to the third level."""
     if not folder.is_dir():
@@ -170,5 +158,4 @@ def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None)
 
 ZIP = Format("zip archive", _is_zip, _read_zip)
 TAR = Format("tar archive", _is_tar, _read_tar)
-HDF5 = Format("HDF5", lambda path, head: head.startswith(_HDF5), _refuse_hdf5)
 FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder)

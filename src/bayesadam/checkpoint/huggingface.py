@@ -1,10 +1,9 @@
-"""Folders of Hugging Face: the Trainer's checkpoints, PEFT's adapters, a folder of several of them, Accelerate's `save_state`.
+"""Folders of Hugging Face: the Trainer's checkpoints, a folder of several of them, Accelerate's `save_state`.
 
 What is read: safetensors, JSON, and files of `torch.save` as far as they hold tensors and plain data. `training_args.bin`
 and the random states are pickles of classes, and are not opened.
 """
 
-import itertools
 import json
 import math
 import re
@@ -24,20 +23,17 @@ from bayesadam.checkpoint.contents import Contents, Recorded, Rules, contents_of
 from bayesadam.checkpoint.files import is_safetensors, load_tree
 from bayesadam.checkpoint.names import keeps_order
 from bayesadam.checkpoint.registry import Format, head_of, refuse_keys
-from bayesadam.curvature.reader import has_tensors
 from bayesadam.errors import FileError, MatchError
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_ADAPTER_CONFIG = "adapter_config.json"
-_STATE = "trainer_state.json"
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+STATE = "trainer_state.json"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _ACCELERATE_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 _ACCELERATE_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
 _ACCELERATE_RANDOM = re.compile(r"random_states_\d+\.pkl")
 _SHARD = re.compile(r"(pytorch_)?model-\d+-of-\d+\.(safetensors|bin)")
-_CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
+CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
 
 # Which parameters the Trainer does not decay: those of nn.LayerNorm, of other classes of norms too where transformers
 # listed them (ALL_LAYERNORM_LAYERS, as it happens), and those with such names. The newest rule is first; the second is
@@ -121,7 +117,7 @@ def folder_format(
     name: str,
     recognises: Callable[[Path, bytes], bool],
     read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents],
-    is_optimizer: Callable[[str], object] = _OPTIMIZERS.__contains__,
+    is_optimizer: Callable[[str], object] = OPTIMIZERS.__contains__,
 ) -> Format:
     """A folder with the optimiser's state in a file of its own, one of those whose name `is_optimizer` accepts."""
 
@@ -196,14 +192,15 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
         norms = {place for place, module in modules.items() if _is_norm(module, every_norm)}
         exempt = {name for name in names if pattern.search(name) or any(name.startswith(f"{n}.") for n in norms)}
         answers.append([[name for name in names if name not in exempt], [name for name in names if name in exempt]])
-    return _distinct([*answers, [list(names)]])
+    return distinct([*answers, [list(names)]])
 
 
 def _is_norm(module: nn.Module, every_norm: bool) -> bool:
     return isinstance(module, nn.LayerNorm) or (every_norm and type(module).__name__.endswith(("RMSNorm", "LayerNorm")))
 
 
-def _distinct(answers: Orders) -> Orders:
+def distinct(answers: Orders) -> Orders:
+    """Each answer once."""
     return [answer for place, answer in enumerate(answers) if answer not in answers[:place]]
 
 
@@ -211,7 +208,7 @@ def _trainer_orders(model: nn.Module) -> Orders:
     """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
     named = dict(model.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    return _distinct([*decay_orders(model, trained), [list(named)]])
+    return distinct([*decay_orders(model, trained), [list(named)]])
 
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
@@ -261,10 +258,14 @@ def _builder(folder: Path) -> Callable[[], nn.Module] | None:
     config = read_json(path)
     classes = config.get("architectures")
     named = isinstance(classes, list) and len(classes) == 1 and isinstance(classes[0], str)
-    # A backbone's weights may be fetched when it is built.
-    if not named or any("auto_map" in key or "backbone" in key for key in _keys_of(config)):
+    if not named or names_more(config):
         return None
-    return partial(_build, path, classes[0], config)  # type: ignore[index]
+    return partial(build_model, path, classes[0], config)  # type: ignore[index]
+
+
+def names_more(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration names code of its own, or a backbone, whose weights may be fetched when it is built."""
+    return any("auto_map" in key or "backbone" in key for key in _keys_of(config))
 
 
 def _keys_of(config: Mapping[str, Any]) -> set[str]:
@@ -278,7 +279,7 @@ def _keys_of(config: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
+def build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
     transformers = require("transformers")
     remedy = "build the model as it was built for training, and pass it"
@@ -299,14 +300,14 @@ def _build(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _recorded(folder: Path) -> Recorded:
+def recorded_in(folder: Path) -> Recorded:
     """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down.
 
     Otherwise N is not in it: the size of a batch is, but not how many were accumulated, on how many machines.
     """
-    if not (folder / _STATE).is_file():
+    if not (folder / STATE).is_file():
         return Recorded()
-    state = read_json(folder / _STATE)
+    state = read_json(folder / STATE)
     step, epoch = state.get("global_step"), state.get("epoch")
     callbacks = state.get("stateful_callbacks")
     ours = callbacks.get("bayesadam") if isinstance(callbacks, dict) else None
@@ -321,7 +322,7 @@ def _recorded(folder: Path) -> Recorded:
 def _is_trainer(path: Path, head: bytes) -> bool:
     there = files_of(path) if path.is_dir() else set()
     weights = not there.isdisjoint(_WEIGHTS) or any(_SHARD.fullmatch(name) for name in there)
-    return _STATE in there or (weights and not there.isdisjoint({"config.json", *_OPTIMIZERS}))
+    return STATE in there or (weights and not there.isdisjoint({"config.json", *OPTIMIZERS}))
 
 
 def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
@@ -330,139 +331,23 @@ def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     return Contents(
         weights=weights,
         optimizer=optimizer,
-        summary=_summary(path, weights),
+        summary=summary_of(path, weights),
         ordered=ordered,
-        recorded=_recorded(path),
+        recorded=recorded_in(path),
         rules=Rules(model=_builder(path), names=partial(own_names, list(weights)), orders=_trainer_orders),
     )
 
 
-def _summary(folder: Path, weights: Mapping[str, Tensor]) -> str:
+def summary_of(folder: Path, weights: Mapping[str, Tensor]) -> str:
+    """What a folder holds, in words."""
     described = _other_checkpoints(folder)
     files = sorted(name for name in files_of(folder) if not _SHARD.fullmatch(name))
     return f"{len(weights)} tensors, {files[:12]}" + (f"; checkpoints are in {described}" if described else "")
 
 
-def _adapters_in(path: Path) -> list[Path]:
-    """The folders with an adapter: the one called 'default' is at the top, others in a folder with their name.
-
-    The latter only with what the Trainer wrote.
-    """
-    there = files_of(path)
-    own = [path] if _ADAPTER_CONFIG in there else []
-    if not own and there.isdisjoint({_STATE, *_OPTIMIZERS}):
-        return []
-    inner = sorted(path / name for name in there if not _CHECKPOINT.fullmatch(name))
-    return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
-
-
-def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
-    refuse_keys(path, "it has one set of weights", weights_key=weights_key)
-    folders = _adapters_in(path)
-    if len(folders) > 1:
-        described = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
-        raise FileError(
-            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser for all: read them from the "
-            "live model and optimiser (Posterior.from_optimizer), or train one at a time"
-        )
-    config = read_json(folders[0] / _ADAPTER_CONFIG)
-    if not isinstance(config.get("peft_type"), str):
-        raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
-    weights, _ = read_weights(folders[0], _ADAPTER_WEIGHTS)
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    return Contents(
-        weights=weights,
-        optimizer=optimizer,
-        summary=_summary(path, weights),
-        recorded=_recorded(path),
-        rules=Rules(
-            names=partial(_adapter_names, path, shapes),
-            orders=partial(_adapter_orders, path, shapes, optimizer),
-            partial=True,
-        ),
-    )
-
-
-def _adapter_names(path: Path, shapes: Mapping[str, torch.Size], model: nn.Module) -> dict[str, str]:
-    """The model's name for each stored one: PEFT leaves out the name of the adapter."""
-    adapters = getattr(model, "peft_config", None)
-    if not isinstance(adapters, Mapping) or not adapters:
-        raise MatchError(
-            f"{path} holds an adapter, and {type(model).__name__} has none: pass the model with it, "
-            f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
-        )
-    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    by_adapter = {adapter: _saved_names(model, own, adapter) for adapter in adapters}
-    fitting = {
-        adapter: {key: names[key] for key in shapes}
-        for adapter, names in by_adapter.items()
-        if all(key in names and own[names[key]].shape == shape for key, shape in shapes.items())
-    }
-    if len(fitting) > 1:
-        raise MatchError(
-            f"{path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass the "
-            f"model with that one alone, peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
-        )
-    if not fitting:
-        names = next(iter(by_adapter.values()))
-        key = next(key for key, shape in shapes.items() if key not in names or own[names[key]].shape != shape)
-        described = f"shape {tuple(own[names[key]].shape)}" if key in names else "nothing of the kind"
-        raise MatchError(
-            f"{path} is another model's adapter: {key!r} has shape {tuple(shapes[key])} in the file, and the model has "
-            f"{described}. Build it with the configuration in {_ADAPTER_CONFIG}"
-        )
-    return next(iter(fitting.values()))
-
-
-def _saved_names(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
-    """The model's names by those under which PEFT saves the adapter, identified by the tensors themselves."""
-    peft = require("peft")
-    try:
-        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
-        saved = peft.get_peft_model_state_dict(model, dict(own), adapter_name=adapter, save_embedding_layers=False)
-    except Exception as error:
-        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {adapter!r} ({error})") from error
-    names = {id(tensor): name for name, tensor in own.items()}
-    names |= {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
-    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-    inside = {f"base_model.model.{key}": name for key, name in found.items()}
-    return {name: name for name in own} | inside | found
-
-
-def _adapter_orders(
-    path: Path, shapes: Mapping[str, torch.Size], optimizer: Mapping[str, Any] | None, model: nn.Module
-) -> Orders:
-    """The Trainer's orders of what the file holds: whatever else was trained is lost, and that is refused."""
-    held = set(_adapter_names(path, shapes, model).values())
-    named = dict(model.named_parameters())
-    stored = [name for name in named if name in held]
-    trained = [name for name in stored if named[name].requires_grad]
-    answers = _distinct([*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]])
-    if optimizer is None:
-        return answers
-    groups = [group["params"] for group in optimizer["param_groups"]]
-    keys = [key for group in groups for key in group]
-    idle = {place for place, key in enumerate(keys) if not has_tensors(optimizer["state"].get(key))}
-    answers = [
-        answer
-        for answer in answers
-        if list(map(len, answer)) == list(map(len, groups))
-        and all(name in held or place in idle for place, name in enumerate(itertools.chain(*answer)))
-    ]
-    if not answers and not all(isinstance(key, str) for key in keys):
-        raise MatchError(
-            f"{path}: the optimiser has groups of {' and '.join(str(len(group)) for group in groups)} parameters, the "
-            f"adapter {len(stored)} tensors: something was trained that is not in the file, or the optimiser was not "
-            "the Trainer's own. Pass param_names=[...], the parameter names in the optimiser's order, or read it from "
-            "the live model and optimiser (Posterior.from_optimizer)"
-        )
-    return answers
-
-
 def _checkpoints_in(path: Path) -> list[Path]:
     """The folders called checkpoint-N, by N."""
-    numbered = [(int(match[1]), name) for name in files_of(path) if (match := _CHECKPOINT.fullmatch(name))]
+    numbered = [(int(match[1]), name) for name in files_of(path) if (match := CHECKPOINT.fullmatch(name))]
     return [path / name for _, name in sorted(numbered) if (path / name).is_dir()]
 
 
@@ -482,7 +367,7 @@ def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None)
 def _is_accelerate(path: Path, head: bytes) -> bool:
     there = files_of(path) if path.is_dir() else set()
     # The Trainer of transformers may leave an optimizer.bin, too.
-    return _STATE not in there and any(
+    return STATE not in there and any(
         _ACCELERATE_OPTIMIZER.fullmatch(name) or _ACCELERATE_RANDOM.fullmatch(name) for name in there
     )
 
@@ -508,5 +393,4 @@ def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str
 
 PARENT = Format("folder of checkpoints", lambda path, head: path.is_dir() and bool(_checkpoints_in(path)), _read_parent)
 TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
-ADAPTER = folder_format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _adapter_with)
 ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _ACCELERATE_OPTIMIZER.fullmatch)
