@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesadam._files import replacing
 from bayesadam._storage import write_tensors
 from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
-from bayesadam.checkpoint.names import memory_of
+from bayesadam.checkpoint.names import identities
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, read_entry
 from bayesadam.errors import FileError, ImproperError
@@ -64,12 +64,12 @@ def sample_checkpoint(
     shapes = {entry.name: entry.parameter.shape for entry in match.entries}
     prior = prior_or_decay(prior_precision, decays, settings.n_data, shapes)
     drawn = fresh_seed(torch.Generator().manual_seed(seed))
-    owners = {memory_of(checkpoint.weights[entry.name]): entry for entry in match.entries}
+    identity = identities(checkpoint.weights)
+    owners = {identity[entry.name]: entry for entry in match.entries}
 
     def load(name: str) -> Tensor:
-        weight = checkpoint.weights[name]
-        entry = owners.get(memory_of(weight))
-        return weight if entry is None else _drawn(entry, settings, prior[entry.name], drawn)
+        entry = owners.get(identity[name])
+        return checkpoint.weights[name] if entry is None else _drawn(entry, settings, prior[entry.name], drawn)
 
     with replacing(out) as temporary:
         write_tensors(temporary, checkpoint.weights, load)

@@ -78,6 +78,7 @@ def parameter_names(weights: Mapping[str, Tensor]) -> Candidates:
     names: list[str] = []
     repeats: list[str] = []
     seen: set[tuple[Any, ...]] = set()
+    identity = identities(weights)
     for name, tensor in getattr(weights, "outline", weights).items():
         if name.rpartition(".")[2] in _BUFFER_SUFFIXES:
             continue
@@ -85,10 +86,9 @@ def parameter_names(weights: Mapping[str, Tensor]) -> Candidates:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         names.append(name)
-        memory = memory_of(tensor)
-        if tensor.numel() and memory in seen:
+        if tensor.numel() and identity[name] in seen:
             repeats.append(name)
-        seen.add(memory)
+        seen.add(identity[name])
     return Candidates(tuple(names), frozenset(repeats), tuple(whole))
 
 
@@ -138,6 +138,14 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
         return (id(tensor),)
     held = own_part(tensor)
     return (held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride())
+
+
+def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """`memory_of` by name: names of one tied tensor have the same.
+
+    What is read whenever it is accessed lies at addresses that are used again, so it is known by its outline.
+    """
+    return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
 
 
 def assign(

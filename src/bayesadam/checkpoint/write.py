@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesadam._files import replacing
 from bayesadam._storage import write_tensors
 from bayesadam.checkpoint.checkpoint import Checkpoint
-from bayesadam.checkpoint.names import memory_of
+from bayesadam.checkpoint.names import identities
 from bayesadam.checkpoint.registry import format_of
 from bayesadam.errors import FileError, MatchError
 
@@ -53,7 +53,7 @@ def _masks_of(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dic
     unknown = sorted(masks.keys() - weights.keys())
     if unknown:
         raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
-    memory = {name: memory_of(weight) for name, weight in weights.items()}
+    memory = identities(weights)
     sharing: dict[tuple[Any, ...], list[str]] = {}
     for name in masks:
         sharing.setdefault(memory[name], []).append(name)
