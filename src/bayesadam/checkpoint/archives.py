@@ -83,7 +83,7 @@ def _by_part(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _optimizer_class(settings: Part) -> str | None:
     """The optimiser's class as Stable-Baselines3 writes it down, in the JSON of its settings."""
     try:
-        given = json.loads(settings.read())["policy_kwargs"]["optimizer_class"]
+        given = json.loads(settings.read().decode("utf-8"))["policy_kwargs"]["optimizer_class"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     named = re.search(r"<class '([\w.]+)'>", str(given))

@@ -280,7 +280,7 @@ def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) 
     refuse_keys(path, "Keras saves one model and its optimiser", weights_key=weights_key, optimizer_key=optimizer_key)
     try:
         with _parts(path) as (config, weights):
-            return _contents(json.loads(config.read()), _load(weights))
+            return _contents(json.loads(config.read().decode("utf-8")), _load(weights))
     except FileError as error:
         raise FileError(f"{path}: {error}") from None
     except DAMAGED as error:
