@@ -15,6 +15,8 @@ from bayesadam._files import replacing
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
 FORMAT_VERSION = 1
+# Of posteriors that releases which know no other format must refuse: without weights, or compressed.
+COMPACT_VERSION = 2
 AnyPath = str | os.PathLike[str]
 _DTYPES = {
     "F64": torch.float64,
@@ -35,28 +37,45 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: the metadata key of its header, what it is called in messages, and what to do about another."""
+    """A kind of file: its header's metadata key, its name in messages, what to do about another, the newest format read."""
 
     header: str
     what: str
     remedy: str = ""
+    newest: int = FORMAT_VERSION
 
 
-POSTERIOR = Kind("bayesadam", "a saved posterior")
+POSTERIOR = Kind("bayesadam", "a saved posterior", newest=COMPACT_VERSION)
 MASKS = Kind("bayesadam-masks", "a file of masks")
 SIMULATION = Kind("bayesadam.bandits", "a saved simulation", ": delete it to start again, or give another path")
 AGENT = Kind("bayesadam.bandits", "a saved agent", ": give the file that Agent.save wrote")
 
 
-def write(path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: Kind = POSTERIOR) -> None:
-    """Write tensors by name, with the header as JSON in the metadata; complete or not at all."""
+def write(
+    path: AnyPath,
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    kind: Kind = POSTERIOR,
+    *,
+    load: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write tensors by name, with the header as JSON in the metadata; complete or not at all.
+
+    With `load`, which gives the values by name, `tensors` have the shapes and types alone.
+    """
     text = json.dumps({"format": FORMAT_VERSION, **header}, allow_nan=False)
     with replacing(path) as temporary:
-        write_tensors(temporary, tensors, tensors.__getitem__, {kind.header: text})
+        write_tensors(temporary, tensors, load or tensors.__getitem__, {kind.header: text})
 
 
 def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write` made."""
+    tensors, header = read_mapped(path, kind)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, header
+
+
+def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same with the tensors on the disk until they are used."""
     if not Path(path).is_file():
         raise MissingFileError(f"no file at {path}")
     tensors, metadata = map_tensors(Path(path), f"not {kind.what}", kind.remedy)
@@ -66,15 +85,28 @@ def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict
         raise FileError(f"{path} is truncated or not {kind.what} ({error}){kind.remedy}") from error
     header = header if isinstance(header, dict) else {}
     check_version(path, header.get("format"), kind)
-    return {name: tensor.clone() for name, tensor in tensors.items()}, header
+    return tensors, header
+
+
+def is_of_kind(path: Path, kind: Kind = POSTERIOR) -> bool:
+    """Whether a safetensors file has the kind's header, by its metadata alone."""
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+    if f'"{kind.header}"'.encode() not in text:
+        return False
+    try:
+        metadata = json.loads(text.decode("utf-8")).get("__metadata__")
+    except (ValueError, AttributeError):
+        return False
+    return isinstance(metadata, dict) and kind.header in metadata
 
 
 def check_version(path: AnyPath, version: object, kind: Kind = POSTERIOR) -> None:
     """Refuse what is not a file of the kind, or is one of a later format."""
     if version is None:
         raise FileError(f"{path} is not {kind.what}: it has no {kind.header!r} header{kind.remedy}")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        readable = f"this version of bayesadam reads up to {FORMAT_VERSION}"
+    if not isinstance(version, int) or version > kind.newest:
+        readable = f"this version of bayesadam reads up to {kind.newest}"
         raise FileError(f"{path} has format {version}, {readable}: upgrade it")
 
 
@@ -99,7 +131,7 @@ def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tup
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length).decode("utf-8"))
     except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{path} is truncated or {otherwise} ({error}){remedy}") from error
     metadata = header.pop("__metadata__", None) or {}

@@ -406,6 +406,8 @@ def qualified(cls: type) -> str:
 # SOAP, whose second moment is in other coordinates, has tests of its own: tests/optim and tests/posterior.
 ELSEWHERE = {
     ("ogd", ""),
+    ("published", ""),
+    ("published-kronecker", ""),
     ("soap", "bayesadam.optim.soap.SOAP"),
     ("soap-reference", "soap.SOAP"),
     ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),

@@ -10,6 +10,7 @@ from bayesadam.checkpoint.huggingface import ACCELERATE, PARENT, TRAINER
 from bayesadam.checkpoint.identify import identify_reader
 from bayesadam.checkpoint.keras import HDF5, KERAS
 from bayesadam.checkpoint.peft import ADAPTER
+from bayesadam.checkpoint.published import POSTERIOR
 from bayesadam.checkpoint.registry import Format, format_of, register_format, registered_formats
 from bayesadam.checkpoint.resolve import load_weights, match_checkpoint, read_curvature
 from bayesadam.checkpoint.write import write_pruned
@@ -19,7 +20,7 @@ from bayesadam.checkpoint.write import write_pruned
 FORMATS = tuple(
     register_format(known)
     for known in (
-        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, KERAS),
+        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
         *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
     )
 )

@@ -6,6 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from bayesadam.curvature.packages import PACKAGE_READERS
+from bayesadam.curvature.published import PUBLISHED_READERS
 from bayesadam.curvature.reader import StateReader
 from bayesadam.curvature.rotated import SOAP_READER, RotatedReader
 from bayesadam.errors import SettingError
@@ -49,6 +50,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
     SOAP_READER,
     *PACKAGE_READERS,
+    *PUBLISHED_READERS,
     StateReader(
         "adagrad",
         ("torch.optim.adagrad.Adagrad",),

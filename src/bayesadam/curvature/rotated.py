@@ -77,6 +77,21 @@ def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:
     return bool(((columns.mT @ columns - identity).abs() < tolerance).all())
 
 
+def eigenbasis(matrix: Tensor) -> Tensor:
+    """The eigenvectors of a symmetric matrix as columns, from the largest eigenvalue down.
+
+    Where single precision does not leave them orthonormal, as on some GPUs for matrices of low rank, they are found in double.
+
+    >>> eigenbasis(torch.diag(torch.tensor([1.0, 3.0]))).abs()
+    tensor([[0., 1.],
+            [1., 0.]])
+    """
+    vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
+    if not is_orthonormal(vectors):
+        vectors = torch.linalg.eigh(matrix.double()).eigenvectors.to(matrix.dtype)
+    return vectors.flip(1).contiguous()
+
+
 def _matrix(tensor: Tensor, dims: int) -> Tensor:
     return tensor.flatten(1 - dims) if dims > 2 else tensor
 

@@ -1,4 +1,4 @@
-"""`bayesadam prune` and `bayesadam sample`: a saved network, pruned or drawn by its optimiser's state."""
+"""`bayesadam prune`, `sample` and `export`: a saved network pruned or drawn by its optimiser's state, or that state published."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.errors import SettingError
 from bayesadam.experiments.run import Run
 from bayesadam.pruning import prune_checkpoint
+from bayesadam.publish import export_checkpoint
 from bayesadam.sample import sample_checkpoint
 
 
@@ -39,6 +40,17 @@ def run_sample(
     _prepare(run, out, checkpoint, options)
     sample_checkpoint(checkpoint, out, seed=seed, **settings, **vars(options))
     return _finished(run, out, {})
+
+
+def run_export(
+    *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
+) -> tuple[Path, ...]:
+    """The `export` command: the posterior's file, and a record next to it; see `export_checkpoint`."""
+    run = Run("export", seed, out.parent, plain_settings({"checkpoint": checkpoint, **settings}, options), quiet=quiet)
+    _prepare(run, out, checkpoint, options)
+    export_checkpoint(checkpoint, out, **settings, **vars(options))
+    run.show(f"{out.stat().st_size:,} bytes")
+    return _finished(run, out, {"bytes": out.stat().st_size})
 
 
 def _prepare(run: Run, out: Path, checkpoint: Path, options: CheckpointOptions) -> None:

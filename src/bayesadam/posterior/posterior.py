@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,11 +18,11 @@ from bayesadam import _storage as storage
 from bayesadam import likelihoods
 from bayesadam._alone import alone_with, unwrap
 from bayesadam._shards import is_sharded, own_part, whole
-from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
 from bayesadam.curvature import StateReader
 from bayesadam.curvature import match as matching
+from bayesadam.curvature.compression import compressed, expanded
 from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters
 from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
@@ -30,7 +30,9 @@ from bayesadam.errors import FileError, ImproperError, MatchError, SettingError,
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
+from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
 from bayesadam.posterior.report import CalibrationReport
+from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
 from bayesadam.structures import sharded
@@ -41,7 +43,6 @@ from bayesadam.structures.registry import load_structure, structure_named
 from bayesadam.structures.settings import Form, Precision, Settings, positive, prior_by_name, prior_or_decay
 from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
 
-_SETTING_NAMES = tuple(f.name for f in fields(Settings))
 _OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
 _GUARANTEE = "guarantee."
 
@@ -438,8 +439,8 @@ class Posterior(
 
         What calibration said of the old one does not hold for it: it has no report and gives no guarantees.
         """
-        if unknown := sorted(changes.keys() - {*_SETTING_NAMES, *_OUTPUT_SETTINGS}):
-            names = ", ".join((*_SETTING_NAMES, *_OUTPUT_SETTINGS))
+        if unknown := sorted(changes.keys() - {*SETTING_NAMES, *_OUTPUT_SETTINGS}):
+            names = ", ".join((*SETTING_NAMES, *_OUTPUT_SETTINGS))
             raise SettingError(f"cannot replace {unknown}; the settings are {names}")
         outputs = {name: changes.pop(name, getattr(self, name)) for name in _OUTPUT_SETTINGS}
         outputs["noise_variance"] = _noise(outputs["noise_variance"])
@@ -479,27 +480,30 @@ class Posterior(
         prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
         return replace(self.settings, prior_precision=prior)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, weights: bool = True, compress: str | None = None) -> None:
         """Write the posterior to one safetensors file, in place of an older one only once it is complete.
 
-        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint.
-        """
-        (folder.write if self.is_sharded else storage.write)(path, *self.packed())
+        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
 
-    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        Args:
+            weights: False leaves out θ_t, for a file to lie beside the weights: `load` then takes the model's own.
+            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
+                `bayesadam.curvature.compression.encode`.
+        """
+        if not self.is_sharded:
+            storage.write(path, *self.packed(weights=weights, compress=compress))
+        elif weights and compress is None:
+            folder.write(path, *self.packed())
+        else:
+            self.require_whole("a file without weights, or a compressed one,")
+
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
-        tensors = {f"mode.{name}": theta for name, theta in self.mode.items()}
-        for role, named in self.structure.tensors().items():
-            tensors |= {f"{role}.{name}": tensor for name, tensor in named.items()}
+        tensors = compressed({**weight_roles(self.mode, weights), **self.structure.tensors()}, compress)
         prior = self.prior_precision
         tensors |= {f"prior_precision.{name}": delta for name, delta in prior.items() if isinstance(delta, Tensor)}
-        numbers = {name: delta for name, delta in prior.items() if not isinstance(delta, Tensor)}
-        settings = {key: getattr(self.settings, key) for key in _SETTING_NAMES if key != "prior_precision"}
         header = {
-            "version": __version__,
-            "structure": self.structure.kind,
-            "parameters": list(self.mode),
-            "settings": {**settings, "prior_precision": numbers},
+            **header_of(self.structure.kind, self.settings, list(self.mode), weights=weights, compress=compress),
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
@@ -514,6 +518,7 @@ class Posterior(
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
         """Read a saved posterior for `model`, whose weights are not changed (see `copy_mean_to_model`).
 
+        A file without weights takes the model's, which must be those that were trained: they are compared with a few numbers.
         The model may be plain or sharded, over any number of processes, whatever the posterior was saved from; a
         folder is read by all processes together.
         """
@@ -532,9 +537,10 @@ class Posterior(
         try:
             names: list[str] = header["parameters"]
             stored: dict[str, Any] = dict(header["settings"])
+            tensors = expanded(tensors, str(path))
             found = Stored(path, tensors, names, parameters)
-            mode = found.weights("mode")
             structure = load_structure(header["structure"], found)
+            mode = found.weights("mode") if header.get("has_weights", True) else own_weights(found)
             numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
             prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
@@ -549,6 +555,10 @@ class Posterior(
         report = read_report(path, tensors, header)
         outputs = _noise(header.get("noise_variance")), header.get("temperature", 1.0), header.get("averaged", True)
         return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), *outputs, report)
+
+    def __add__(self, later: Posterior) -> Posterior:
+        """The precisions of both round the mean of `later`, which was trained anchored to this one; see `summed`."""
+        return summed(self, later) if isinstance(later, Posterior) else NotImplemented
 
     def __repr__(self) -> str:
         return (

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import read_entry, working_dtype
-from bayesadam.curvature.rotated import RotatedReader, Rotation, is_orthonormal
+from bayesadam.curvature.rotated import RotatedReader, Rotation, eigenbasis, is_orthonormal
 from bayesadam.errors import SettingError
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.formulas import PrecisionRule
@@ -25,9 +25,13 @@ class Kronecker(Diagonal):
 
     In the coordinates of its bases, where its second moments are, it is a `Diagonal`: every method is that one's between
     two rotations.
+
+    Attributes:
+        n_gradients: how many recorded gradients it was found from; None where it was not, or is not known.
     """
 
     bases: Mapping[str, Rotation]
+    n_gradients: int | None = None
     kind = "kronecker"
     independent = False
 
@@ -98,7 +102,7 @@ class Kronecker(Diagonal):
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Kronecker:
         """The same elsewhere."""
         bases = {name: basis.to(device, dtype) for name, basis in self.bases.items()}
-        return Kronecker(super().to(device, dtype).second_moment, bases)
+        return Kronecker(super().to(device, dtype).second_moment, bases, self.n_gradients)
 
 
 def kronecker_of(match: Match) -> Kronecker:
@@ -137,22 +141,16 @@ def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Kro
         if stack.dim() > 2:
             matrices = stack.flatten(2)
             sides = (matrices.transpose(0, 1).flatten(1), matrices.flatten(0, 1).T)
-            found = [_eigenbasis(rows) if 1 < len(rows) <= max_side else None for rows in sides]
+            found = [eigenbasis(rows @ rows.T) if 1 < len(rows) <= max_side else None for rows in sides]
         elif stack.dim() == 2 and 1 < stack.shape[1] <= min(len(stack), max_side):
-            found[1] = _eigenbasis(stack.T)
+            found[1] = eigenbasis(stack.T @ stack)
         if any(basis is not None for basis in found):
             bases[name] = Rotation(*found)
             stack = torch.stack([bases[name].into(gradient, gradient.dim()) for gradient in stack])
         moments[name] = stack.square().mean(dim=0)
     if not bases:
         raise SettingError("no parameter has eigenbases to be found: use structure='diagonal' or 'low-rank'")
-    return Kronecker(moments, bases)
-
-
-def _eigenbasis(rows: Tensor) -> Tensor:
-    """The eigenvectors of A Aᵀ as columns, from the largest eigenvalue down."""
-    vectors: Tensor = torch.linalg.eigh(rows @ rows.T).eigenvectors
-    return vectors.flip(1).contiguous()
+    return Kronecker(moments, bases, len(next(iter(gradients.values()))))
 
 
 def _build(reading: Reading) -> Kronecker:

@@ -1,0 +1,90 @@
+"""The file of a saved posterior as a checkpoint: its second moments are the optimiser's state, its mode the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam._storage import is_of_kind, read_mapped
+from bayesadam.checkpoint.contents import Contents, Recorded
+from bayesadam.checkpoint.files import is_safetensors
+from bayesadam.checkpoint.lazy import Lazy, meta
+from bayesadam.checkpoint.registry import Format, refuse_keys
+from bayesadam.curvature.compression import expanded, moment, moment_shape
+from bayesadam.curvature.published import MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
+from bayesadam.curvature.rotated import LEFT_KEY, RIGHT_KEY
+from bayesadam.errors import FileError
+
+_ROLE = "second_moment"
+_SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
+_MARKS = {"diagonal": PLAIN_MARK, "kronecker": ROTATED_MARK}
+
+
+def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    refuse_keys(path, "a saved posterior has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+    tensors, header = read_mapped(path)
+    kind = header.get("structure")
+    if kind not in _MARKS:
+        raise FileError(
+            f"{path} holds a {kind} posterior, which has no second moment for each weight: read it with "
+            f"{'Mixture' if kind == 'mixture' else 'Posterior'}.load"
+        )
+    try:
+        names: list[str] = header["parameters"]
+        n_data, prior = header["settings"]["n_data"], header["settings"]["prior_precision"]
+        groups: dict[float, list[str]] = {}
+        for name in names:
+            if name not in prior:
+                raise FileError(
+                    f"{path} has a prior precision for each weight of {name!r}, which no weight decay is: read it with "
+                    "Posterior.load"
+                )
+            groups.setdefault(prior[name] / n_data, []).append(name)
+        states = {name: _state(path, tensors, name) for name in names}
+        stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
+    listed = [{"params": held, "weight_decay": decay, _MARKS[kind]: True} for decay, held in groups.items()]
+    origin = _origin(header)
+    return Contents(
+        weights=stored,
+        optimizer={"state": states, "param_groups": listed},
+        summary=f"the posterior of {len(names)} parameters"
+        + ("" if stored else " without weights: give the file that has them, and this one as optimizer_path="),
+        recorded=Recorded(step=(header.get("steps") or [None])[-1], n_data=n_data),
+        notes=(f"the second moments are a saved posterior's{origin}",),
+    )
+
+
+def _origin(header: Mapping[str, Any]) -> str:
+    """What is written of where they come from, in brackets."""
+    steps, optimizers, compress = header.get("steps"), header.get("optimizer"), header.get("compress")
+    said = [", ".join(optimizers)] if optimizers else []
+    said += [" to ".join(f"{each:g}" for each in dict.fromkeys(steps)) + " steps"] if steps else []
+    said += [f"kept as {compress}"] if compress else []
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _state(path: Path, tensors: Mapping[str, Tensor], name: str) -> Lazy:
+    """The state of one parameter, decoded when it is accessed."""
+    held = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
+    key = ROTATED_MOMENT_KEY if held else MOMENT_KEY
+    shape = moment_shape(tensors, f"{_ROLE}.{name}")
+    outline = {key: meta(tuple(shape), torch.float32)} | {
+        side: meta(tuple(q.shape), q.dtype) for side, q in held.items()
+    }
+
+    def read(wanted: str) -> Tensor:
+        if wanted == key:
+            return moment(tensors, f"{_ROLE}.{name}", str(path))
+        stored = f"{_SIDES[wanted]}.{name}"
+        return expanded({stored: tensors[stored]}, str(path))[stored]
+
+    return Lazy(outline, read)
+
+
+POSTERIOR = Format("posterior", lambda path, head: is_safetensors(path, head) and is_of_kind(path), _read)

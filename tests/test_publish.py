@@ -1,0 +1,432 @@
+"""Posteriors published as small files: what is lost is bounded, what is read back is the same everywhere, the rest refused."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import bayesadam as ba
+from bayesadam import _storage as storage
+from bayesadam import publish
+from bayesadam.checkpoint import format_of, read_checkpoint, read_curvature
+from bayesadam.cli import app
+from bayesadam.curvature.compression import BLOCK, decode, encode, expanded, orthonormal, outline
+from bayesadam.errors import FileError, MatchError, SettingError, StateError
+from bayesadam.optim import SOAP
+from bayesadam.posterior.header import probe
+from bayesadam.publish import export_checkpoint
+
+COMPRESSIONS = (None, "8bit", "factored")
+
+
+# --- the codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (BLOCK,), (7, 300), (3, 0), (4, 5, 6, 7)])
+@pytest.mark.parametrize("decades", [0.0, 2.0, 8.0])
+def test_eight_bits_keep_the_bound_and_the_zeros(dtype, shape, decades):
+    generator = torch.Generator().manual_seed(0)
+    v = 10 ** (decades * torch.rand(shape, generator=generator, dtype=dtype) - 10)
+    v = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, v)
+    found = decode(encode(v, "8bit"), "v")
+    assert (found.shape, found.dtype) == (v.shape, v.dtype)
+    assert torch.equal(found == 0, v == 0)
+    # Block by block in float64: the bound of the docstring.
+    for held, given in zip(found.flatten().split(BLOCK), v.flatten().split(BLOCK), strict=True):
+        positive = given[given > 0].double()
+        if len(positive):
+            bound = (positive.max() / positive.min()) ** (1 / 508) - 1 + 1e-5
+            assert bool(((held[given > 0].double() / positive - 1).abs() <= bound).all())
+
+
+def test_eight_bits_at_the_ends_of_float32():
+    v = torch.tensor([0.0, 1.4e-45, 1e-40, torch.finfo(torch.float32).max])
+    found = decode(encode(v, "8bit"), "v")
+    assert bool(torch.isfinite(found).all())
+    assert (found > 0).tolist() == (v > 0).tolist()
+    assert encode(torch.zeros(1000), "8bit")["_range"].tolist() == [[0.0, 0.0]] * 2
+
+
+def test_the_bytes_of_eight_bits():
+    parts = encode(torch.rand(1000, 512), "8bit")
+    assert sum(part.numel() * part.itemsize for part in parts.values()) / (4 * 512_000) == pytest.approx(0.25, rel=0.02)
+
+
+def test_factored_is_the_product_of_the_margins():
+    v = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)) ** 4
+    v[2] = 0
+    found = decode(encode(v, "factored"), "v")
+    dense = v.double().reshape(5, 12)
+    expected = torch.outer(dense.sum(1), dense.sum(0)) / dense.sum()
+    assert torch.allclose(found.double().reshape(5, 12), expected, rtol=1e-6, atol=0)
+    rank_one = torch.outer(torch.rand(4) + 0.1, torch.rand(6) + 0.1)
+    assert torch.allclose(decode(encode(rank_one, "factored"), "v"), rank_one, rtol=1e-6, atol=0)
+    assert not decode(encode(torch.zeros(4, 6), "factored"), "v").any()
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+@pytest.mark.parametrize("shape", [(), (3,), (7, 300), (4, 5, 6)])
+def test_the_outline_is_that_of_the_values(compress, shape):
+    parts, like = encode(torch.rand(shape), compress), outline(torch.Size(shape), torch.float32, compress)
+    assert {k: (p.shape, p.dtype) for k, p in parts.items()} == {k: (p.shape, p.dtype) for k, p in like.items()}
+
+
+def test_what_is_no_second_moment_is_not_encoded():
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(StateError, match="negative, NaN or infinite"):
+            encode(torch.tensor([1.0, bad]), "8bit")
+    with pytest.raises(SettingError, match="'4bit'"):
+        encode(torch.ones(2), "4bit")
+
+
+def test_rounded_bases_become_orthonormal_again():
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(40, 40)).Q
+    rounded = basis.bfloat16().float()
+
+    def distance(columns):
+        return float((columns.double().T @ columns.double() - torch.eye(40)).abs().max())
+
+    assert distance(rounded) > 5e-4
+    assert distance(orthonormal(rounded)) < 2e-5
+    assert torch.equal(expanded({"left.w": basis.bfloat16()}, "f")["left.w"], orthonormal(rounded))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def build():
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def train(model, optimizer, steps=40):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 20, generator=generator)
+    x[:, :2] = 0
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, 2:5].argmax(dim=1)).backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint, and the network and the optimiser in it."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 64}, tmp_path / "last.ckpt")
+    return tmp_path, model, optimizer
+
+
+def close(found, expected, compress):
+    assert list(found) == list(expected)
+    for name, v in expected.items():
+        if compress == "factored" and v.dim() > 1:
+            assert torch.allclose(found[name].sum(dim=1), v.sum(dim=1), rtol=1e-4, atol=0)
+        else:
+            assert torch.allclose(found[name], v, rtol=0.0 if compress is None else 0.05, atol=0)
+
+
+def published(folder, model, compress=None, **options):
+    """`model.safetensors` with `posterior.safetensors` beside it."""
+    save_file(model.state_dict(), folder / "model.safetensors")
+    export_checkpoint(folder / "last.ckpt", folder / "posterior.safetensors", compress=compress, **options)
+    return folder / "posterior.safetensors"
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+def test_an_export_is_read_back_by_everything(saved, compress):
+    folder, model, optimizer = saved
+    live = ba.Posterior.from_optimizer(model, optimizer, n_data=64)
+    out = published(folder, model, compress, batch_size=16)
+    loaded = ba.Posterior.load(out, model)
+    close(loaded.structure.second_moment, live.structure.second_moment, compress)
+    assert loaded.prior_precision == pytest.approx(live.prior_precision)
+    assert (loaded.settings.n_data, loaded.settings.batch_size, loaded.settings.power) == (64, 16, 0.5)
+    assert all(torch.equal(loaded.mode[name], theta) for name, theta in live.mode.items())
+    # As the optimiser's state of weights in another file, of the weights beside it, of a folder.
+    torch.save(model.state_dict(), folder / "elsewhere.pt")
+    fresh = build()
+    for path, second in ((folder / "elsewhere.pt", out), (folder / "model.safetensors", None)):
+        found = ba.Posterior.from_checkpoint(path, fresh, optimizer_path=second)
+        assert all(torch.equal(found.structure.second_moment[n], v) for n, v in loaded.structure.second_moment.items())
+        assert found.prior_precision == pytest.approx(live.prior_precision)
+        assert found.n_data == 64
+    inspected, direct = (ba.inspect_checkpoint(folder / name) for name in ("model.safetensors", "last.ckpt"))
+    assert (inspected.optimizer, inspected.n_data) == ("published", 64)
+    # Inputs that are always 0 fill columns, which even factors keep.
+    assert inspected.dead == direct.dead == 64
+    ba.prune_checkpoint(folder / "model.safetensors", folder / "pruned.safetensors", 0.5)
+    assert sum(int((t == 0).sum()) for t in load_file(folder / "pruned.safetensors").values()) >= 771 // 2
+    ba.sample_checkpoint(folder / "model.safetensors", folder / "draw.safetensors", seed=3)
+    drawn = loaded.sample(generator=torch.Generator().manual_seed(3))
+    written = load_file(folder / "draw.safetensors")
+    assert all(torch.allclose(written[name], value, rtol=1e-5, atol=1e-7) for name, value in drawn.items())
+
+
+def test_the_optimisers_own_state_comes_first(saved):
+    folder, model, optimizer = saved
+    published(folder, model)
+    torch.save(optimizer.state_dict(), folder / "optimizer.safetensors")
+    assert read_checkpoint(folder / "model.safetensors").optimizer_path == folder / "optimizer.safetensors"
+    (folder / "optimizer.safetensors").unlink()
+    (folder / "last.ckpt").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert read_checkpoint(folder / "pytorch_model.bin").optimizer_path == folder / "posterior.safetensors"
+    (folder / "pytorch_model.bin").unlink()
+    assert read_curvature(read_checkpoint(folder)).second_moment.keys() == dict(model.named_parameters()).keys()
+    save_file(model.state_dict(), folder / "other.model.2.safetensors")
+    with pytest.raises(FileError, match="no optimiser state"):
+        read_checkpoint(folder / "other.model.2.safetensors")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+def test_save_and_load_with_every_option(saved, weights, compress):
+    folder, model, optimizer = saved
+    live = ba.Posterior.from_optimizer(model, optimizer, n_data=64, prior_precision=2.0).replace(temperature=1.5)
+    path = folder / "saved.safetensors"
+    live.save(path, weights=weights, compress=compress)
+    found = ba.Posterior.load(path, model)
+    close(found.structure.second_moment, live.structure.second_moment, compress)
+    assert (found.temperature, found.prior_precision) == (1.5, live.prior_precision)
+    assert all(torch.equal(found.mode[name], theta) for name, theta in live.mode.items())
+    header = storage.read(path)[1]
+    assert header["format"] == (1 if weights and compress is None else 2)
+    assert any(key.startswith("mode.") for key in load_file(path)) == weights
+
+
+def test_a_whole_posterior_is_a_checkpoint_by_itself(saved):
+    folder, model, optimizer = saved
+    live = ba.Posterior.from_optimizer(model, optimizer, n_data=64)
+    live.save(folder / "whole.safetensors", compress="8bit")
+    assert format_of(folder / "whole.safetensors").name == "posterior"
+    inspection = ba.inspect_checkpoint(folder / "whole.safetensors")
+    assert (inspection.format, inspection.n_data, inspection.weights) == ("posterior", 64, live.n_weights)
+    assert "kept as 8bit" in " ".join(inspection.why)
+    report = ba.prune_checkpoint(folder / "whole.safetensors", folder / "pruned.safetensors", 0.75)
+    assert report.to_dict()
+    assert set(load_file(folder / "pruned.safetensors")) == set(model.state_dict())
+    found = ba.Posterior.from_checkpoint(folder / "whole.safetensors", build())
+    close(found.structure.second_moment, live.structure.second_moment, "8bit")
+
+
+def test_double_precision_stays(tmp_path):
+    torch.manual_seed(0)
+    model = build().double()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    live = ba.Posterior.from_optimizer(model, optimizer, n_data=64)
+    live.save(tmp_path / "p.safetensors", weights=False, compress="8bit")
+    found = ba.Posterior.load(tmp_path / "p.safetensors", model)
+    assert {v.dtype for v in (*found.structure.second_moment.values(), *found.mode.values())} == {torch.float64}
+
+
+# --- rotated ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def soap(tmp_path):
+    torch.manual_seed(0)
+    model = build()
+    optimizer = SOAP(model.parameters(), lr=1e-3, weight_decay=0.01)
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 64}, tmp_path / "last.ckpt")
+    return tmp_path, model, optimizer
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+def test_kronecker_is_published_with_its_bases(soap, compress):
+    folder, model, optimizer = soap
+    live = ba.Posterior.from_optimizer(model, optimizer, n_data=64, structure="kronecker")
+    out = published(folder, model, compress, structure="kronecker")
+    loaded = ba.Posterior.load(out, model)
+    assert loaded.structure.kind == "kronecker"
+    again = ba.Posterior.from_checkpoint(folder / "model.safetensors", build(), structure="kronecker")
+    diagonal = ba.Posterior.from_checkpoint(folder / "model.safetensors", build())
+    expected = ba.Posterior.from_optimizer(model, optimizer, n_data=64)
+    for name, v in live.structure.second_moment.items():
+        assert torch.equal(again.structure.second_moment[name], loaded.structure.second_moment[name])
+        assert (name in live.structure.bases) == (name in loaded.structure.bases) == (name in again.structure.bases)
+        if compress == "factored":
+            continue
+        # Rounding leaves numbers in a block that are twenty decades below the others.
+        tolerance = 1e-5 if compress is None else 0.12
+        assert torch.allclose(loaded.structure.second_moment[name], v, rtol=tolerance, atol=0)
+        assert torch.allclose(loaded.variance[name], live.variance[name], rtol=tolerance, atol=0)
+        # The diagonal of the weights' own coordinates, never the rotated numbers.
+        weights = expected.structure.second_moment[name]
+        assert torch.allclose(
+            diagonal.structure.second_moment[name], weights, rtol=tolerance, atol=1e-3 * weights.max()
+        )
+
+
+def test_rotated_moments_are_never_read_as_the_weights_own(soap):
+    folder, model, _ = soap
+    published(folder, model, structure="kronecker")
+    for name in ("published", "adam", "adamw", "soap", "rmsprop", "adagrad"):
+        with pytest.raises((StateError, MatchError)):
+            ba.Posterior.from_checkpoint(folder / "model.safetensors", build(), optimizer=name)
+
+
+def test_low_rank_in_fewer_bytes_and_not_as_a_checkpoint(saved):
+    folder, model, optimizer = saved
+    recorder = ba.Recorder(optimizer, keep=8)
+    train(model, optimizer, steps=10)
+    live = ba.Posterior.from_optimizer(
+        model, optimizer, 64, recorder=recorder, structure="low-rank+diagonal", prior_precision=1.0
+    )
+    path = folder / "low.safetensors"
+    live.save(path, compress="8bit")
+    found = ba.Posterior.load(path, model)
+    for name, sigma in live.variance.items():
+        assert torch.allclose(found.variance[name], sigma, rtol=0.05)
+    with pytest.raises(FileError, match=r"low-rank\+diagonal posterior.*Posterior.load"):
+        read_checkpoint(path)
+    ba.Mixture([live]).save(path)
+    with pytest.raises(FileError, match=r"mixture posterior.*Mixture.load"):
+        read_checkpoint(path)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_another_training_are_refused(saved):
+    folder, model, _ = saved
+    out = published(folder, model)
+    torch.manual_seed(7)
+    with pytest.raises(MatchError, match="load the weights that were published"):
+        ba.Posterior.load(out, build())
+    half = build()
+    half.load_state_dict({name: tensor.bfloat16().float() for name, tensor in model.state_dict().items()})
+    assert ba.Posterior.load(out, half).n_weights == 771
+    with pytest.raises(MatchError, match="another model's posterior"):
+        ba.Posterior.load(out, nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3)))
+    with pytest.raises(MatchError, match="no parameters"):
+        ba.Posterior.load(out, nn.Linear(20, 32))
+
+
+def test_the_probe_is_a_copy_of_a_few_weights():
+    theta = torch.arange(1000.0)
+    assert len(probe(theta)) == 16
+    theta.zero_()
+    assert probe(torch.zeros(())).shape == (1,)
+    assert probe(torch.zeros(0)).shape == (0,)
+
+
+def test_a_file_without_weights_says_what_to_give(saved):
+    folder, model, _ = saved
+    out = published(folder, model)
+    with pytest.raises(FileError, match=r"4 parameters without weights.*optimizer_path="):
+        read_checkpoint(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"compress": "zip"}, SettingError, "8bit"),
+        ({"structure": "low-rank"}, SettingError, "no recorded gradients"),
+        ({"structure": "kronecker"}, SettingError, "needs eigenbases"),
+        ({"n_data": -1}, SettingError, "n_data"),
+        ({"batch_size": 0}, SettingError, "batch_size"),
+        ({"out": "posterior.pt"}, FileError, "safetensors"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported_is_refused_and_nothing_written(saved, options, error, message):
+    folder, _, _ = saved
+    out = folder / options.pop("out", "posterior.safetensors")
+    with pytest.raises(error, match=message):
+        export_checkpoint(folder / "last.ckpt", out, **options)
+    assert [path.name for path in folder.iterdir()] == ["last.ckpt"]
+
+
+def test_a_later_format_and_damaged_files_are_refused(saved):
+    folder, model, optimizer = saved
+    out = published(folder, model, "8bit")
+    tensors, header = storage.read(out)
+    storage.write(out, tensors, {**header, "format": 3})
+    with pytest.raises(FileError, match="reads up to 2"):
+        ba.Posterior.load(out, model)
+    # A release that knows the first format alone.
+    with pytest.raises(FileError, match="has format 2, this version of bayesadam reads up to 1"):
+        storage.check_version(out, 2, storage.Kind("bayesadam", "a saved posterior"))
+    for missing in ("second_moment_range.0.weight", "second_moment.0.weight", "probe.0.weight"):
+        storage.write(out, {key: t for key, t in tensors.items() if key != missing}, header)
+        with pytest.raises(FileError, match="damaged"):
+            ba.Posterior.load(out, model)
+    storage.write(out, {**tensors, "second_moment_range.0.weight": torch.zeros(9, 2)}, header)
+    with pytest.raises(FileError, match=r"'0.weight' of .* is damaged"):
+        ba.Posterior.load(out, model)
+    with pytest.raises(FileError, match="damaged"):
+        read_curvature(read_checkpoint(folder / "model.safetensors"))
+    ends = torch.full_like(tensors["second_moment_range.0.weight"], float("nan"))
+    storage.write(out, {**tensors, "second_moment_range.0.weight": ends}, header)
+    with pytest.raises(StateError, match="must be finite"):
+        read_curvature(read_checkpoint(folder / "model.safetensors"))
+    live = ba.Posterior.from_optimizer(model, optimizer, 64)
+    live.replace(prior_precision={n: torch.ones_like(t) for n, t in live.mode.items()}).save(out)
+    with pytest.raises(FileError, match="prior precision for each weight"):
+        read_checkpoint(out)
+
+
+def test_other_files_are_not_taken_for_posteriors(saved):
+    folder, model, optimizer = saved
+    live = ba.Posterior.from_optimizer(model, optimizer, 64)
+    ba.save_masks(folder / "masks.safetensors", ba.pruning_masks(live, 0.5))
+    save_file({"bayesadam": torch.ones(2)}, folder / "named.safetensors")
+    for name in ("masks", "named"):
+        assert format_of(folder / f"{name}.safetensors").name == "safetensors"
+
+
+# --- the command, and memory ----------------------------------------------------------------------------------------
+
+
+def test_the_command(saved):
+    folder, model, _ = saved
+    out = folder / "posterior.safetensors"
+    arguments = ["export", str(folder / "last.ckpt"), "-o", str(out), "--compress", "8bit", "--batch-size", "16"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert str(out) in done.output.replace("\n", "")
+    with safe_open(out, framework="pt") as file:
+        header = json.loads(file.metadata()["bayesadam"])
+    assert (header["optimizer"], header["steps"], header["compress"]) == (["adamw"], [40, 40], "8bit")
+    assert header["settings"]["batch_size"] == 16
+    assert ba.Posterior.load(out, model).n_weights == 771
+
+
+def test_files_are_written_tensor_by_tensor(tmp_path, monkeypatch):
+    """Each second moment is dropped before the next is read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 16)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.ckpt")
+    seen: list[weakref.ref[torch.Tensor]] = []
+    read = publish.read_entry
+
+    def watched(entry):
+        assert all(each() is None for each in seen)
+        ends, v = read(entry)
+        seen.append(weakref.ref(v))
+        return ends, v
+
+    monkeypatch.setattr(publish, "read_entry", watched)
+    export_checkpoint(tmp_path / "last.ckpt", tmp_path / "posterior.safetensors", 10, compress="8bit")
+    # Codes and ranges.
+    assert len(seen) == 2 * 12
