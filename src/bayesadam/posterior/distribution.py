@@ -149,7 +149,8 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         calibration does not touch. In a network with batch norm variances grow with the squared distance from the running
         statistics.
         """
-        given = Options(likelihood=likelihood, forward=forward, memory_budget=memory_budget, novelty=True)
+        of_inputs: Any = {"likelihood": likelihood, "forward": forward, "memory_budget": memory_budget}
+        given = Options(novelty=True, for_novelty=True, **of_inputs)
         return self.for_novelty._predict(inputs, given).novelty
 
     @property

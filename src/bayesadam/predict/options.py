@@ -30,7 +30,10 @@ class PredictOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The keywords of `predict`; `method` is the old name of `predictive`."""
+    """The keywords of `predict`; `method` is the old name of `predictive`.
+
+    With `for_novelty` the posterior is under the settings of novelty itself: its moments serve for both.
+    """
 
     likelihood: LikelihoodName = "regression"
     predictive: PredictiveKind = "linearised"
@@ -42,6 +45,7 @@ class Options:
     memory_budget: int = DEFAULT_BUDGET
     novelty: bool | None = None
     method: InitVar[PredictiveKind | None] = None
+    for_novelty: bool = False
 
     def __post_init__(self, method: PredictiveKind | None) -> None:
         if method is not None:

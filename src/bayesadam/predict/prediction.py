@@ -64,9 +64,11 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
         if kind == "linearised":
             params = parameters_at_mean(gaussian)
             few = options.novelty is None and _outputs(call, params, inputs) <= _FEW_OUTPUTS
-            other = gaussian.for_novelty if options.novelty or few else None
+            other = None
+            if options.novelty or few:
+                other = gaussian if options.for_novelty else gaussian.for_novelty
             together = other is not None and _same(gaussian.mean, other.mean)
-            asked = [gaussian] if other is None or not together else [gaussian, other]
+            asked = [gaussian, other] if other is not None and together and other is not gaussian else [gaussian]
             covariance = options.covariance or (together and record.coupled)
             found = _moments(call, params, asked, inputs, covariance, budget)
             mean, variance = found.mean, found.variance[0]

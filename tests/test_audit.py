@@ -1,0 +1,476 @@
+"""Audits against dense float64 algebra: the Jacobian, the covariance it makes, and what follows from them."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import struct
+import zlib
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+import bayesadam as ba
+from bayesadam.auditing import Audit, audit
+from bayesadam.auditing.measures import rivals, robust_variance
+from bayesadam.auditing.picture import png, shown
+from bayesadam.errors import BayesAdamError, MatchError, SettingError
+from cases import mlp, trained
+
+BATCH, PRIOR = 8, 0.5
+
+
+@cache
+def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
+    """A small network in float64, trained on labels some of which are random, and its data."""
+    n, classes = 24, 4
+    torch.manual_seed(1)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = torch.where(torch.rand(n) < 0.2, torch.randint(classes, (n,)), x[:, :2].gt(0).long() @ torch.tensor([1, 2]))
+    model = mlp(3, 6, classes).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        for rows in torch.randperm(n).split(BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    given = {"power": 1.0, "batch_size": BATCH, "prior_precision": PRIOR}
+    return ba.Posterior.from_optimizer(model, optimizer, n, **given), x, y
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(n, outputs, weights)."""
+    outputs = model(x).reshape(len(x), -1)
+    rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in outputs.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).view(*outputs.shape, -1)
+
+
+def flat_moment(posterior: ba.Posterior) -> Tensor:
+    return torch.cat([posterior.structure.second_moment[name].flatten() for name in posterior.mode])
+
+
+def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
+    """J Σ Jᵀ at the posterior's own settings and at those of novelty, both diagonal at p = 1."""
+    j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * flat_moment(posterior)
+    of = lambda delta: j @ ((curvature + delta).reciprocal()[:, None] * j.mT)  # noqa: E731
+    return of(PRIOR), of(1e-3 * curvature.mean())
+
+
+# --- the measures ---------------------------------------------------------------------------------------------------
+
+
+def test_classes_agree_with_the_dense_jacobian():
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    own, novel = covariances(posterior, x)
+    f = posterior.model(x).detach()
+    for i in range(len(x)):
+        others = [k for k in range(4) if k != y[i]]
+        j = max(others, key=lambda k: float(f[i, k]))
+        a = torch.zeros(4, dtype=torch.float64)
+        a[y[i]], a[j] = 1, -1
+        assert found.suspicion[i] == pytest.approx(float(-(a @ f[i]) / (a @ novel[i] @ a) ** 0.25), rel=1e-5)
+        change = own[i] @ (f[i].softmax(dim=0) - F.one_hot(y[i], 4))
+        torch.testing.assert_close(found.change[i], change.float(), rtol=1e-5, atol=1e-6)
+        assert found.influence[i] == pytest.approx(float(change.norm()), rel=1e-5)
+    torch.testing.assert_close(found.loss, F.cross_entropy(f, y, reduction="none").float())
+    torch.testing.assert_close(found.novelty, posterior.novelty(x).float())
+    assert torch.equal(found.predicted, f.argmax(dim=1))
+    assert torch.equal(found.labels, y)
+
+
+def test_binary_is_the_same_as_two_classes():
+    torch.manual_seed(0)
+    model, optimizer = trained(3, 5, 1, dtype=torch.float64)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR)
+    x, y = torch.randn(9, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1])
+    found = audit(posterior, (x, y), likelihood="binary")
+    own, novel = covariances(posterior, x)
+    f, sign = model(x).detach()[:, 0], 2 * y - 1
+    torch.testing.assert_close(found.suspicion, (-sign * f / novel[:, 0, 0] ** 0.25).float())
+    torch.testing.assert_close(found.change[:, 0], (own[:, 0, 0] * (f.sigmoid() - y)).float())
+    torch.testing.assert_close(found.loss, F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").float())
+    assert torch.equal(found.predicted, (f > 0).long())
+
+
+def test_of_several_binary_outputs_the_most_suspect_counts():
+    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, batch_size=BATCH, prior_precision=PRIOR)
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7, 2))
+    found = audit(posterior, (x, y.double()), likelihood="binary")
+    _, novel = covariances(posterior, x)
+    each = -(2 * y - 1) * model(x).detach() / novel.diagonal(dim1=1, dim2=2) ** 0.25
+    torch.testing.assert_close(found.suspicion, each.amax(dim=1).float())
+    assert torch.equal(found.labels, y)
+
+
+def linear_model(n: int = 30) -> tuple[Tensor, Tensor, float]:
+    torch.manual_seed(2)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(n, 1), 0.3**2
+
+
+def exact_posterior(x: Tensor, y: Tensor, noise: float) -> ba.Posterior:
+    """The posterior of a linear regression with a flat prior, through `from_moments` in coordinates where it is diagonal."""
+    model = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
+    gram = x.T @ x
+    assert (gram - gram.diagonal().diag()).abs().max() < 1e-9
+    weight = torch.linalg.solve(gram, x.T @ y).T
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    variance = (noise / gram.diagonal())[None]
+    found = ba.Posterior.from_moments(model, {"weight": weight}, {"weight": variance}, len(x))
+    return found.replace(noise_variance=noise)
+
+
+def test_regression_agrees_with_the_hat_matrix():
+    x, y, noise = linear_model()
+    x = torch.linalg.qr(x).Q
+    hat = (x @ x.T).diagonal()
+    residual = (y - x @ (x.T @ y))[:, 0]
+    found = audit(exact_posterior(x, y, noise), (x, y), likelihood="regression")
+    torch.testing.assert_close(found.suspicion, (residual.abs() / (noise * (1 + hat)).sqrt()).float())
+    # Leaving an example out moves its output by −h r/(1 − h); to first order by −h r.
+    torch.testing.assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
+    assert not found.noise_estimated
+
+
+def test_an_unseen_examples_suspicion_is_the_textbooks_studentised_residual():
+    x, y, noise = linear_model()
+    whole = torch.linalg.qr(x).Q
+    hat = (whole @ whole.T).diagonal()
+    residual = (y - whole @ (whole.T @ y))[:, 0]
+    for i in (0, 7):
+        keep = torch.arange(len(x)) != i
+        # Coordinates in which the other examples are orthogonal, and their exact posterior diagonal.
+        _, r = torch.linalg.qr(x[keep])
+        turned = x @ torch.linalg.inv(r)
+        posterior = exact_posterior(turned[keep], y[keep], noise)
+        found = audit(posterior, (turned[i : i + 1], y[i : i + 1]), likelihood="regression")
+        assert float(found.suspicion) == pytest.approx(
+            float(residual[i].abs() / (noise * (1 - hat[i])).sqrt()), rel=1e-5
+        )
+
+
+def test_several_outputs_are_a_mahalanobis_distance():
+    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR
+    ).replace(noise_variance=[0.5, 2.0])
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    own, _ = covariances(posterior, x)
+    noise, r = torch.tensor([0.5, 2.0]).double().diag(), y - model(x).detach()
+    distance = torch.stack([(r[i] @ torch.linalg.inv(own[i] + noise) @ r[i]).sqrt() for i in range(6)])
+    found = audit(posterior, (x, y), likelihood="regression")
+    torch.testing.assert_close(found.suspicion, distance.float(), rtol=1e-5, atol=1e-6)
+    white = r @ torch.linalg.inv(noise)
+    torch.testing.assert_close(found.change, -(own @ white[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_noise_is_estimated_and_said_so():
+    model, optimizer = trained(3, 5, 1)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, prior_precision=PRIOR)
+    x = torch.randn(40, 3)
+    y = model(x).detach()[:, 0] + 0.1 * torch.randn(40)
+    y[3] += 50
+    found = audit(posterior, [(x[:30], y[:30]), (x[30:], y[30:])], likelihood="regression")
+    residual = (y - model(x).detach()[:, 0]).abs()
+    assert found.noise_estimated
+    assert "estimated from the residuals" in repr(found)
+    assert float(found.noise_variance) == pytest.approx(float((residual.sort().values[19] / 0.67449) ** 2), rel=1e-3)
+    assert found.suspects(1)[0].index == 3
+    with pytest.raises(SettingError, match="noise variance is 0"):
+        audit(posterior, (x, model(x).detach()), likelihood="regression")
+
+
+def test_the_robust_variance_is_that_of_a_normal_variable():
+    sample = 3 * torch.randn(200_001, 2, dtype=torch.float64)
+    torch.testing.assert_close(robust_variance(sample), torch.full((2,), 9.0).double(), rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("name", ["poisson", "heteroscedastic"])
+def test_other_likelihoods_standardise_by_their_own_predictive(name):
+    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 500, power=1.0, batch_size=BATCH, prior_precision=5.0)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    y = torch.randint(4, (6, 2 if name == "poisson" else 1)).double()
+    found = audit(posterior, (x, y), likelihood=name)
+    predictive = posterior.predict(x, likelihood=name, covariance=True)
+    z = (y - predictive.predicted_mean) / predictive.stddev
+    torch.testing.assert_close(found.suspicion, z.square().sum(dim=1).sqrt().float())
+    f = model(x).detach().requires_grad_()
+    if name == "poisson":
+        nll = (f.exp() - y * f + torch.lgamma(y + 1)).sum(dim=1)
+    else:
+        nll = 0.5 * (math.log(2 * math.pi) + f[:, 1] + (y[:, 0] - f[:, 0]).square() * (-f[:, 1]).exp())
+    (error,) = torch.autograd.grad(nll.sum(), f)
+    torch.testing.assert_close(found.loss, nll.detach().float(), rtol=1e-4, atol=1e-4)
+    change = (predictive.covariance @ error[..., None])[..., 0]
+    torch.testing.assert_close(found.change, change.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_flipped_labels_come_first():
+    torch.manual_seed(0)
+    x = torch.randn(300, 4)
+    clean = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    flipped = torch.arange(0, 300, 15)
+    y = clean.clone()
+    y[flipped] = (y[flipped] + 1) % 4
+    model = mlp(4, 30, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        for rows in torch.randperm(300).split(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=50, prior_precision=1.0)
+    suspects = audit(posterior, DataLoader(TensorDataset(x, y), batch_size=64)).suspects(20)
+    assert len({one.index for one in suspects} & set(flipped.tolist())) >= 16
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_examples_are_numbered_as_they_come_however_they_are_cut():
+    posterior, x, y = fitted()
+    whole = audit(posterior, (x, y))
+    pieces = {
+        "pairs": list(zip(x.split(7), y.split(7), strict=True)),
+        "generator": ((a, b) for a, b in zip(x.split(5), y.split(5), strict=True)),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=10),
+        "mapping": [{"input": x[:9], "labels": y[:9]}, {"input": x[9:], "labels": y[9:]}],
+    }
+    for batches in pieces.values():
+        found = audit(posterior, batches)
+        for name in ("suspicion", "novelty", "influence", "loss", "change"):
+            torch.testing.assert_close(getattr(found, name), getattr(whole, name))
+        assert torch.equal(found.labels, y)
+    # A budget that holds the covariances of a few examples at a time.
+    small = audit(posterior, (x, y), memory_budget=32 * 16 * 60)
+    torch.testing.assert_close(small.suspicion, whole.suspicion)
+
+
+def test_classes_left_out_are_never_suspects():
+    posterior, x, y = fitted()
+    whole = audit(posterior, (x, y))
+    marked = y.clone()
+    marked[[2, 5]] = -100
+    found = audit(posterior, (x, marked))
+    for name in ("suspicion", "influence", "loss", "change"):
+        column = getattr(found, name)
+        assert column[[2, 5]].isnan().all()
+        keep = torch.arange(len(y)) != 2
+        keep[5] = False
+        torch.testing.assert_close(column[keep], getattr(whole, name)[keep])
+    for by in ("suspicion", "novelty", "influence", "loss"):
+        assert {one.index for one in found.suspects(100, by=by)} == set(range(len(y))) - {2, 5}
+
+
+def test_loaders_that_shuffle_are_refused():
+    posterior, x, y = fitted()
+    data = TensorDataset(x, y)
+    for loader in (
+        DataLoader(data, batch_size=4, shuffle=True),
+        DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(8))),
+    ):
+        with pytest.raises(SettingError, match="shuffle=False"):
+            audit(posterior, loader)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y[:, None].expand(-1, 3)), "one row per example"),
+        (lambda x, y: (x, y[:-1]), "one for each example"),
+        (lambda x, y: (x, y + 1), "class indices must be 0 to 3"),
+        (lambda x, y: [], "nothing to audit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, message):
+    posterior, x, y = fitted()
+    with pytest.raises(MatchError, match=message):
+        audit(posterior, change(x, y))
+
+
+def test_settings_are_checked():
+    posterior, x, y = fitted()
+    with pytest.raises(SettingError, match="likelihood must be one of"):
+        audit(posterior, (x, y), likelihood="labels")
+    with pytest.raises(SettingError, match="Mixture has 2"):
+        audit(ba.Mixture([posterior, posterior]), (x, y))
+    found = audit(posterior, (x, y))
+    with pytest.raises(SettingError, match="by must be one of"):
+        found.suspects(3, by="margin")
+    with pytest.raises(SettingError, match="positive number"):
+        found.suspects(0)
+
+
+def test_the_model_is_left_as_it_was_even_by_an_error():
+    posterior, x, y = fitted()
+    model = posterior.model.train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def broken():
+        yield x[:4], y[:4]
+        raise RuntimeError("the disk is gone")
+
+    def untouched() -> bool:
+        same = all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+        return same and model.training
+
+    audit(posterior, (x, y))
+    assert untouched()
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        audit(posterior, broken())
+    assert untouched()
+    model.eval()
+
+
+def test_moments_of_novelty_are_computed_once(monkeypatch):
+    from bayesadam.predict import prediction
+
+    posterior, x, _ = fitted()
+    asked = []
+    compute = prediction.moments
+
+    def counting(call, params, variances, *rest):
+        asked.append(len(variances))
+        return compute(call, params, variances, *rest)
+
+    monkeypatch.setattr(prediction, "moments", counting)
+    alone = posterior.novelty(x)
+    together = posterior.predict(x, likelihood="classification", covariance=True, novelty=True).novelty
+    assert asked == [1, 2]
+    torch.testing.assert_close(alone, together)
+
+
+def test_progress_is_shown_on_standard_error(capfd):
+    posterior, x, y = fitted()
+    audit(posterior, DataLoader(TensorDataset(x, y), batch_size=8), progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "audit" in err
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+def test_suspects_are_sorted_by_any_column():
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    for by in ("suspicion", "novelty", "influence", "loss"):
+        suspects = found.suspects(6, by=by)
+        assert [one.index for one in suspects] == getattr(found, by).argsort(descending=True)[:6].tolist()
+        assert suspects[0] == found[suspects[0].index]
+    assert suspects[0].label == int(y[suspects[0].index])
+    assert found[-1].index == len(found) - 1
+
+
+def test_a_table_for_pandas():
+    pytest.importorskip("pandas")
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    table = found.to_pandas()
+    assert list(table.columns) == ["label", "predicted", "suspicion", "novelty", "influence", "loss"]
+    assert table.label.tolist() == y.tolist()
+    assert table.sort_values("suspicion").index[-1] == found.suspects(1)[0].index
+
+
+def page_of(found: Audit, tmp_path, **options) -> str:
+    path = tmp_path / "audit.html"
+    found.report(path, **options)
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_page_escapes_all_that_it_is_given(tmp_path):
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    evil = '<script>alert("1")</script>'
+    texts = [f"{evil} & text {i}" for i in range(len(y))]
+    page = page_of(found, tmp_path, inputs=texts, names=[f"{evil}{k}" for k in range(4)], title=evil, n=5)
+    assert "<script" not in page
+    assert page.count("<blockquote>") == 5
+    first = found.suspects(1)[0]
+    assert html.escape(texts[first.index]).replace("&quot;", "&#34;") in page
+    assert not re.search(r'(src|href)="(?!data:)', page)
+
+
+def test_the_page_shows_images_in_the_order_of_suspicion(tmp_path):
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    page = page_of(found, tmp_path, inputs=TensorDataset(torch.rand(len(y), 1, 4, 5), y), n=7)
+    assert page.count("data:image/png;base64,") == 7
+    assert [int(i) for i in re.findall(r'id="example-(\d+)"', page)] == [one.index for one in found.suspects(7)]
+    assert [path.name for path in tmp_path.iterdir()] == ["audit.html"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": torch.zeros(3, 2, 2)}, "3 inputs, and 24 examples"),
+        ({"inputs": iter([1])}, "inputs must give an example by its number"),
+        ({"inputs": [object()] * 24}, "cannot be shown"),
+        ({"names": ["only one"]}, "none for class"),
+    ],
+)
+def test_a_page_that_cannot_be_made_leaves_no_file(options, message, tmp_path):
+    posterior, x, y = fitted()
+    found = audit(posterior, (x, y))
+    with pytest.raises(BayesAdamError, match=message):
+        page_of(found, tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def decoded(data: bytes) -> Tensor:
+    """The pixels of a PNG without filters, by its specification."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height, depth, kind = struct.unpack(">IIBB", data[16:26])
+    assert depth == 8
+    length = struct.unpack(">I", data[33:37])[0]
+    body = zlib.decompress(data[41 : 41 + length])
+    channels = {0: 1, 2: 3, 6: 4}[kind]
+    lines = torch.tensor(list(body)).view(height, 1 + width * channels)
+    assert (lines[:, 0] == 0).all()
+    return lines[:, 1:].reshape(height, width, channels)
+
+
+def test_pictures_hold_the_pixels():
+    pixels = torch.randint(256, (3, 5, 3), dtype=torch.uint8)
+    assert torch.equal(decoded(png(pixels)), pixels.long())
+    imread = pytest.importorskip("matplotlib.image").imread
+    read = imread(io.BytesIO(png(pixels)))
+    torch.testing.assert_close(torch.tensor(read), pixels.float() / 255)
+
+
+@pytest.mark.parametrize(
+    ("example", "kind"),
+    [
+        (torch.rand(4, 4), "picture"),
+        (torch.rand(3, 4, 4), "picture"),
+        (torch.randn(1, 4, 4).numpy(), "picture"),
+        ((torch.rand(1, 4, 4), 3), "picture"),
+        ({"labels": 1, "image": torch.rand(4, 4, 3)}, "picture"),
+        ({"text": "a sentence", "input_ids": torch.arange(3)}, "text"),
+        (torch.arange(30.0), "text"),
+        ([1.0, 2.0], "text"),
+        ("words", "text"),
+    ],
+)
+def test_examples_are_shown_for_what_they_are(example, kind):
+    assert getattr(shown(example), kind)
+    if isinstance(example, Tensor) and example.dim() == 1:
+        assert "(30 numbers)" in shown(example).text
+
+
+def test_the_rival_is_the_strongest_other_class():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
+    difference, rival = rivals(logits, torch.tensor([1, 2]))
+    assert difference.tolist() == [1.0, -4.0]
+    assert rival.tolist() == [2, 0]
