@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bayesadam._alone import unwrap
 from bayesadam._extras import require
+from bayesadam._files import replacing
+from bayesadam._shards import is_first_rank
 from bayesadam.checkpoint.files import load_tree
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     TrainerCallback = object
 else:
     TrainerCallback = require("transformers").TrainerCallback
+
+ANCHOR_FILE = "anchor.pt"
 
 
 class PosteriorCallback(PosteriorKeeper, TrainerCallback):
@@ -56,7 +62,7 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         self._evaluations = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find N before the first step."""
+        """Find N, and attach the anchor, before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError(
                 "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
@@ -68,6 +74,15 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
+        saved = _anchor_file(args, state)
+        is_resumed = self.anchor is not None and state.global_step > 0 and saved.is_file()
+        self._hold(kwargs["model"], kwargs["optimizer"], load_tree(saved) if is_resumed else None)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the anchor's state in the checkpoint that was just written."""
+        if self._held is not None and is_first_rank():
+            with replacing(_anchor_file(args, state)) as temporary:
+                torch.save(self._held.state_dict(), temporary)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the signal-to-noise ratio every few evaluations."""
@@ -79,7 +94,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
             self._log(self.trainer.log, self._read(kwargs["model"], kwargs["optimizer"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read, calibrate, log, save."""
+        """Remove the anchor; read, calibrate, log, save."""
+        self._let_go()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         best = Path((args.load_best_model_at_end and state.best_model_checkpoint) or "")
         is_live = best.name in ("", f"checkpoint-{state.global_step}")
@@ -112,3 +128,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
             param_names=[names[id(parameter)] for group in live.param_groups for parameter in group["params"]],
             **options,
         )
+
+
+def _anchor_file(args: Any, state: Any) -> Path:
+    """Where the checkpoint of the present step has the anchor's state."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / ANCHOR_FILE

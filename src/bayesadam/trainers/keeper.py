@@ -13,6 +13,7 @@ from torch.utils.data import SubsetRandomSampler
 
 from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
+from bayesadam.anchoring import Anchor
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.held_out import Batch, aligned, batches_of
@@ -46,6 +47,9 @@ class PosteriorKeeper:
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
         per_parameter: log the signal-to-noise ratio of every parameter too.
+        anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N. What the
+            callback reads is of the new data alone; `anchor + callback.posterior` is of both.
+        anchor_strength: λ of that penalty.
         **options: those of `Posterior.from_optimizer`, such as `prior_precision`.
     """
 
@@ -59,6 +63,8 @@ class PosteriorKeeper:
         held_out: Any = None,
         forward: Forward | None = None,
         per_parameter: bool = False,
+        anchor: Posterior | None = None,
+        anchor_strength: float = 1.0,
         **options: Any,
     ) -> None:
         if calibrate and likelihood not in LIKELIHOODS:
@@ -71,7 +77,9 @@ class PosteriorKeeper:
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
         self.per_parameter, self.options = per_parameter, options
+        self.anchor, self.anchor_strength = anchor, anchor_strength
         self._posterior: Posterior | Exception | None = None
+        self._held: Anchor | None = None
 
     @property
     def posterior(self) -> Posterior:
@@ -98,6 +106,21 @@ class PosteriorKeeper:
             )
         known = {key: self.options[key] for key in ("power", "batch_size", "form") if key in self.options}
         Settings(self.n_data, {}, **known)
+
+    def _hold(self, model: Any, optimizers: Any, state: Mapping[str, Any] | None = None) -> None:
+        """Anchor the optimisers where that was asked for, as `state` from a checkpoint says if there is one."""
+        self._let_go()
+        if self.anchor is None:
+            return
+        self._held = Anchor(optimizers, self.anchor, self.anchor_strength, n_data=self.n_data, model=model)
+        if state is not None:
+            self._held.load_state_dict(state)
+
+    def _let_go(self) -> None:
+        """Remove the anchor: training is over, or never ended."""
+        if self._held is not None:
+            self._held.remove()
+        self._held = None
 
     def _read(self, model: Any, optimizers: Any) -> Posterior:
         return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self.options)

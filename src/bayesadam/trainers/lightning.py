@@ -47,12 +47,15 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         if every_n_epochs is not None and every_n_epochs < 1:
             raise SettingError(f"every_n_epochs must be at least 1, got {every_n_epochs!r}")
         self.every_n_epochs = every_n_epochs
+        self._anchor_state: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find N before the first step."""
+        """Find N, and attach the anchor, before the first step."""
         # A few batches over and over are not the data set.
         loaders = None if trainer.overfit_batches else trainer.train_dataloader
         self._begin(loaders, has_validation=bool(trainer.val_dataloaders))
+        self._hold(pl_module, trainer.optimizers, self._anchor_state)
+        self._anchor_state = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
@@ -60,7 +63,8 @@ class PosteriorCallback(PosteriorKeeper, Callback):
             self._log(_logger(trainer), self._read(pl_module, trainer.optimizers))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read, calibrate, log, save."""
+        """Remove the anchor; read, calibrate, log, save."""
+        self._let_go()
         path = self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
         self._finish(
             lambda: self._read(pl_module, trainer.optimizers),
@@ -73,6 +77,18 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         """Follow the model, which the trainer moves off the accelerator at the end."""
         if isinstance(self._posterior, Posterior):
             self._posterior = self._posterior.to(pl_module.device)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Remove the anchor."""
+        self._let_go()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The anchor's state, for the trainer's checkpoints."""
+        return {} if self._held is None else {"anchor": self._held.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep it until training starts."""
+        self._anchor_state = state_dict.get("anchor")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save N with the weights."""

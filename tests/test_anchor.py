@@ -1,0 +1,610 @@
+"""Anchors beside a dense minimiser of the proximal problem, and sums of posteriors beside dense matrices, in float64."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.anchoring import Anchor, anchor
+from bayesadam.anchoring.pulls import pull_of
+from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
+from bayesadam.structures.settings import Settings
+from cases import mlp
+
+N, BATCH = 64, 8
+KINDS = ("diagonal", "kronecker", "low-rank", "low-rank+diagonal")
+
+
+def batches(seed: int, count: int = 20, inputs: int = 3, outputs: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    slope = torch.randn(inputs, outputs, generator=generator, dtype=torch.float64)
+    for _ in range(count):
+        x = torch.randn(BATCH, inputs, generator=generator, dtype=torch.float64)
+        yield x, x @ slope
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, count: int = 20) -> None:
+    shape = {"inputs": next(model.parameters()).shape[1], "outputs": list(model.parameters())[-1].shape[0]}
+    for x, y in batches(seed, count, **shape):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def network(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return mlp(*(sizes or (3, 4, 2))).double()
+
+
+def posterior(kind: str, model: nn.Module | None = None, seed: int = 0, **settings: Any) -> ba.Posterior:
+    model = network() if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    recorder = None if kind == "diagonal" else ba.Recorder(optimizer, keep=6, every=2)
+    fit(model, optimizer, seed)
+    options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, **settings}
+    return ba.Posterior.from_optimizer(model, optimizer, N, structure=kind, recorder=recorder, **options)
+
+
+def flat(named: Any) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in dict(named).values()])
+
+
+def dense(q: ba.Posterior, prior: bool = True) -> Tensor:
+    """P over all weights, row-major and in the order of the posterior: from the definition of each structure."""
+    weight, power, structure = q.settings.weight, q.settings.power, q.structure
+    if structure.kind.startswith("low-rank"):
+        rows = torch.cat([r.flatten(1) for r in structure.rows.values()], dim=1)
+        found = rows.T @ torch.diag(weight * structure.values**power) @ rows
+        found += torch.diag(weight * flat(structure.rest) ** power)
+    else:
+        blocks = []
+        for name, v in structure.second_moment.items():
+            rotation = structure.bases.get(name)
+            q_left = q_right = None
+            if rotation is not None:
+                q_left, q_right = rotation.left, rotation.right
+            rows = v.shape[0] if v.dim() > 1 else 1
+            left = torch.eye(rows, dtype=v.dtype) if q_left is None else q_left
+            right = torch.eye(v.numel() // rows, dtype=v.dtype) if q_right is None else q_right
+            both = torch.kron(left, right)
+            blocks.append(both @ torch.diag(weight * v.flatten() ** power) @ both.T)
+        found = torch.block_diag(*blocks)
+    if prior:
+        deltas = {n: torch.full_like(t, 0.0) + q.prior_precision[n] for n, t in q.mode.items()}
+        found = found + torch.diag(flat(deltas))
+    return found
+
+
+def proximal(theta: Tensor, metric: Tensor, mu: Tensor, precision: Tensor, weight: float) -> Tensor:
+    """argmin ½ (x − θ')ᵀ D (x − θ') + (λ/2N) (x − μ)ᵀ P (x − μ), by the normal equations."""
+    return torch.linalg.solve(torch.diag(metric) + weight * precision, metric * theta + weight * precision @ mu)
+
+
+def one_step(
+    make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: Tensor, y: Tensor
+) -> torch.optim.Optimizer:
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return optimizer
+
+
+ADAM = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.03),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.03, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "low-rank", "low-rank+diagonal"])
+@pytest.mark.parametrize("name", ADAM)
+def test_a_step_minimises_the_proximal_problem(kind, name):
+    """The third step of two runs that share the first two: without an anchor, and with one for the last alone."""
+    before = posterior(kind)
+    mu, precision = flat(before.mean), dense(before)
+    model = before.model
+    x, y = next(batches(7))
+    optimizer = ADAM[name](model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    with anchor(optimizer, before, 3.0, n_data=100, every=1):
+        plain, twin = copy.deepcopy((model, optimizer))
+        for copied, original in zip(plain.parameters(), model.parameters(), strict=True):
+            copied.grad = original.grad.clone()
+        twin._optimizer_step_post_hooks.clear()
+        twin.step()
+        optimizer.step()
+    key = "max_exp_avg_sq" if name == "amsgrad" else "exp_avg_sq"
+    v = torch.cat([twin.state[p][key].flatten() for p in plain.parameters()]) / (1 - 0.999**3)
+    expected = proximal(flat(plain.named_parameters()), (v.sqrt() + 1e-8) / 0.03, mu, precision, 3.0 / 100)
+    torch.testing.assert_close(flat(model.named_parameters()), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "metric"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 1 / 0.1),
+        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), 1 / 0.1),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 0.1 / 0.1),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True), 0.2 / 0.1),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sgd_has_one_price_for_every_weight(kind, make, metric):
+    """And then the step is exact for every structure."""
+    before = posterior(kind)
+    mu, precision = flat(before.mean), dense(before)
+    optimizer = make(before.model.parameters())
+    plain = copy.deepcopy(before.model)
+    other = make(plain.parameters())
+    with anchor(optimizer, before, every=1) as held:
+        fit(before.model, optimizer, seed=3, count=1)
+    fit(plain, other, seed=3, count=1)
+    theta = flat(plain.named_parameters())
+    expected = proximal(theta, torch.full_like(theta, metric), mu, precision, 1 / N)
+    torch.testing.assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-9)
+    gap = expected - mu
+    torch.testing.assert_close(held.penalty(), gap @ precision @ gap / (2 * N), rtol=1e-6, atol=1e-12)
+
+
+OTHERS = {
+    "rmsprop": (torch.optim.RMSprop, lambda s, t, p: (s["square_avg"] / (1 - 0.99**t)).sqrt() + 1e-8),
+    "adagrad": (torch.optim.Adagrad, lambda s, t, p: s["sum"].sqrt() + 1e-10),
+    "adadelta": (
+        torch.optim.Adadelta,
+        lambda s, t, p: ((s["square_avg"] / (1 - 0.9**t) + 1e-6) / (s["acc_delta"] + 1e-6)).sqrt(),
+    ),
+    "adamax": (torch.optim.Adamax, lambda s, t, p: s["exp_inf"] + 1e-8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimiser_with_its_own_price(name):
+    before = posterior("diagonal")
+    make, rule = OTHERS[name]
+    plain = copy.deepcopy(before.model)
+    other, optimizer = make(plain.parameters(), lr=0.05), make(before.model.parameters(), lr=0.05)
+    # k = 3: one pull after three steps, three times as far.
+    with anchor(optimizer, before, every=3):
+        fit(before.model, optimizer, seed=3, count=3)
+    fit(plain, other, seed=3, count=3)
+    metric = torch.cat([rule(other.state[p], 3, p).flatten() for p in plain.parameters()]) / 0.15
+    expected = proximal(flat(plain.named_parameters()), metric, flat(before.mean), dense(before), 1 / N)
+    torch.testing.assert_close(flat(before.model.named_parameters()), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=1e-2), lambda p: torch.optim.Adafactor(p, lr=1e-2)])
+def test_a_huge_strength_holds_the_weights_where_they_were(kind, make):
+    before = posterior(kind)
+    optimizer = make(before.model.parameters())
+    with anchor(optimizer, before, 1e12, every=1):
+        fit(before.model, optimizer, seed=5)
+    torch.testing.assert_close(flat(before.model.named_parameters()), flat(before.mean), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_rests_where_loss_and_penalty_balance(kind):
+    """Full batches of a linear model: the minimum of mean loss + (λ/2N) (θ − μ)ᵀ P (θ − μ) in closed form."""
+    before = posterior(kind, network(3, 2))
+    mu, precision = flat(before.mean), dense(before)
+    x, y = (torch.cat(parts) for parts in zip(*batches(9), strict=True))
+    ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+    # Weights row by row, then biases; the loss is a mean over both outputs.
+    order = torch.tensor([0, 1, 2, 6, 3, 4, 5, 7])
+    gram = torch.block_diag(ones.T @ ones, ones.T @ ones) / len(x)
+    right = torch.cat([ones.T @ y[:, k] for k in range(2)]) / len(x)
+    inverse = order.argsort()
+    gram, right = gram[inverse][:, inverse], right[inverse]
+    expected = torch.linalg.solve(gram + precision / N, right + precision @ mu / N)
+    optimizer = torch.optim.SGD(before.model.parameters(), lr=0.2)
+    with anchor(optimizer, before, every=1):
+        for _ in range(300):
+            optimizer.zero_grad()
+            F.mse_loss(before.model(x), y).backward()
+            optimizer.step()
+    torch.testing.assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_optimiser_and_the_recorder_see_the_data_alone():
+    """Held so hard that θ never moves, its moments are those of gradients at μ, to the last digit."""
+    before = posterior("diagonal")
+    model = before.model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
+    recorder = ba.Recorder(optimizer, keep=5, every=1)
+    with anchor(optimizer, before, 1e9, every=1):
+        fit(model, optimizer, seed=5, count=5)
+    alone = network()
+    alone.load_state_dict(before.mode)
+    expected = ba.Recorder.from_batches(alone, batches(5), F.mse_loss, keep=5).gradients(alone)
+    for name, found in recorder.gradients(model).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-8)
+        v = ba.curvature.read_optimizer(model, optimizer, bias_correction=False).second_moment[name]
+        weights = torch.tensor([0.001 * 0.999 ** (4 - t) for t in range(5)], dtype=v.dtype)
+        torch.testing.assert_close(v, torch.tensordot(weights, expected[name].square(), dims=1), rtol=1e-5, atol=1e-12)
+
+
+# --- what leaves the weights alone ----------------------------------------------------------------------------------
+
+
+def test_no_rate_or_no_gradient_leaves_a_weight_alone():
+    before = posterior("diagonal")
+    model = before.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    kept = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    with anchor(optimizer, before, every=1):
+        fit(model, optimizer, seed=1, count=3)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.zero_grad()
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+        optimizer.step()
+    changed = {name for name, value in kept.items() if not torch.equal(model.state_dict()[name], value)}
+    assert changed == {"0.weight"}
+
+
+def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing():
+    before = posterior("diagonal")
+    model = before.model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
+    held = anchor(optimizer, before, every=1)
+    fit(model, optimizer, seed=1, count=1)
+    assert held.state_dict()["steps"] == [0]
+    optimizer.found_inf = torch.zeros(())
+    fit(model, optimizer, seed=1, count=1)
+    assert held.state_dict()["steps"] == [1]
+    held.remove()
+    fit(model, optimizer, seed=1, count=1)
+    assert held.state_dict()["steps"] == [1]
+
+
+def test_closures_work_as_plain_steps():
+    found = []
+    for with_closure in (False, True):
+        before = posterior("diagonal")
+        model = before.model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        with anchor(optimizer, before, every=2):
+            for x, y in batches(4, 6):
+
+                def closure(model: nn.Module = model, x: Tensor = x, y: Tensor = y, o: Any = optimizer) -> Tensor:
+                    o.zero_grad()
+                    loss = F.mse_loss(model(x), y)
+                    loss.backward()
+                    return loss
+
+                if with_closure:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+        found.append(flat(model.named_parameters()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+# --- which parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_grew_is_held_in_its_old_rows(kind):
+    before = posterior(kind)
+    model = before.model
+    old = model[2]
+    model[2] = nn.Linear(4, 5).double()
+    with torch.no_grad():
+        model[2].weight[:2], model[2].bias[:2] = old.weight, old.bias
+    fresh = model[2].weight.detach()[2:].clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with anchor(optimizer, before, 1e12, every=1) as held:
+        fit(model, optimizer, seed=2)
+    assert held.free == ()
+    torch.testing.assert_close(model[2].weight[:2], before.mode["2.weight"], rtol=0, atol=1e-8)
+    assert float((model[2].weight.detach()[2:] - fresh).abs().min()) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (5, 2), (3, 2)])
+def test_any_other_shape_is_refused(shape):
+    before = posterior("diagonal")
+    before.model[2] = nn.Linear(*shape).double()
+    with pytest.raises(MatchError, match=r"'2\.(weight|bias)' has shape"):
+        anchor(torch.optim.Adam(before.model.parameters()), before)
+
+
+class Heads(nn.Module):
+    """A body, and a head for each task."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 4).double()
+        self.heads = nn.ModuleList(nn.Linear(4, 2).double() for _ in range(heads))
+        self.task = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[self.task](self.body(x).tanh())
+
+
+def test_parameters_without_a_past_are_free_and_listed():
+    model = Heads(2)
+    first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])
+    for x, y in batches(0):
+        first.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        first.step()
+    before = ba.Posterior.from_optimizer(model, first, N, prior_precision=1.0)
+    second = torch.optim.Adam([*model.body.parameters(), *model.heads[1].parameters()])
+    with anchor(second, before) as held:
+        assert held.anchored == ("body.weight", "body.bias")
+        assert held.free == ("heads.1.weight", "heads.1.bias")
+        assert "2 parameters held, 2 free" in repr(held)
+    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
+        anchor(torch.optim.Adam(model.heads[1].parameters()), before)
+    smaller = nn.ModuleDict({"body": model.body})
+    with pytest.raises(MatchError, match=r"free=\['heads\.0\.weight'"):
+        anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller)
+    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller, free=["heads"]) as held:
+        assert (held.anchored, held.free) == (("body.weight", "body.bias"), ())
+    with anchor(second, before, free=["body.bias", "heads"]) as held:
+        assert held.anchored == ("body.weight",)
+    with pytest.raises(MatchError, match="no parameters or modules"):
+        anchor(second, before, free=["bdy"])
+
+
+def test_settings_that_would_switch_it_off_are_refused():
+    before = posterior("diagonal")
+    optimizer = torch.optim.Adam(before.model.parameters())
+    for wrong in ({"strength": 0.0}, {"strength": float("inf")}, {"n_data": 0}, {"every": 0}):
+        with pytest.raises(SettingError, match=f"{next(iter(wrong))} must be a"):
+            anchor(optimizer, before, **wrong)
+    empty = ba.Posterior(before.model, before.mode, type(before.structure)({n: 0 * t for n, t in before.mode.items()}),
+                         Settings(N, dict.fromkeys(before.mode, 0.0)), {})  # fmt: skip
+    with pytest.raises(ImproperError, match="precision is 0"):
+        anchor(optimizer, empty)
+    for unfit in (torch.optim.Rprop, torch.optim.LBFGS):
+        with pytest.raises(StateError, match="train with Adam"):
+            anchor(unfit(before.model.parameters()), before)
+    with pytest.raises(MatchError, match="needs a Posterior"):
+        anchor(optimizer, before.mode)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_anchor_survives_a_checkpoint(kind):
+    before = posterior(kind)
+    start = copy.deepcopy(before.model.state_dict())
+
+    def run(stops: tuple[int, ...]) -> Tensor:
+        model = before.model
+        model.load_state_dict(start)
+        saved: Any = None
+        place = 0
+        data = list(batches(6, 14))
+        for stop in stops:
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            # Another posterior and settings than those in the state, which has the last word.
+            given = before if saved is None else posterior(kind, network(), seed=8)
+            held = Anchor(optimizer, given, 2.0 if saved is None else 1.0, n_data=50, every=4, model=model)
+            if saved is not None:
+                state = torch.load(io.BytesIO(saved), weights_only=True)
+                optimizer.load_state_dict(state["optimizer"])
+                held.load_state_dict(state["anchor"])
+            for x, y in data[place:stop]:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+            place = stop
+            file = io.BytesIO()
+            torch.save({"optimizer": optimizer.state_dict(), "anchor": held.state_dict()}, file)
+            saved = file.getvalue()
+        assert held.strength == 2.0
+        return flat(model.named_parameters())
+
+    torch.testing.assert_close(run((6, 14)), run((14,)), rtol=0, atol=0)
+
+
+def test_the_state_of_something_else_is_refused():
+    before = posterior("diagonal")
+    held = anchor(torch.optim.Adam(before.model.parameters()), before)
+    with pytest.raises(MatchError, match="not the state of an Anchor"):
+        held.load_state_dict({"steps": [1]})
+    other = posterior("diagonal", network(3, 5, 2))
+    state = anchor(torch.optim.Adam(other.model.parameters()), other).state_dict()
+    with pytest.raises(MatchError, match=r"'0\.weight' is \(5, 3\)"):
+        held.load_state_dict(state)
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------
+
+
+def pair(first: str, second: str, sizes: tuple[int, ...] = (3, 4, 2)) -> tuple[ba.Posterior, ba.Posterior]:
+    model = network(*sizes)
+    a = posterior(first, model, seed=0, power=0.5, prior_precision=0.7).replace(scale=0.3)
+    return a, posterior(second, model, seed=1, prior_precision=0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("diagonal", "diagonal", "diagonal"),
+        ("low-rank", "low-rank", "low-rank"),
+        ("low-rank", "diagonal", "low-rank+diagonal"),
+        ("low-rank+diagonal", "low-rank", "low-rank+diagonal"),
+    ],
+)
+def test_sums_are_exact(first, second, kind):
+    a, b = pair(first, second)
+    total = a + b
+    assert total.structure.kind == kind
+    assert (total.n_data, total.settings.power, total.settings.weight) == (2 * N, 1.0, 2 * N)
+    torch.testing.assert_close(
+        dense(total, prior=False), dense(a, prior=False) + dense(b, prior=False), rtol=1e-6, atol=1e-8
+    )
+    # The prior is the same one; the larger, since one of them may have had none.
+    assert set(total.prior_precision.values()) == {0.7}
+    torch.testing.assert_close(flat(total.mean), flat(b.mean))
+
+
+@pytest.mark.parametrize(("first", "second"), [("kronecker", "kronecker"), ("diagonal", "kronecker")])
+def test_a_kronecker_sum_is_the_diagonal_in_the_eigenbases_of_the_summed_factors(first, second):
+    a, b = pair(first, second)
+    total = a + b
+    whole = dense(a, prior=False) + dense(b, prior=False)
+    start = 0
+    for name, v in total.structure.second_moment.items():
+        block = whole[start : start + v.numel(), start : start + v.numel()]
+        start += v.numel()
+        rows = v.shape[0] if v.dim() > 1 else 1
+        four = block.reshape(rows, v.numel() // rows, rows, v.numel() // rows)
+        rotation = total.structure.bases.get(name)
+        sides = (rotation.left, rotation.right) if rotation else (None, None)
+        for side, factor in zip(
+            sides, (four.diagonal(dim1=1, dim2=3).sum(-1), four.diagonal(dim1=0, dim2=2).sum(-1)), strict=True
+        ):
+            if side is not None:
+                turned = side.T @ factor @ side
+                torch.testing.assert_close(
+                    turned, torch.diag(turned.diagonal()), rtol=0, atol=1e-8 * float(turned.max())
+                )
+        left, right = (
+            torch.eye(n, dtype=v.dtype) if s is None else s for s, n in zip(sides, four.shape[:2], strict=True)
+        )
+        both = torch.kron(left, right)
+        expected = (both.T @ block @ both).diagonal().reshape(v.shape)
+        torch.testing.assert_close(total.settings.weight * v, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_kronecker_posterior_added_to_one_of_the_same_bases_is_exact():
+    a, _ = pair("kronecker", "kronecker")
+    torch.testing.assert_close(dense(a + a, prior=False), 2 * dense(a, prior=False), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_with_a_head_that_grew(kind):
+    model = network()
+    a = posterior(kind, model)
+    model[2] = nn.Linear(4, 5).double()
+    b = posterior(kind, model, seed=1)
+    total = a + b
+    assert total.mode["2.weight"].shape == (5, 4)
+    # Old weights of the larger head; the rest has none of the first.
+    size = sum(t.numel() for t in b.mode.values())
+    large = {name: torch.arange(t.numel()).reshape(t.shape) for name, t in b.mode.items()}
+    offsets = dict(zip(b.mode, [0, *torch.tensor([t.numel() for t in b.mode.values()]).cumsum(0)[:-1]], strict=True))
+    places = torch.cat([(offsets[n] + large[n][: len(t)]).flatten() for n, t in a.mode.items()])
+    before = torch.zeros(size, size, dtype=torch.float64)
+    before[places[:, None], places] = dense(a, prior=False)
+    expected = before + dense(b, prior=False)
+    found = dense(total, prior=False)
+    if kind == "kronecker":
+        # What a projection keeps: the trace, parameter by parameter.
+        torch.testing.assert_close(found.trace(), expected.trace())
+        head = slice(int(offsets["2.weight"]), int(offsets["2.bias"]))
+        torch.testing.assert_close(found[head, head].trace(), expected[head, head].trace())
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    total.sample()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_one_part_keep_theirs(kind):
+    model = Heads(2)
+    parts = []
+    for task in range(2):
+        model.task = task
+        optimizer = torch.optim.Adam([*model.body.parameters(), *model.heads[task].parameters()])
+        recorder = ba.Recorder(optimizer, keep=6, every=2)
+        for x, y in batches(task):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        options = {"power": 1.0, "batch_size": BATCH, "prior_precision": 0.5, "structure": kind, "recorder": recorder}
+        parts.append(ba.Posterior.from_optimizer(model, optimizer, N, **options))
+    total = parts[0] + parts[1]
+    assert set(total.mode) == {name for name, _ in model.named_parameters()}
+    assert total.omitted == {}
+    for part, head in zip(parts, ("heads.0", "heads.1"), strict=True):
+        for end in ("weight", "bias"):
+            name = f"{head}.{end}"
+            torch.testing.assert_close(total.mode[name], part.mode[name])
+            expected = part.settings.weight * part.structure.second_moment[name]
+            torch.testing.assert_close(total.settings.weight * total.structure.second_moment[name], expected)
+
+
+def test_what_has_no_sum_is_refused(tmp_path):
+    a, b = pair("kronecker", "low-rank")
+    with pytest.raises(SettingError, match="read both with the same"):
+        a + b
+    with pytest.raises(TypeError):
+        a + 1
+    with pytest.raises(MatchError, match="no parameter in common"):
+        a + posterior("kronecker", nn.Sequential(nn.Identity(), mlp(3, 2).double()))
+    other = posterior("diagonal", network(3, 5, 2))
+    with pytest.raises(MatchError, match=r"'0\.weight' has shape \(5, 3\) in the first posterior"):
+        other + posterior("diagonal")
+    total = a + a
+    total.save(tmp_path / "sum.safetensors")
+    torch.testing.assert_close(dense(ba.Posterior.load(tmp_path / "sum.safetensors", a.model)), dense(total))
+
+
+# --- two tasks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
+def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
+    """The first task fixes y along three directions, the second along three others; a diagonal wants them to be inputs."""
+    torch.manual_seed(0)
+    turn = torch.eye(6) if kind == "diagonal" else torch.linalg.qr(torch.randn(6, 6)).Q
+    masks = [turn[:, :3] @ turn[:, :3].T, turn[:, 3:] @ turn[:, 3:].T]
+    inputs = [torch.randn(400, 6) @ mask for mask in masks]
+    tasks = [(inputs[0], inputs[0].sum(dim=1, keepdim=True)), (inputs[1], -2 * inputs[1].sum(dim=1, keepdim=True))]
+    error: dict[str, float] = {}
+    for method in ("plain", kind):
+        torch.manual_seed(1)
+        model = mlp(6, 32, 1)
+        before = None
+        for x, y in tasks:
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            recorder = ba.Recorder(optimizer, keep=70, every=2)
+            held = anchor(optimizer, before, n_data=len(x)) if before is not None and method != "plain" else None
+            for _ in range(150):
+                rows = torch.randint(len(x), (40,))
+                optimizer.zero_grad()
+                # Of precision 1/σ² = 100.
+                (50 * F.mse_loss(model(x[rows]), y[rows])).backward()
+                optimizer.step()
+            if held is not None:
+                held.remove()
+            options = {"power": 1.0, "batch_size": 40, "prior_precision": 1.0, "structure": kind}
+            recorded = recorder if kind == "kronecker" else None
+            before = ba.Posterior.from_optimizer(model, optimizer, len(x), recorder=recorded, **options)
+        with torch.no_grad():
+            error[method] = max(float(F.mse_loss(model(x), y)) for x, y in tasks)
+    assert error[kind] < 0.6 * error["plain"]
+
+
+def test_pulls_are_the_posterior_s_own_precision():
+    for kind in KINDS:
+        q = posterior(kind)
+        pull = pull_of(q.structure, q.settings, q.mode)
+        x = {name: torch.randn_like(theta) for name, theta in q.mode.items()}
+        torch.testing.assert_close(flat(pull.product(x)), dense(q) @ flat(x), rtol=1e-6, atol=1e-8)
