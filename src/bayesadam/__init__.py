@@ -2,6 +2,8 @@
 
 from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
 from bayesadam._version import __version__
+from bayesadam.anchoring import Anchor, anchor
+from bayesadam.auditing import Audit, Suspect, audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
 from bayesadam.curvature.recorder import Recorder
 from bayesadam.diagnosis import Diagnosis, Finding, doctor
@@ -26,6 +28,7 @@ from bayesadam.errors import (
     UnusedPosteriorWarning,
 )
 from bayesadam.inspect import inspect_checkpoint
+from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
 from bayesadam.optim import Badam
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.predict import Predictive
@@ -44,9 +47,13 @@ from bayesadam.pruning import (
     shrink,
     to_torch_prune,
 )
+from bayesadam.publish import export_checkpoint
 from bayesadam.sample import sample_checkpoint
+from bayesadam.sparse_tuning import tune_only, tuning_masks
 
 __all__ = [
+    "Anchor",
+    "Audit",
     "Badam",
     "BayesAdamError",
     "BayesAdamWarning",
@@ -60,6 +67,7 @@ __all__ = [
     "ImproperError",
     "MatchError",
     "MemoryBudgetError",
+    "MergeReport",
     "MissingExtraError",
     "MissingFileError",
     "Mixture",
@@ -72,18 +80,24 @@ __all__ = [
     "SettingError",
     "StateError",
     "StructureWarning",
+    "Suspect",
     "UnusedPosteriorWarning",
     "__version__",
+    "anchor",
+    "audit",
     "bandits",
     "calibrate",
     "checkpoint",
     "curvature",
     "doctor",
+    "export_checkpoint",
     "from_torch_prune",
     "inspect_checkpoint",
     "keep_pruned",
     "load_masks",
     "log_marginal_likelihood",
+    "merge",
+    "merge_checkpoints",
     "methods",
     "neuron_masks",
     "optim",
@@ -96,5 +110,8 @@ __all__ = [
     "save_masks",
     "scores",
     "shrink",
+    "similarity",
     "to_torch_prune",
+    "tune_only",
+    "tuning_masks",
 ]

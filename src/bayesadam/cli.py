@@ -282,6 +282,52 @@ def sample(
     run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
+_Compress = Option(help="8bit, a quarter of the bytes; factored, next to none and much coarser; float32 if absent.")
+
+
+@app.command()
+@_reads_checkpoint
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write, to lie beside the weights.")],
+    options: CheckpointOptions,
+    n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Examples behind one gradient.")] = None,
+    compress: Annotated[str | None, _Compress] = None,
+    structure: Annotated[str, Option(help="diagonal, or kronecker for a SOAP's state.")] = "diagonal",
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write the posterior of a saved network as a small file to publish beside its weights, without the model and data."""
+    from bayesadam.experiments.saved_file import run_export
+
+    settings: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
+    run_export(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
+
+
+_Base = Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights alone.")
+_Method = Option(help="fisher, gradient-matching or kronecker; with a base gradient-matching by default, else fisher.")
+_Count = Option("--weight", help="How much a checkpoint is to count, once for each in their order; 1 each by default.")
+
+
+@app.command()
+@_reads_checkpoint
+def merge(
+    checkpoints: Annotated[list[Path], typer.Argument(help="What the trainers saved: weights and optimiser state.")],
+    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
+    options: CheckpointOptions,
+    base: Annotated[Path | None, _Base] = None,
+    method: Annotated[str | None, _Method] = None,
+    weight: Annotated[list[float] | None, _Count] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make one network of several that were fine-tuned from one start, without the model and without data."""
+    from bayesadam.experiments.merging import run_merge
+
+    settings: Any = {"base": base, "method": method, "weights": weight or None}
+    run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **settings)
+
+
 _NData = Option(help="Training examples; without them only the order of SNR means something.")
 _Json = Option("--json", help='Print the inspection, or {"error": …}, as one JSON object and nothing else.')
 _Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")

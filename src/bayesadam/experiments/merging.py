@@ -1,0 +1,31 @@
+"""`bayesadam merge`: saved networks made into one by their optimisers' states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bayesadam.checkpoint import CheckpointOptions
+from bayesadam.errors import SettingError
+from bayesadam.experiments.run import Run
+from bayesadam.experiments.saved_file import plain_settings
+from bayesadam.merging import merge_checkpoints
+
+
+def run_merge(
+    *, out: Path, quiet: bool, checkpoints: Sequence[Path], options: CheckpointOptions, **settings: Any
+) -> tuple[Path, ...]:
+    """The `merge` command: the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
+    if options.optimizer_path is not None:
+        raise SettingError(
+            "--optimizer-file is of one checkpoint, and merging reads several: keep each state beside its weights, or use "
+            "ba.merge with pairs of paths"
+        )
+    named = {"checkpoints": list(map(str, checkpoints)), **settings}
+    run = Run("merge", 0, out.parent, plain_settings(named, options), quiet=quiet)
+    run.prepare()
+    report = merge_checkpoints(checkpoints, out, **settings, **vars(options))
+    run.show(str(report))
+    print(out)
+    return (out, *run.finish({}, report.to_dict(), name=f"{out.stem}.metrics.json"))

@@ -1,0 +1,385 @@
+"""Merging networks: of posteriors, of files, streamed; what is checked, said and warned of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.merging import merge, merge_checkpoints, similarity
+from bayesadam.merging import plan as planning
+from bayesadam.merging.plan import plan_of
+from bayesadam.structures.kronecker import Kronecker
+
+
+def network(width: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def fine_tuned(base, seed, *, steps=60, betas=(0.9, 0.97), keep=None, kind=torch.optim.Adam):
+    """A copy of the base, trained on a task of its own, its optimiser and recorder."""
+    model = copy.deepcopy(base).train()
+    optimizer = kind(model.parameters(), lr=1e-2, betas=betas)
+    recorder = ba.Recorder(optimizer, keep=keep, every=1) if keep else None
+    draw = torch.Generator().manual_seed(seed)
+    target = torch.randn(4, 3, generator=draw)
+    for _ in range(steps):
+        x = torch.randn(16, 4, generator=draw)
+        optimizer.zero_grad()
+        (model(x) - x @ target).square().mean().backward()
+        optimizer.step()
+    return model, optimizer, recorder
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    torch.manual_seed(0)
+    base = network()
+    return base, [fine_tuned(base, seed) for seed in range(3)]
+
+
+def posteriors(tuned, n_data=(960.0,) * 3, **options):
+    return [
+        ba.Posterior.from_optimizer(model, optimizer, n, prior_precision=1.0, **options)
+        for (model, optimizer, _), n in zip(tuned[1], n_data, strict=True)
+    ]
+
+
+def moments(tuned, name):
+    """v̂ of every model, by Adam's own equation."""
+    found = []
+    for model, optimizer, _ in tuned[1]:
+        state = optimizer.state[dict(model.named_parameters())[name]]
+        found.append(state["exp_avg_sq"].double() / (1 - 0.97 ** float(state["step"])))
+    return torch.stack(found)
+
+
+def weights(tuned, name):
+    return torch.stack([model.state_dict()[name].double() for model, _, _ in tuned[1]])
+
+
+def saved(tuned, folder):
+    paths = []
+    for number, (model, optimizer, _) in enumerate(tuned[1]):
+        path = folder / f"{number}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        paths.append(path)
+    return paths
+
+
+def test_fisher_merges_each_weight_and_averages_running_statistics(tuned):
+    merged = merge(posteriors(tuned), weights=[1, 2, 3])
+    alpha = torch.tensor([1.0, 2.0, 3.0]).double()
+    for name, _ in tuned[0].named_parameters():
+        v = moments(tuned, name)
+        share = v * alpha.reshape(-1, *[1] * (v.dim() - 1))
+        assert torch.allclose(merged[name].double(), (share * weights(tuned, name)).sum(0) / share.sum(0), atol=1e-5)
+    mean = (alpha @ weights(tuned, "1.running_mean")) / 6
+    assert torch.allclose(merged["1.running_mean"].double(), mean, atol=1e-6)
+    assert merged["1.num_batches_tracked"] == 60
+    other = network()
+    other.load_state_dict(merged)
+    notes = " ".join(merged.report.notes)
+    assert "2 tensors that no model trained were averaged: 1.running_mean, 1.running_var" in notes
+    assert "1 tensors of integers are those of model 1" in notes
+
+
+def test_nothing_of_the_models_is_changed_or_shared(tuned):
+    before = [copy.deepcopy(model.state_dict()) for model, _, _ in tuned[1]]
+    merged = merge(posteriors(tuned))
+    for tensor in merged.values():
+        tensor.zero_()
+    for (model, _, _), held in zip(tuned[1], before, strict=True):
+        assert all(torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
+
+
+def test_gradient_matching_takes_n_and_b(tuned):
+    models = posteriors(tuned, n_data=(100.0, 200.0, 400.0), batch_size=16)
+    plan = plan_of(models, None, tuned[0], None, planning.CheckpointOptions())
+    merged = merge(models, base=tuned[0])
+    scale = 16 * torch.tensor([100.0, 200.0, 400.0]).double()
+    total = count = 0.0
+    for name, start in tuned[0].named_parameters():
+        v = moments(tuned, name)
+        curvature = v * scale.reshape(-1, *[1] * (v.dim() - 1))
+        total, count = total + curvature.sum(), count + v.numel()
+        every, start = curvature + plan.matching_delta, start.detach().double()
+        change = ((plan.matching_delta + every) * (weights(tuned, name) - start)).sum(0)
+        assert torch.allclose(merged[name].double(), start + change / (plan.matching_delta + every.sum(0)), atol=1e-5)
+    assert plan.matching_delta == pytest.approx(planning.MATCHING_SHARE * float(total) / count, rel=1e-5)
+
+
+def test_a_factor_that_all_have_in_common_changes_nothing(tuned):
+    few, many = (posteriors(tuned, n_data=(n,) * 3, batch_size=b) for n, b in ((10.0, 2), (1e5, 64)))
+    for method, base in ((None, None), (None, tuned[0])):
+        one, other = (merge(models, method, base=base) for models in (few, many))
+        assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+def test_the_base_may_have_a_state(tuned):
+    model, optimizer, _ = fine_tuned(tuned[0], 9)
+    base = ba.Posterior.from_optimizer(model, optimizer, 960, prior_precision=1.0)
+    known, unknown = merge(posteriors(tuned), base=base), merge(posteriors(tuned), base=model)
+    assert not torch.allclose(known["0.weight"], unknown["0.weight"], atol=1e-4)
+
+
+def recorded(base, keep=60, n_data=960.0):
+    found = []
+    for seed in range(2):
+        model, optimizer, recorder = fine_tuned(base, seed, keep=keep, steps=keep)
+        options = {"structure": "kronecker", "recorder": recorder, "prior_precision": 1.0}
+        found.append(ba.Posterior.from_optimizer(model, optimizer, n_data, **options))
+    return found
+
+
+def test_kronecker_solves_the_dense_equation(tuned):
+    models = recorded(tuned[0])
+    merged, start = merge(models, "kronecker"), merge(models, "fisher")
+    for name in ("0.weight", "3.bias"):
+        whole, right = torch.zeros(start[name].numel(), start[name].numel()).double(), 0.0
+        for model in models:
+            basis, v = model.structure.bases[name], model.structure.second_moment[name].double()
+            turn = basis.right.double() if basis.left is None else torch.kron(basis.left.double(), basis.right.double())
+            k = 960 * turn @ torch.diag(v.flatten()) @ turn.T
+            whole, right = whole + k, right + k @ (model.mode[name] - start[name]).double().flatten()
+        whole += planning.KRONECKER_SHARE * whole.diagonal().mean() * torch.eye(len(whole)).double()
+        expected = start[name].double() + torch.linalg.solve(whole, right).view(start[name].shape)
+        assert (merged[name] - expected).norm() < 0.01 * (expected - start[name]).norm() + 1e-6
+    assert not torch.allclose(merged["0.weight"], start["0.weight"], atol=1e-5)
+
+
+def test_kronecker_needs_bases_of_enough_gradients(tuned):
+    with pytest.raises(ba.SettingError, match="needs eigenbases, and model 1 has none"):
+        merge(posteriors(tuned), "kronecker")
+    models = recorded(tuned[0], keep=20)
+    for model in models:
+        assert isinstance(model.structure, Kronecker)
+        object.__setattr__(model.structure, "n_gradients", 20)
+    with pytest.raises(ba.SettingError, match="20 recorded gradients"):
+        merge(models, "kronecker")
+
+
+def test_soap_is_merged_by_its_bases_live_and_saved(tuned, tmp_path):
+    found = [fine_tuned(tuned[0], seed, kind=ba.optim.SOAP) for seed in range(2)]
+    live = [
+        ba.Posterior.from_optimizer(m, o, 960, structure="kronecker", prior_precision=1.0, batch_size=16)
+        for m, o, _ in found
+    ]
+    paths = saved((None, found), tmp_path)
+    merged = merge(live, "kronecker")
+    merge_checkpoints(paths, tmp_path / "out.safetensors", "kronecker")
+    file = load_file(tmp_path / "out.safetensors")
+    assert all(torch.allclose(file[name], merged[name], atol=1e-4) for name in merged)
+    assert not torch.allclose(file["0.weight"], merge(live, "fisher")["0.weight"], atol=1e-4)
+
+
+@pytest.mark.parametrize("matching", [False, True])
+def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch):
+    base = tuned[0] if matching else None
+    if matching:
+        torch.save(tuned[0].state_dict(), tmp_path / "base.pt")
+    merged = merge(posteriors(tuned), base=base)
+    paths = saved(tuned, tmp_path)
+    # Pieces of 7 weights: tensors are split at odd places.
+    for module in ("experts", "stacks"):
+        monkeypatch.setattr(f"bayesadam.merging.{module}.PIECE", 7)
+    monkeypatch.setattr("bayesadam.curvature.read.PIECE", 7)
+    out = tmp_path / "merged.safetensors"
+    report = merge_checkpoints(paths, out, base=tmp_path / "base.pt" if matching else None)
+    file = load_file(out)
+    assert file.keys() == merged.keys()
+    assert all(torch.allclose(file[name], merged[name], atol=1e-6) for name in file)
+    assert report.labels == ("0.pt", "1.pt", "2.pt")
+    for row, other in zip(report.parameters, merged.report.parameters, strict=True):
+        assert row.shares == pytest.approx(other.shares, abs=1e-6)
+
+
+def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
+    merged = merge(posteriors(tuned)[:2])
+    sources = []
+    for number, (model, optimizer, _) in enumerate(tuned[1][:2]):
+        names = [name for name, _ in model.named_parameters()]
+        state = optimizer.state_dict()
+        state["param_groups"][0]["param_names"] = names
+        torch.save(model.state_dict(), tmp_path / f"w{number}.pt")
+        torch.save(state, tmp_path / f"s{number}.pt")
+        sources.append((tmp_path / f"w{number}.pt", tmp_path / f"s{number}.pt"))
+    found = merge(sources)
+    assert all(torch.allclose(found[name], merged[name], atol=1e-6) for name in merged)
+    files = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for posterior, path in zip(posteriors(tuned), files, strict=False):
+        posterior.save(path)
+    again = merge(files)
+    assert again.keys() == dict(tuned[0].named_parameters()).keys()
+    assert all(torch.allclose(again[name], merged[name], atol=1e-6) for name in again)
+
+
+def test_saved_bases_are_those_of_the_posterior(tuned, tmp_path):
+    models = recorded(tuned[0])
+    files = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for posterior, path in zip(models, files, strict=True):
+        posterior.save(path)
+    live, read = merge(models, "kronecker"), merge(files, "kronecker")
+    assert all(torch.allclose(read[name], live[name], atol=1e-4) for name in read)
+
+
+def test_shares_add_up_and_layers_are_means(tuned):
+    report = merge(posteriors(tuned)).report
+    for row in (*report.parameters, *report.layers):
+        assert sum(row.shares) == pytest.approx(1)
+    v = moments(tuned, "0.weight")
+    row = next(row for row in report.parameters if row.name == "0.weight")
+    assert row.shares == pytest.approx((v / v.sum(0)).mean(dim=(1, 2)).tolist(), abs=1e-5)
+    layer = next(row for row in report.layers if row.name == "0")
+    assert layer.weights == 25
+    text = str(report)
+    assert "model 3" in text
+    assert "overlap of the curvatures" in text
+    assert report.to_dict()["method"] == "fisher"
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))[:, :3]
+
+
+def test_tied_tensors_are_merged_once(tmp_path):
+    found = [fine_tuned(Tied(), seed) for seed in range(2)]
+    models = posteriors((None, found), n_data=(960.0, 960.0))
+    merged = merge(models)
+    assert merged["first.weight"] is merged["last.weight"]
+    assert [row.name for row in merged.report.parameters] == ["first.weight"]
+    merge_checkpoints(saved((None, found), tmp_path), tmp_path / "out.safetensors")
+    file = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(file["first.weight"], file["last.weight"])
+    assert torch.allclose(file["first.weight"], merged["first.weight"], atol=1e-6)
+
+
+def test_what_only_one_model_trained_is_its_own(tuned):
+    frozen = copy.deepcopy(tuned[0])
+    for parameter in frozen[0].parameters():
+        parameter.requires_grad_(False)
+    found = [tuned[1][0], fine_tuned(frozen, 5)]
+    merged = merge(posteriors((None, found), n_data=(960.0, 960.0)))
+    v = moments((None, found[:1]), "0.weight")[0]
+    alone = found[0][0].state_dict()["0.weight"]
+    assert torch.equal(merged["0.weight"][v > 0], alone[v > 0])
+    assert "2 tensors that not every model trained come from those that did" in " ".join(merged.report.notes)
+
+
+def test_bfloat16_stays_bfloat16(tuned):
+    found = [fine_tuned(nn.Sequential(nn.Linear(4, 3)), seed) for seed in range(2)]
+    for model, _, _ in found:
+        model.to(torch.bfloat16)
+    models = [ba.Posterior.from_optimizer(m, o, 960, prior_precision=1.0) for m, o, _ in found]
+    assert merge(models)["0.weight"].dtype == torch.bfloat16
+
+
+# --- refusals and warnings ------------------------------------------------------------------------------------------
+
+
+def test_other_architectures_are_refused_by_the_first_name(tuned):
+    wide = ba.Posterior.from_optimizer(*fine_tuned(network(6), 0)[:2], 960, prior_precision=1.0)
+    with pytest.raises(ba.MatchError, match=r"'0.weight' has shape \(5, 4\) in the one and \(6, 4\)"):
+        merge([posteriors(tuned)[0], wide])
+    deep = nn.Sequential(*copy.deepcopy(tuned[0]), nn.Linear(3, 3))
+    deeper = ba.Posterior.from_optimizer(*fine_tuned(deep, 0)[:2], 960, prior_precision=1.0)
+    with pytest.raises(ba.MatchError, match=r"model 2 has '4\.weight', model 1 has not"):
+        merge([posteriors(tuned)[0], deeper])
+    with pytest.raises(ba.MatchError, match="the base is of another architecture"):
+        merge(posteriors(tuned), base=network(6))
+    with pytest.raises(ba.MatchError, match="different architectures"):
+        similarity(posteriors(tuned)[0], wide)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "mean"}, "method must be one of"),
+        ({"method": "gradient-matching"}, "needs base="),
+        ({"method": "fisher", "base": {"a": torch.ones(1)}}, "makes no use of base="),
+        ({"weights": [1.0]}, "one number for each of the 3 models"),
+        ({"weights": [1.0, 0.0, 1.0]}, "positive finite number"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(tuned, change, said):
+    with pytest.raises(ba.SettingError, match=said):
+        merge(posteriors(tuned), **change)
+
+
+def test_one_model_and_models_alone_are_refused(tuned):
+    with pytest.raises(ba.SettingError, match="two or more"):
+        merge(posteriors(tuned)[:1])
+    with pytest.raises(ba.SettingError, match="A model alone has no curvature"):
+        merge([model for model, _, _ in tuned[1]])
+
+
+def test_a_file_with_bad_moments_is_refused_and_nothing_is_written(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    tree = torch.load(paths[1], weights_only=True)
+    tree["optimizer"]["state"][2]["exp_avg_sq"][0] = float("nan")
+    torch.save(tree, paths[1])
+    out = tmp_path / "merged.safetensors"
+    with pytest.raises(ba.StateError, match=r"'1.weight' in 1.pt"):
+        merge_checkpoints(paths, out)
+    with pytest.raises(ba.FileError, match="safetensors"):
+        merge_checkpoints(paths, tmp_path / "merged.pt")
+    assert not out.exists()
+
+
+def test_the_sources_are_not_overwritten(tuned, tmp_path):
+    path = tmp_path / "posterior.safetensors"
+    posteriors(tuned)[0].save(path)
+    with pytest.raises(ba.FileError, match="overwrite"):
+        merge_checkpoints([path, saved(tuned, tmp_path)[1]], path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"betas": (0.9, 0.95)}, "β₂ = 0.95"), ({"steps": 10}, "trained for 10 steps")]
+)
+def test_poor_states_are_warned_of(tuned, tmp_path, options, said):
+    found = [tuned[1][0], fine_tuned(tuned[0], 1, **options)]
+    with pytest.warns(ba.BayesAdamWarning, match=said):
+        merge(saved((None, found), tmp_path))
+
+
+def test_disjoint_curvature_is_warned_of(tuned):
+    models = posteriors(tuned)[:2]
+    for number, model in enumerate(models):
+        for v in model.structure.second_moment.values():
+            v.flatten()[number::2] = 0
+    with pytest.warns(ba.BayesAdamWarning, match="overlap by 0.00 only"):
+        merge(models)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merge(posteriors(tuned))
+
+
+def test_n_that_is_known_of_some_counts_for_none_and_that_is_said(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    merged = merge([posteriors(tuned)[0], *paths[1:]], base=tuned[0])
+    assert "the number of training examples of 1.pt, 2.pt is not known" in " ".join(merged.report.notes)
+
+
+# --- similarity -----------------------------------------------------------------------------------------------------
+
+
+def test_similarity_is_one_less_the_squared_hellinger_distance(tuned, tmp_path):
+    a, b = posteriors(tuned)[:2]
+    p, q = (torch.cat([v.double().flatten() for v in each.structure.second_moment.values()]) for each in (a, b))
+    p, q = p / p.sum(), q / q.sum()
+    distance = 0.5 * (p.sqrt() - q.sqrt()).square().sum()
+    assert similarity(a, b) == pytest.approx(1 - float(distance), abs=1e-6)
+    assert similarity(a, a) == pytest.approx(1)
+    assert similarity(*saved(tuned, tmp_path)[:2]) == pytest.approx(similarity(a, b), abs=1e-5)
