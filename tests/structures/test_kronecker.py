@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.curvature.rotated import eigenbasis
 from bayesadam.errors import FileError, SettingError
 from bayesadam.optim import SOAP
 from bayesadam.structures.kronecker import Kronecker
@@ -257,3 +258,22 @@ def test_recorded_gradients_give_vectors_bases_where_they_suffice(keep, covarian
     torch.testing.assert_close(found.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=0)
     if covariance:
         torch.testing.assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_eigenvectors_that_are_not_orthonormal_are_found_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Single precision on a GPU gave such for matrices of low rank.
+    exact = torch.linalg.eigh
+
+    def rough(matrix: torch.Tensor) -> torch.return_types.linalg_eigh:
+        found = exact(matrix)
+        if matrix.dtype == torch.float32:
+            found.eigenvectors[:, 0] = found.eigenvectors[:, 1]
+        return found
+
+    monkeypatch.setattr(torch.linalg, "eigh", rough)
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    basis = eigenbasis(rows @ rows.T)
+    assert basis.dtype == torch.float32
+    torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
+    values = (basis.T @ rows).square().sum(dim=1)
+    assert bool((values[:-1] >= values[1:] - 1e-5).all())

@@ -24,6 +24,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.merging.lora import Scaling, scaling_of_folder, scaling_of_model
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
+from bayesadam.structures.kronecker import Kronecker
 from bayesadam.structures.structure import Structure
 
 AnyPath = str | os.PathLike[str]
@@ -152,7 +153,7 @@ def _of_posterior(posterior: Posterior, label: str) -> Expert:
         {name: id(tensor) for name, tensor in tensors.items()},
         posterior.n_data,
         posterior.settings.batch_size,
-        getattr(structure, "n_gradients", None),
+        structure.n_gradients if isinstance(structure, Kronecker) else None,
         scaling_of_model(posterior.model),
     )
 
