@@ -251,6 +251,9 @@ def cells_of(options: argparse.Namespace) -> dict[str, Callable[[], Cell]]:
     return found
 
 
+DIFFERENCES = (("fisher", "average"), ("fisher", "exact Fisher"), ("kronecker", "fisher"))
+
+
 def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[float]]]]:
     """The mean and standard error of every row over the seeds, one column a setting, in Markdown; and the numbers."""
     columns: dict[str, dict[str, list[float]]] = {}
@@ -260,6 +263,11 @@ def table(cells: Mapping[str, Cell]) -> tuple[str, dict[str, dict[str, list[floa
             column.setdefault(row, []).append(value)
         for value in cell.get("overlaps", ()):
             column.setdefault("overlap", []).append(value)
+    images = [cell["rows"] for key, cell in cells.items() if key.startswith("images")]
+    if images:
+        columns["images, all"] = {row: [rows[row] for rows in images] for row in images[0]}
+        for one, other in DIFFERENCES:
+            columns["images, all"][f"{one} − {other}"] = [rows[one] - rows[other] for rows in images]
     texts = []
     for column, rows in columns.items():
         digits = 1 if column.startswith(("images", "shares", "classes", "sparse")) else 3
@@ -276,7 +284,7 @@ def targets_of(columns: Mapping[str, Mapping[str, Sequence[float]]], cells: Mapp
 
     found: list[Target] = []
     for column, rows in columns.items():
-        if column.startswith("images"):
+        if column.startswith("images-"):
             value = {row: mean(values) for row, values in rows.items()}
             found += at_least(f"{column}: v̂ over averaging", 8.0, value["fisher"] - value["average"])
             found += at_least(f"{column}: v̂ over exact Fisher", 0.0, value["fisher"] - value["exact Fisher"])
