@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +40,21 @@ def trained(
     optimizer = torch.optim.Adam(model.parameters(), **adam)  # type: ignore[arg-type]
     train(model, optimizer, seed=seed)
     return model, optimizer
+
+
+def three_steps(folder: Path) -> Any:
+    """Hugging Face's arguments of a training of three steps, whose checkpoint is `folder/checkpoint-3`."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        str(folder),
+        max_steps=3,
+        save_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        weight_decay=0.1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )

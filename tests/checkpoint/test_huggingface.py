@@ -21,6 +21,7 @@ import bayesadam as ba
 from bayesadam.checkpoint import read_checkpoint, read_curvature
 from bayesadam.checkpoint.huggingface import decay_orders, own_names
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
+from cases import three_steps
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -133,19 +134,7 @@ class Trained:
 
 def by_trainer(folder: Path, build: Callable[[], Any], **options: Any) -> Trained:
     model = seeded(build)
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=3,
-        save_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=0.01,
-        weight_decay=0.1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples(model), **options)
+    trainer = transformers.Trainer(model, three_steps(folder), train_dataset=examples(model), **options)
     trainer.train()
     return Trained(folder / "checkpoint-3", build, model, trainer.optimizer)
 

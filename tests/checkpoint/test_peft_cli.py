@@ -20,6 +20,7 @@ import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.checkpoint import match_checkpoint, read_checkpoint, read_curvature
 from bayesadam.errors import FileError, MatchError, MissingExtraError
+from cases import three_steps
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -182,19 +183,7 @@ class Trained:
 
 
 def train(folder: Path, model: Any) -> Trained:
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=3,
-        save_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=0.01,
-        weight_decay=0.1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples(model))
+    trainer = transformers.Trainer(model, three_steps(folder), train_dataset=examples(model))
     trainer.train()
     return Trained(folder / "checkpoint-3", model, trainer.optimizer)
 
