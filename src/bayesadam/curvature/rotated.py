@@ -80,14 +80,19 @@ def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:
 def eigenbasis(matrix: Tensor) -> Tensor:
     """The eigenvectors of a symmetric matrix as columns, from the largest eigenvalue down.
 
-    Where single precision does not leave them orthonormal, as on some GPUs for matrices of low rank, they are found in double.
+    Where single precision does not find them, or does not leave them orthonormal, as happens to matrices of low rank, they are
+    found in double.
 
     >>> eigenbasis(torch.diag(torch.tensor([1.0, 3.0]))).abs()
     tensor([[0., 1.],
             [1., 0.]])
     """
-    vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
-    if not is_orthonormal(vectors):
+    try:
+        vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
+        is_found = is_orthonormal(vectors)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        is_found = False
+    if not is_found:
         vectors = torch.linalg.eigh(matrix.double()).eigenvectors.to(matrix.dtype)
     return vectors.flip(1).contiguous()
 
