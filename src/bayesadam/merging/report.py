@@ -102,12 +102,13 @@ class MergeReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        heading = ["layer", "weights", *self.labels, "overlap"]
+        short, legend = _short(self.labels)
+        heading = ["layer", "weights", *short, "overlap"]
         lines = [heading, *(_cells(row) for row in self.layers)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
         table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         return "\n".join(
-            [*table, f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}", *self.notes]
+            [*table, *legend, f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}", *self.notes]
         )
 
 
@@ -126,6 +127,14 @@ def report_of(
     by_layer = tuple(MergedParameter.of(name, found) for name, found in layers.items())
     least = min(total.overlaps(), default=1.0)
     return MergeReport(method, tuple(labels), tuple(rows), by_layer, least, tuple(notes))
+
+
+def _short(labels: Sequence[str], limit: int = 16) -> tuple[Sequence[str], list[str]]:
+    """Headings of columns, and the lines that explain them: numbers in place of labels that are too long."""
+    if all(len(label) <= limit for label in labels):
+        return labels, []
+    numbers = [f"model {number}" for number in range(1, len(labels) + 1)]
+    return numbers, [f"{number} is {label}" for number, label in zip(numbers, labels, strict=True)]
 
 
 def _cells(row: MergedParameter) -> list[str]:
