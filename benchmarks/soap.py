@@ -1,8 +1,12 @@
 """What richer statistics cost in training: a step with SOAP, or with Adam and a recorder, over one with Adam; one run.
 
     python benchmarks/soap.py [--quick] [--steps 20] [--rounds 20] [--batches 128] [--device cpu] [--out FOLDER]
+    python benchmarks/soap.py --large [--quick] [--periods 3] [--authors soap.py] [--device cuda] [--out FOLDER]
 
 Every timed call has its share of refreshes and recordings, which is why the number of its steps is a multiple of 20.
+With --large, a decoder of GPT-2 small's size in bfloat16 autocast, AdamW (fused), our SOAP, and those of its authors (the
+file that --authors names), heavyball and pytorch_optimizer where they can be imported: means over whole periods of ten
+steps, so that each has its refresh, and the median of those.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import bayesadam as ba
+import soap_large
 import step
 from bayesadam.optim.soap import SOAP
 from harness import arguments, interleaved, ratio, ratio_range, setting, write_results
@@ -72,7 +78,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", default=[128])
+    parser.add_argument("--large", action="store_true", help="a decoder of GPT-2 small's size instead")
+    parser.add_argument("--periods", type=int, default=3, help="of ten steps, with --large")
+    parser.add_argument("--authors", type=Path, help="its authors' soap.py, for --large")
     options = parser.parse_args()
+    if options.large:
+        size, periods = (soap_large.QUICK, 1) if options.quick else (soap_large.Size(), options.periods)
+        found = soap_large.large(size, options.device, periods, options.authors)
+        about = {**setting(), "device": torch.cuda.get_device_name() if "cuda" in options.device else "cpu"}
+        write_results(options.out, "soap-large", {**about, "periods": periods, **found})
+        value = found["ours"]["whole step / AdamW's"]
+        print(f"a training step with SOAP over one with AdamW, fused: {value:.3f} (target: at most 1.15)")
+        return
     if options.quick:
         options.rounds, options.batches = 1, [8]
     if options.steps < 20 or options.steps % 20:
