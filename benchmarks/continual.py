@@ -269,7 +269,7 @@ def sequential(method: str, model: Net, tasks: Sequence[Task], epochs: int, stre
         optimizer = adam(model)
         held = None
         if past is not None:
-            held = ba.anchor(optimizer, past, strength, n_data=len(task.x))
+            held = ba.anchor(optimizer, past, strength=strength, n_data=len(task.x))
         is_rival = method in ("ewc", "online-laplace")
         train(model, task, optimizer, epochs, partial(penalty.correct, len(task.x)) if is_rival and number else None)
         if held is not None:

@@ -101,7 +101,7 @@ def one_step(
 
 ADAM = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.03),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.03, amsgrad=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.03, amsgrad=True, weight_decay=0.0),
 }
 
 
@@ -120,7 +120,7 @@ def test_a_step_minimises_the_proximal_problem(kind, name):
         optimizer.step()
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
-    with anchor(optimizer, before, 3.0, n_data=100, every=1):
+    with anchor(optimizer, before, strength=3.0, n_data=100, every=1):
         plain, twin = copy.deepcopy((model, optimizer))
         for copied, original in zip(plain.parameters(), model.parameters(), strict=True):
             copied.grad = original.grad.clone()
@@ -191,7 +191,7 @@ def test_every_optimiser_with_its_own_price(name):
 def test_a_huge_strength_holds_the_weights_where_they_were(kind, make):
     before = posterior(kind)
     optimizer = make(before.model.parameters())
-    with anchor(optimizer, before, 1e12, every=1):
+    with anchor(optimizer, before, strength=1e12, every=1):
         fit(before.model, optimizer, seed=5)
     torch.testing.assert_close(flat(before.model.named_parameters()), flat(before.mean), rtol=0, atol=1e-8)
 
@@ -225,7 +225,7 @@ def test_the_optimiser_and_the_recorder_see_the_data_alone():
     model = before.model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
     recorder = ba.Recorder(optimizer, keep=5, every=1)
-    with anchor(optimizer, before, 1e9, every=1):
+    with anchor(optimizer, before, strength=1e9, every=1):
         fit(model, optimizer, seed=5, count=5)
     alone = network()
     alone.load_state_dict(before.mode)
@@ -312,7 +312,7 @@ def test_a_head_that_grew_is_held_in_its_old_rows(kind):
         model[2].weight[:2], model[2].bias[:2] = old.weight, old.bias
     fresh = model[2].weight.detach()[2:].clone()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with anchor(optimizer, before, 1e12, every=1) as held:
+    with anchor(optimizer, before, strength=1e12, every=1) as held:
         fit(model, optimizer, seed=2)
     assert held.free == ()
     torch.testing.assert_close(model[2].weight[:2], before.mode["2.weight"], rtol=0, atol=1e-8)
@@ -380,9 +380,55 @@ def test_settings_that_would_switch_it_off_are_refused():
     for unfit in (torch.optim.Rprop, torch.optim.LBFGS):
         with pytest.raises(StateError, match="train with Adam"):
             anchor(unfit(before.model.parameters()), before)
-    with pytest.raises(MatchError, match="needs a Posterior"):
+    with pytest.raises(MatchError, match="posterior must be a Posterior, got dict"):
         anchor(optimizer, before.mode)
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_since_the_last_pull_count_at_the_end(kind):
+    before = posterior(kind)
+    start, mu, precision = flat(before.mean).clone(), flat(before.mean), dense(before)
+    optimizer = torch.optim.SGD(before.model.parameters(), lr=0.1)
+    plain = copy.deepcopy(before.model)
+    with anchor(optimizer, before):
+        fit(before.model, optimizer, seed=3, count=5)
+    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.1), seed=3, count=5)
+    theta = flat(plain.named_parameters())
+    expected = proximal(theta, torch.full_like(theta, 1 / 0.5), mu, precision, 1 / N)
+    torch.testing.assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-9)
+    held = anchor(optimizer, before, strength=1e12)
+    fit(before.model, optimizer, seed=3, count=5)
+    assert float((flat(before.model.named_parameters()) - start).abs().max()) > 1e-3
+    held.remove()
+    torch.testing.assert_close(flat(before.model.named_parameters()), start, rtol=0, atol=1e-8)
+    # Once: a second remove finds nothing left to do.
+    kept = before.model.state_dict()["0.weight"].clone()
+    held.remove()
+    assert torch.equal(before.model.state_dict()["0.weight"], kept)
+
+
+def test_the_number_of_examples_is_not_taken_for_a_strength():
+    before = posterior("diagonal")
+    with pytest.raises(TypeError, match="positional"):
+        anchor(torch.optim.Adam(before.model.parameters()), before, 643)
+
+
+def test_what_else_pulls_at_the_weights_is_warned_of():
+    before = posterior("diagonal")
+    optimizer = torch.optim.Adam(before.model.parameters())
+    with anchor(optimizer, before):
+        with pytest.warns(ba.BayesAdamWarning, match="anchored already"):
+            anchor(optimizer, before).remove()
+        # Another part of the network, and another optimiser of it.
+        anchor(torch.optim.Adam(before.model.parameters()), before).remove()
+    with anchor(optimizer, before, free="0"), anchor(optimizer, before, free=["2"]) as other:
+        assert other.anchored == ("0.weight", "0.bias")
+    with pytest.warns(ba.BayesAdamWarning, match=r"weight decay of 0\.01"):
+        anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
+    x, y = next(batches(1))
+    with pytest.warns(ba.BayesAdamWarning, match="before calibrate"):
+        anchor(optimizer, ba.calibrate(before, (x, y), likelihood="regression")).remove()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -403,7 +449,7 @@ def test_an_anchor_survives_a_checkpoint(kind):
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
             # Another posterior and settings than those in the state, which has the last word.
             given = before if saved is None else posterior(kind, network(), seed=8)
-            held = Anchor(optimizer, given, 2.0 if saved is None else 1.0, n_data=50, every=4, model=model)
+            held = Anchor(optimizer, given, strength=2.0 if saved is None else 1.0, n_data=50, every=4, model=model)
             if saved is not None:
                 state = torch.load(io.BytesIO(saved), weights_only=True)
                 optimizer.load_state_dict(state["optimizer"])

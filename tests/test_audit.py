@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import math
@@ -291,6 +292,7 @@ def test_loaders_that_shuffle_are_refused():
         (lambda x, y: (x, y[:-1]), "one for each example"),
         (lambda x, y: (x, y + 1), "class indices must be 0 to 3"),
         (lambda x, y: [], "nothing to audit"),
+        (lambda x, y: (x, y.double()), r"whole numbers, got torch\.float64: pass labels\.long\(\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, message):
@@ -338,13 +340,13 @@ def test_moments_of_novelty_are_computed_once(monkeypatch):
 
     posterior, x, _ = fitted()
     asked = []
-    compute = prediction.moments
+    compute = prediction.moments_of
 
-    def counting(call, params, variances, *rest):
-        asked.append(len(variances))
-        return compute(call, params, variances, *rest)
+    def counting(gaussians, *rest, **options):
+        asked.append(len(gaussians))
+        return compute(gaussians, *rest, **options)
 
-    monkeypatch.setattr(prediction, "moments", counting)
+    monkeypatch.setattr(prediction, "moments_of", counting)
     alone = posterior.novelty(x)
     together = posterior.predict(x, likelihood="classification", covariance=True, novelty=True).novelty
     assert asked == [1, 2]
@@ -464,9 +466,40 @@ def test_pictures_hold_the_pixels():
     ],
 )
 def test_examples_are_shown_for_what_they_are(example, kind):
-    assert getattr(shown(example), kind)
+    assert getattr(shown([example])[0], kind)
     if isinstance(example, Tensor) and example.dim() == 1:
-        assert "(30 numbers)" in shown(example).text
+        assert "(30 numbers)" in shown([example])[0].text
+
+
+def test_pictures_are_scaled_to_the_range_of_all_of_them():
+    dark, light = torch.zeros(4, 4), torch.full((4, 4), 16.0)
+    dark[0, 0] = 4.0
+
+    def pixels(one):
+        return decoded(base64.b64decode(one.picture.partition(",")[2]))
+
+    first, second = map(pixels, shown([dark, light]))
+    assert (int(first[0, 0, 0]), int(first[1, 1, 0])) == (64, 0)
+    assert bool((second == 255).all())
+    below, above = map(pixels, shown([torch.full((2, 2), -1.0), torch.ones(2, 2)]))
+    assert (int(below.max()), int(above.min())) == (0, 255)
+    whole = torch.randint(256, (5, 5, 3), dtype=torch.uint8)
+    assert torch.equal(pixels(shown([whole, dark])[0]), whole.long())
+
+
+def test_an_audit_of_a_few_steps_is_warned_of():
+    torch.manual_seed(0)
+    model, x, y = mlp(3, 4), torch.randn(8, 3), torch.randint(4, (8,))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, 8, prior_precision=1.0)
+    with pytest.warns(ba.BayesAdamWarning, match="has 3 gradients behind it"):
+        audit(posterior, (x, y))
+    with pytest.raises(MatchError, match="posterior must be a Posterior, got Sequential"):
+        audit(model, (x, y))
 
 
 def test_the_rival_is_the_strongest_other_class():

@@ -99,6 +99,31 @@ def test_bad_values_are_value_errors():
         assert isinstance(caught.value, ba.BayesAdamError)
 
 
+def test_arguments_out_of_order_are_told(tmp_path):
+    model, optimizer, _ = trained()
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=1.0)
+    masks = ba.pruning_masks(posterior, 0.5)
+    for swapped, said in (
+        (lambda: ba.Posterior.load(model, tmp_path / "p.safetensors"), "model must be a Module, got"),
+        (lambda: ba.prune(masks, model), "model must be a Module, got dict"),
+        (lambda: ba.pruning_masks(model, 0.5), "posterior must be a Posterior, got Sequential"),
+        (lambda: ba.neuron_masks(model, 0.5, example_input=torch.ones(1, 2)), "posterior must be a Posterior"),
+        (lambda: ba.tuning_masks(model, share=0.1), "posterior must be a Posterior"),
+        (lambda: ba.audit([(torch.ones(1, 2), torch.ones(1))], posterior), "posterior must be a Posterior, got list"),
+    ):
+        with pytest.raises(ba.MatchError, match=said):
+            swapped()
+
+
+def test_an_infinite_variance_names_a_prior():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(4, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ba.ImproperError, match=r"posterior\.replace\(prior_precision=1\.0\)"):
+        ba.Posterior.from_optimizer(model, optimizer, n_data=60).sample()
+
+
 def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
     model, optimizer, _ = trained()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60)

@@ -18,9 +18,9 @@ from bayesadam import publish
 from bayesadam.checkpoint import format_of, read_checkpoint, read_curvature
 from bayesadam.cli import app
 from bayesadam.curvature.compression import BLOCK, decode, encode, expanded, orthonormal, outline
+from bayesadam.curvature.probes import probe
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.optim import SOAP
-from bayesadam.posterior.header import probe
 from bayesadam.publish import export_checkpoint
 
 COMPRESSIONS = (None, "8bit", "factored")
@@ -122,7 +122,7 @@ def saved(tmp_path):
     """A folder with a checkpoint, and the network and the optimiser in it."""
     torch.manual_seed(0)
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, betas=(0.9, 0.97))
     train(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 64}, tmp_path / "last.ckpt")
     return tmp_path, model, optimizer
@@ -242,7 +242,7 @@ def test_double_precision_stays(tmp_path):
 def soap(tmp_path):
     torch.manual_seed(0)
     model = build()
-    optimizer = SOAP(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = SOAP(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.95, 0.97))
     train(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 64}, tmp_path / "last.ckpt")
     return tmp_path, model, optimizer
@@ -317,6 +317,80 @@ def test_weights_of_another_training_are_refused(saved):
         ba.Posterior.load(out, nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3)))
     with pytest.raises(MatchError, match="no parameters"):
         ba.Posterior.load(out, nn.Linear(20, 32))
+
+
+def test_weights_of_another_training_are_refused_in_a_checkpoint_too(saved, tmp_path_factory):
+    folder, model, optimizer = saved
+    out = published(folder, model, "8bit")
+    other = build()
+    torch.save(other.state_dict(), folder / "elsewhere.pt")
+    # With its own weights in it, too.
+    ba.Posterior.from_optimizer(model, optimizer, 64).save(folder / "whole.safetensors")
+    for state in (out, folder / "whole.safetensors"):
+        pair = (folder / "elsewhere.pt", state)
+        for read in (
+            lambda pair=pair: ba.prune_checkpoint(pair[0], folder / "p.safetensors", 0.5, optimizer_path=pair[1]),
+            lambda pair=pair: ba.Posterior.from_checkpoint(pair[0], build(), optimizer_path=pair[1]),
+            lambda pair=pair: ba.merge([folder / "last.ckpt", pair]),
+        ):
+            with pytest.raises(MatchError, match=r"weights in .*elsewhere.pt are not those"):
+                read()
+    # Beside the weights, and in a folder of both.
+    save_file(other.state_dict(), folder / "model.safetensors")
+    alone = tmp_path_factory.mktemp("folder")
+    for name in ("model.safetensors", "posterior.safetensors"):
+        (alone / name).write_bytes((folder / name).read_bytes())
+    for path in (folder / "model.safetensors", alone):
+        with pytest.raises(MatchError, match="published with it"):
+            read_checkpoint(path)
+    save_file({n: t.bfloat16() for n, t in model.state_dict().items()}, folder / "model.safetensors")
+    assert read_checkpoint(folder / "model.safetensors").format == "safetensors"
+
+
+@pytest.mark.parametrize("compress", COMPRESSIONS)
+def test_the_file_says_how_many_gradients_and_examples_are_behind_it(saved, compress):
+    folder, model, optimizer = saved
+    out = published(folder, model, compress, batch_size=16)
+    live = ba.Posterior.from_optimizer(model, optimizer, 64, batch_size=16)
+    live.save(folder / "live.safetensors", weights=False, compress=compress)
+    again = ba.Posterior.from_checkpoint(folder / "model.safetensors", build(), power=1.0)
+    found = [ba.Posterior.load(path, model) for path in (out, folder / "live.safetensors")]
+    for each in (live, again, *found):
+        assert (each.origin.steps, each.origin.beta, each.origin.recorded) == ((40, 40), 0.97, False)
+        assert each.settings.batch_size == 16
+
+
+def test_short_trainings_are_warned_of_when_exported_and_when_merged(saved):
+    folder, model, _ = saved
+    sources = [folder / "last.ckpt"]
+    short = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    train(model, short, steps=5)
+    torch.save({"model": model.state_dict(), "optimizer": short.state_dict()}, folder / "few.pt")
+    with pytest.warns(ba.BayesAdamWarning, match=r"few\.pt was trained for 5 steps"):
+        export_checkpoint(folder / "few.pt", folder / "few.safetensors", 64)
+    torch.save(model.state_dict(), folder / "weights.pt")
+    with pytest.warns(ba.BayesAdamWarning, match=r"weights\.pt was trained for 5 steps against a memory .* = 1000"):
+        ba.merge([*sources, (folder / "weights.pt", folder / "few.safetensors")])
+
+
+def test_the_batch_size_of_a_published_file_counts_in_a_merge(saved):
+    folder, model, optimizer = saved
+    out = published(folder, model, batch_size=4)
+    other = build()
+    other.load_state_dict(model.state_dict())
+    adam = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.97))
+    train(other, adam, steps=50)
+    live = [
+        ba.Posterior.from_optimizer(m, o, 64, batch_size=b) for m, o, b in ((model, optimizer, 4), (other, adam, 32))
+    ]
+    live[1].save(folder / "other.safetensors")
+    base = {name: tensor + 0.01 for name, tensor in model.state_dict().items()}
+    expected = ba.merge(live, base=base)
+    found = ba.merge([(folder / "model.safetensors", out), folder / "other.safetensors"], base=base)
+    assert found.report.notes == ()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    shares = [{row.name: row.shares for row in each.report.parameters} for each in (found, expected)]
+    assert all(shares[0][name] == pytest.approx(own, abs=1e-5) for name, own in shares[1].items())
 
 
 def test_the_probe_is_a_copy_of_a_few_weights():
@@ -427,6 +501,7 @@ def test_files_are_written_tensor_by_tensor(tmp_path, monkeypatch):
         return ends, v
 
     monkeypatch.setattr(publish, "read_entry", watched)
-    export_checkpoint(tmp_path / "last.ckpt", tmp_path / "posterior.safetensors", 10, compress="8bit")
+    with pytest.warns(ba.BayesAdamWarning, match=r"last\.ckpt was trained for 1 steps"):
+        export_checkpoint(tmp_path / "last.ckpt", tmp_path / "posterior.safetensors", 10, compress="8bit")
     # Codes and ranges.
     assert len(seen) == 2 * 12

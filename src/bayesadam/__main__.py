@@ -4,14 +4,21 @@ import io
 import json
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from bayesadam._extras import require
-from bayesadam.errors import BayesAdamError
+from bayesadam.errors import BayesAdamError, BayesAdamWarning
 
 # Keywords in error messages, and the options of the command line for them.
 _OPTIONS = {
     "n_data=": "--n-data",
+    "batch_size=": "--batch-size",
+    "base=": "--base",
+    "method=": "--method",
+    "weights=": "--weight",
     "prior_precision=": "--prior-precision",
     "exclude=": "--exclude",
     "optimizer=": "--optimizer",
@@ -35,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for package in ("typer", "rich"):
             require(package)
-        require("bayesadam.cli").app(arguments, prog_name="bayesadam")
+        with _plain_warnings():
+            require("bayesadam.cli").app(arguments, prog_name="bayesadam")
     except BayesAdamError as error:
         # A list of what to choose from has an indented line for each.
         message = "\n  ".join(" ".join(line.split()) for line in _in_options(str(error)).split("\n  "))
@@ -47,6 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("bayesadam: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """The library's warnings without the file and the line, which are not the user's."""
+    usual = warnings.formatwarning
+
+    def plain(message: Any, category: type[Warning], *place: Any, **others: Any) -> str:
+        if not issubclass(category, BayesAdamWarning):
+            return usual(message, category, *place, **others)
+        return f"bayesadam: warning: {_in_options(str(message))}\n"
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _in_options(message: str) -> str:

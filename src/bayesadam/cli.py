@@ -68,9 +68,14 @@ def _checkpoint_options(
 
 
 def _reads_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose argument `options` is given on the command line by the options of `_checkpoint_options`."""
-    added = signature(_checkpoint_options, eval_str=True).parameters
+    """A command whose argument `options` is given on the command line by the options of `_checkpoint_options`.
+
+    Of several checkpoints each has a state of its own, so that no option names its file.
+    """
     own = signature(command, eval_str=True).parameters
+    added = dict(signature(_checkpoint_options, eval_str=True).parameters)
+    if "checkpoints" in own:
+        del added["optimizer_file"]
 
     def run(**given: Any) -> None:
         command(options=_checkpoint_options(**{name: given.pop(name) for name in added}), **given)
@@ -307,13 +312,18 @@ def export(
 
 _Base = Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights alone.")
 _Method = Option(help="fisher, gradient-matching or kronecker; with a base gradient-matching by default, else fisher.")
-_Count = Option("--weight", help="How much a checkpoint is to count, once for each in their order; 1 each by default.")
+_Count = Option(
+    "--weight", help="How much a checkpoint is to count, given once for each in their order; 1 each by default."
+)
+_Merged = typer.Argument(
+    help="What the trainers saved: weights and optimiser state, in one file or next to each other."
+)
 
 
 @app.command()
 @_reads_checkpoint
 def merge(
-    checkpoints: Annotated[list[Path], typer.Argument(help="What the trainers saved: weights and optimiser state.")],
+    checkpoints: Annotated[list[Path], _Merged],
     out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
     options: CheckpointOptions,
     base: Annotated[Path | None, _Base] = None,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_ch
 from bayesadam.checkpoint.lazy import Lazy
 from bayesadam.curvature.compression import check_compression, compressed, encode, outline
 from bayesadam.curvature.match import Match
+from bayesadam.curvature.origin import origin_of, warn_of_memory
+from bayesadam.curvature.probes import probe
 from bayesadam.curvature.read import check_entries, read_entry, working_dtype
 from bayesadam.errors import FileError, SettingError
-from bayesadam.posterior.header import header_of, probe, weight_roles
+from bayesadam.posterior.header import header_of, weight_roles
 from bayesadam.structures.kronecker import kronecker_of
 from bayesadam.structures.settings import Settings, prior_or_decay
 
@@ -48,7 +50,7 @@ def export_checkpoint(
         path: what the trainer saved, see `read_checkpoint`.
         out: the file to write, with the ending `.safetensors`.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
-        batch_size: B, examples behind one gradient; readers who want power=1 need it.
+        batch_size: B, examples behind one gradient; readers who want power=1, and merging, need it.
         compress: None, float32; `"8bit"`, a quarter of the bytes; `"factored"`, next to none and much coarser: see
             `bayesadam.curvature.compression.encode`.
         structure: `"diagonal"`; `"kronecker"` for a SOAP's state, with its bases, which is all read before it is written.
@@ -64,23 +66,18 @@ def export_checkpoint(
         )
     reading = CheckpointOptions(**options)
     checkpoint = read_checkpoint(path, reading)
-    settings = Settings(checkpoint.n_data_or(n_data), {}, batch_size=batch_size)
+    settings = Settings(checkpoint.n_data_or(n_data), {}, batch_size=checkpoint.batch_size_or(batch_size))
     match = match_checkpoint(checkpoint, options=reading)
     check_entries(match)
+    origin = origin_of(match)
     shapes = {entry.name: entry.parameter.shape for entry in match.entries}
     decays = {entry.name: entry.weight_decay for entry in match.entries}
     settings = replace(settings, prior_precision=prior_or_decay(None, decays, settings.n_data, shapes))
-    named = header_of(structure, settings, list(shapes), weights=False, compress=compress)
+    named = header_of(structure, settings, origin, list(shapes), weights=False, compress=compress)
     tensors = _kronecker(match, compress) if structure == "kronecker" else _diagonal(match, compress)
-    header = {**named, "omitted": dict(match.omitted), **_origin(match)}
+    header = {**named, "omitted": dict(match.omitted)}
     storage.write(out, getattr(tensors, "outline", tensors), header, load=tensors.__getitem__)
-
-
-def _origin(match: Match) -> dict[str, Any]:
-    """Which optimisers, and the fewest and the most steps behind a parameter, where they count."""
-    counted = [entry.reader.steps(entry.state, entry.group) for entry in match.entries]
-    steps = [count for count in counted if count is not None]
-    return {"optimizer": list(match.optimizers), "steps": [min(steps), max(steps)] if steps else None}
+    warn_of_memory(origin, Path(path).name)
 
 
 def _diagonal(match: Match, compress: str | None) -> Mapping[str, Tensor]:

@@ -16,7 +16,7 @@ from bayesadam.curvature.match import listed_optimizers
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.merging.experts import diagonal_of
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
+from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.masks import pruning_masks
 from bayesadam.pruning.names import checked_masks
 
@@ -32,7 +32,7 @@ def tuning_masks(posterior: Posterior, share: float, *, exclude: str | Sequence[
         share: above 0 and up to 1.
         exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
     """
-    require_one_network(posterior, "sparse fine-tuning")
+    require_posterior(posterior, "sparse fine-tuning")
     if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
         raise SettingError(f"share must be above 0 and at most 1, the share of weights to train, got {share!r}")
     scores = {name: diagonal_of(posterior.structure, name) for name in posterior.mode}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -410,6 +411,7 @@ def test_from_batches_hands_a_mapping_to_the_model_and_the_loss():
         torch.testing.assert_close(found, torch.stack([g["first.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
 def test_from_batches_works_where_gradients_are_off_and_parameters_unused():
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     model.forward = lambda x: model["used"](x)
@@ -428,6 +430,7 @@ def test_from_batches_without_a_batch_is_told():
         recorder.gradients(model)
 
 
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 def test_a_posterior_of_a_recorder_is_that_of_its_optimiser(structure):
     model, data = normed(), pairs(12)
@@ -456,6 +459,7 @@ def test_a_posterior_of_a_recorder_is_that_of_its_optimiser(structure):
         torch.testing.assert_close(found.variance["head.weight"], 1 / (96 * 8 * square + 50))
 
 
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
 def test_a_posterior_of_a_recorder_is_kronecker_by_default_and_needs_a_batch_size():
     model = normed()
     recorder = ba.Recorder.from_batches(model, pairs(6), nn.functional.cross_entropy)
@@ -470,3 +474,21 @@ def test_a_posterior_of_a_recorder_is_kronecker_by_default_and_needs_a_batch_siz
     with pytest.raises(SettingError, match="batch_size"):
         ba.Posterior.from_recorder(live, attached, 48)
     assert ba.Posterior.from_recorder(live, attached, 48, batch_size=8).structure.kind == "kronecker"
+
+
+def test_few_recorded_gradients_are_warned_of():
+    model = normed()
+    for count, few in ((5, True), (20, False)):
+        recorder = ba.Recorder.from_batches(model, pairs(count), nn.functional.cross_entropy)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = ba.Posterior.from_recorder(model, recorder, 8 * count)
+        assert [str(each.message) for each in told] == (
+            ["the posterior has 5 gradients behind it, too few to know the curvature by: record 100 or more, keep=100"]
+            * few
+        )
+        assert found.origin.steps == (count, count)
+    with pytest.raises(MatchError, match="recorder must be a Recorder, got Normed"):
+        ba.Posterior.from_recorder(recorder, model, 8)
+    with pytest.raises(MatchError, match="model must be a Module, got list"):
+        ba.Recorder.from_batches(pairs(3), model, nn.functional.cross_entropy)

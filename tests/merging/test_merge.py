@@ -152,12 +152,16 @@ def test_kronecker_solves_the_dense_equation(tuned):
     assert not torch.allclose(merged["0.weight"], start["0.weight"], atol=1e-5)
 
 
-def test_kronecker_needs_bases_of_enough_gradients(tuned):
+def test_kronecker_needs_bases_of_enough_gradients(tuned, tmp_path):
     with pytest.raises(ba.SettingError, match="needs eigenbases, and model 1 has none"):
         merge(posteriors(tuned), "kronecker")
     models = [model.to(dtype=torch.float64) for model in recorded(tuned[0], keep=20)]
     with pytest.raises(ba.SettingError, match="20 recorded gradients"):
         merge(models, "kronecker")
+    for number, model in enumerate(models):
+        model.save(tmp_path / f"{number}.safetensors")
+    with pytest.raises(ba.SettingError, match=r"0\.safetensors come from 20 recorded gradients"):
+        merge([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], "kronecker")
 
 
 def test_soap_is_merged_by_its_bases_live_and_saved(tuned, tmp_path):
@@ -348,6 +352,15 @@ def test_poor_states_are_warned_of(tuned, tmp_path, options, said):
     found = [tuned[1][0], fine_tuned(tuned[0], 1, **options)]
     with pytest.warns(ba.BayesAdamWarning, match=said):
         merge(saved((None, found), tmp_path))
+    live = [ba.Posterior.from_optimizer(m, o, 960, prior_precision=1.0) for m, o, _ in found]
+    with pytest.warns(ba.BayesAdamWarning, match=f"model 2 was .*{said}"):
+        merge(live)
+    for number, posterior in enumerate(live):
+        posterior.save(tmp_path / f"{number}.safetensors")
+    with pytest.warns(ba.BayesAdamWarning, match=said):
+        merge([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
+    with pytest.warns(ba.BayesAdamWarning, match=said):
+        merge([ba.Posterior.load(tmp_path / f"{n}.safetensors", m) for n, (m, _, _) in enumerate(found)])
 
 
 def test_disjoint_curvature_is_warned_of(tuned):
@@ -366,6 +379,57 @@ def test_n_that_is_known_of_some_counts_for_none_and_that_is_said(tuned, tmp_pat
     paths = saved(tuned, tmp_path)
     merged = merge([posteriors(tuned)[0], *paths[1:]], base=tuned[0])
     assert "the number of training examples of 1.pt, 2.pt is not known" in " ".join(merged.report.notes)
+
+
+def test_one_state_does_not_stand_for_all(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    model, optimizer, _ = tuned[1][1]
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    for call in (
+        lambda **o: merge([paths[0], tmp_path / "w.pt"], **o),
+        lambda **o: merge_checkpoints([paths[0], tmp_path / "w.pt"], tmp_path / "out.safetensors", **o),
+        lambda **o: similarity(paths[0], tmp_path / "w.pt", **o),
+    ):
+        with pytest.raises(ba.SettingError, match=r"pass the pair \(weights, state\)"):
+            call(optimizer_path=tmp_path / "o.pt")
+        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*pass the pair \(weights, state\).*base="):
+            call()
+    found, expected = merge([paths[0], (tmp_path / "w.pt", tmp_path / "o.pt")]), merge(paths[:2])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_error_says_which_file(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    sgd = torch.optim.SGD(tuned[0].parameters(), lr=0.1, momentum=0.9)
+    for state, said in ((sgd.state_dict(), "SGD"), (torch.optim.Adam(tuned[0].parameters()).state_dict(), "step")):
+        torch.save({"model": tuned[0].state_dict(), "optimizer": state}, tmp_path / "bad.pt")
+        with pytest.raises(ba.StateError, match=rf"^bad\.pt: .*{said}"):
+            merge([paths[0], tmp_path / "bad.pt"])
+
+
+def test_arguments_out_of_order_are_told(tuned, tmp_path):
+    a, b = posteriors(tuned)[:2]
+    paths = saved(tuned, tmp_path)
+    for call, said in (
+        (lambda: merge(a, b), r"one list of two or more models, merge\(\[a, b\]\)"),
+        (lambda: merge(*map(str, paths[:2])), "one list"),
+        (lambda: merge([a, b], tuned[0]), "got Sequential: .*as base="),
+        (lambda: merge_checkpoints(tmp_path / "m.safetensors", paths), "out must be a str or PathLike, got list"),
+        (lambda: merge_checkpoints(paths[0], tmp_path / "m.safetensors"), "paths must be a list or tuple"),
+    ):
+        with pytest.raises((ba.SettingError, ba.MatchError), match=said):
+            call()
+
+
+def test_a_merge_is_saved_as_the_state_dict_that_it_is(tuned, tmp_path):
+    merged = merge(posteriors(tuned))
+    torch.save(merged, tmp_path / "m.pt")
+    read = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert list(read) == list(merged)
+    assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())
+    merge_checkpoints(saved(tuned, tmp_path), tmp_path / "a" / "new" / "folder.safetensors")
+    assert load_file(tmp_path / "a" / "new" / "folder.safetensors").keys() == merged.keys()
 
 
 # --- similarity -----------------------------------------------------------------------------------------------------

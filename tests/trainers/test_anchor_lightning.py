@@ -67,7 +67,7 @@ def test_the_callback_anchors_as_a_loop_by_hand_does(tmp_path):
     run, callback = fitted(tmp_path, module, 1, 3, anchor=before, anchor_strength=50.0)
     assert not run.optimizers[0]._optimizer_step_post_hooks
     optimizer = twin.configure_optimizers()
-    with anchor(optimizer, before, 50.0, n_data=N, model=twin):
+    with anchor(optimizer, before, strength=50.0, n_data=N, model=twin):
         for _ in range(3):
             for batch in loader(1):
                 optimizer.zero_grad()

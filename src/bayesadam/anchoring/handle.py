@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._warnings import warn
 from bayesadam.anchoring.metrics import metric, reader_for
 from bayesadam.anchoring.pulls import loaded_pull, pull_of
 from bayesadam.curvature.match import Entry, check_parameter, listed_optimizers, own_parameters
 from bayesadam.errors import ImproperError, MatchError, SettingError
 from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_posterior
 from bayesadam.posterior.sums import check_growth
 from bayesadam.structures.settings import positive
 
@@ -24,12 +27,12 @@ _SETTINGS = ("strength", "n_data", "every")
 def anchor(
     optimizer: Optimizer | Sequence[Optimizer],
     posterior: Posterior,
-    strength: float = 1.0,
     *,
+    strength: float = 1.0,
     n_data: float | None = None,
     model: nn.Module | None = None,
     every: int = 10,
-    free: Sequence[str] = (),
+    free: str | Sequence[str] = (),
 ) -> Anchor:
     r"""Keep training near a posterior, so that what it was trained on is not forgotten.
 
@@ -38,7 +41,8 @@ def anchor(
     .. math::
         \frac{\lambda}{2N} (\theta - \mu)^\top P\, (\theta - \mu), \qquad P = w c + \delta
 
-    It is not added to the loss. After every k-th step of the optimiser, k times as far, it is an implicit step
+    It is not added to the loss. After every k-th step of the optimiser, k times as far, and for the steps that are left once
+    more at the end, it is an implicit step
     :math:`\theta \leftarrow \theta + (A + P)^{-1} P\, (\mu - \theta)` with :math:`A = N D/(k \lambda)`, D = (√v̂ + ε)/lr of that
     optimiser. So neither its moments nor a `Recorder` see the penalty, and the next posterior is of the new data alone:
 
@@ -68,9 +72,9 @@ def anchor(
         n_data: N, the number of new examples; None takes the posterior's, which for a sum is that of all its parts.
         model: what is trained now, where it is not the posterior's own model.
         every: k.
-        free: parameters, or modules, that are not held though the posterior has them.
+        free: parameters, or modules, that are not held though the posterior has them; one name or several.
     """
-    return Anchor(optimizer, posterior, strength, n_data=n_data, model=model, every=every, free=free)
+    return Anchor(optimizer, posterior, strength=strength, n_data=n_data, model=model, every=every, free=free)
 
 
 class Anchor:
@@ -88,15 +92,14 @@ class Anchor:
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         posterior: Posterior,
-        strength: float = 1.0,
         *,
+        strength: float = 1.0,
         n_data: float | None = None,
         model: nn.Module | None = None,
         every: int = 10,
-        free: Sequence[str] = (),
+        free: str | Sequence[str] = (),
     ) -> None:
-        if not isinstance(posterior, Posterior):
-            raise MatchError(f"an anchor needs a Posterior, got {type(posterior).__name__}")
+        require_posterior(posterior, "an anchor")
         posterior.require_whole("an anchor")
         positive("strength", strength, "1 is Bayes' rule; without an anchor there is none")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -108,7 +111,7 @@ class Anchor:
         self._readers = [reader_for(each) for each in self._optimizers]
         named = own_parameters(posterior.model if model is None else model)
         trained = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        self._parameters = _held(named, posterior, free)
+        self._parameters = _held(named, posterior, (free,) if isinstance(free, str) else free)
         self.anchored = tuple(name for name, p in self._parameters.items() if id(p) in trained)
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
@@ -127,15 +130,21 @@ class Anchor:
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._pending: dict[str, float | Tensor] = {}
         self._steps = [0] * len(self._optimizers)
+        _warn_of_others(self, posterior)
+        _active.add(self)
         self._handles = [
             each.register_step_post_hook(partial(self._after_step, index))
             for index, each in enumerate(self._optimizers)
         ]
 
     def remove(self) -> None:
-        """Let go of the optimiser; the weights stay where they are."""
-        while self._handles:
-            self._handles.pop().remove()
+        """Take the implicit step for the steps since the last one, and let go of the optimiser."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        _active.discard(self)
+        for index in range(len(self._optimizers) if handles else 0):
+            self._pull_back(index)
 
     def __enter__(self) -> Anchor:
         return self
@@ -198,22 +207,27 @@ class Anchor:
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and bool(overflow):
             return
-        moved = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is not None and parameter.grad is not None:
-                    self._pending[name] = self._pending.get(name, 0.0) + group["lr"]
-                if name in self._pending:
-                    moved[name] = group
+        for name, group in self._trained(index).items():
+            if self._parameters[name].grad is not None:
+                self._pending[name] = self._pending.get(name, 0.0) + group["lr"]
         self._steps[index] += 1
         if self._steps[index] % self.every == 0:
-            self._pull_back(index, moved)
+            self._pull_back(index)
 
-    def _pull_back(self, index: int, groups: Mapping[str, Mapping[str, Any]]) -> None:
+    def _trained(self, index: int) -> dict[str, Mapping[str, Any]]:
+        """The parameters of an optimiser that are held, each with its group."""
+        named = (
+            (self._names.get(id(p)), group) for group in self._optimizers[index].param_groups for p in group["params"]
+        )
+        return {name: group for name, group in named if name is not None}
+
+    @torch.no_grad()
+    def _pull_back(self, index: int) -> None:
         optimizer, reader = self._optimizers[index], self._readers[index]
         resistance = {}
-        for name, group in groups.items():
+        for name, group in self._trained(index).items():
+            if name not in self._pending:
+                continue
             rate, parameter = float(self._pending[name]), self._parameters[name]
             found = metric(Entry(name, parameter, optimizer.state.get(parameter, {}), group, reader))
             if rate > 0 and found is not None:
@@ -225,6 +239,32 @@ class Anchor:
         for name, change in self._pull.change(gaps, resistance).items():
             rows = self._rows(self._parameters[name], name)
             rows.copy_(rows + change)
+
+
+# Those that are attached to an optimiser.
+_active: WeakSet[Anchor] = WeakSet()
+
+
+def _warn_of_others(found: Anchor, posterior: Posterior) -> None:
+    """Warn of all else that pulls at the weights, and of a posterior that was made for something else."""
+    mine = set(map(id, found._optimizers))
+    if any(mine & set(map(id, other._optimizers)) and set(found.anchored) & set(other.anchored) for other in _active):
+        warn(
+            "the optimiser is anchored already, and both anchors will pull: call remove() of the first, or anchor once, to the "
+            "sum of the posteriors"
+        )
+    groups = [group for index in range(len(found._optimizers)) for group in found._trained(index).values()]
+    decay = max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0)
+    if decay:
+        warn(
+            f"the optimiser has a weight decay of {decay:g}, which pulls to 0 what the anchor holds at the mean; the posterior's "
+            "prior is in the anchor already: train with weight_decay=0.0"
+        )
+    if posterior.calibration is not None:
+        warn(
+            "the posterior is calibrated, which fits probabilities and says nothing of forgetting: anchor to the posterior as it "
+            "was read, before calibrate"
+        )
 
 
 def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequence[str]) -> dict[str, nn.Parameter]:

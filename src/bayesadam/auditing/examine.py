@@ -19,13 +19,14 @@ from torch.utils.data import (
 from bayesadam._extras import require
 from bayesadam.auditing.measures import MEASURES, Rows, regression, robust_variance
 from bayesadam.auditing.table import Audit, joined
+from bayesadam.curvature.origin import warn_of_few
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.held_out import batches_of
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.predictive import like, rows
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
+from bayesadam.posterior.mixture import require_posterior
 from bayesadam.predict.call import Call, Forward, batch_size, evaluating, examples, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -83,8 +84,9 @@ def audit(
         memory_budget: bytes that activations, gradients and covariances may take; work is cut to fit.
         progress: whether to show a bar on standard error.
     """
-    require_one_network(posterior, "an audit")
+    require_posterior(posterior, "an audit")
     posterior.require_whole("an audit")
+    warn_of_few(posterior.origin, "the audited posterior")
     record_of(likelihood)
     _check_order(batches)
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 1:

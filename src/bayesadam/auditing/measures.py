@@ -93,6 +93,10 @@ def classes(found: Predictive, y: Tensor) -> Rows:
             f"{tuple(y.shape)}: pass one class index for each example, and for a language model cut its texts into examples "
             "with forward=lambda model, batch: ... that returns (batch, classes)"
         )
+    if y.is_floating_point():
+        raise MatchError(
+            f"class indices are whole numbers, got {y.dtype}: pass labels.long(), or likelihood='regression' for numbers"
+        )
     keep = y != IGNORED
     check_classes(found.mean[keep], y[keep])
     label = torch.where(keep, y, 0)

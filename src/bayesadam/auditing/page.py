@@ -30,15 +30,16 @@ def write_page(
     title: str,
 ) -> None:
     """`Audit.report`, of suspects in the order of the page."""
+    pictures = shown([_example(inputs, one.index, len(audit)) for one in suspects]) if inputs is not None else None
     cards = [
         {
             "suspect": one,
             "label": _named(one.label, names),
             "predicted": _named(one.predicted, names),
             "agrees": one.label == one.predicted,
-            "shown": _example(inputs, one.index, len(audit)),
+            "shown": Shown() if pictures is None else pictures[place],
         }
-        for one in suspects
+        for place, one in enumerate(suspects)
     ]
     jinja2 = require("jinja2")
     environment = jinja2.Environment(
@@ -52,9 +53,7 @@ def write_page(
         temporary.write_text(page, encoding="utf-8")
 
 
-def _example(inputs: Any, index: int, count: int) -> Shown:
-    if inputs is None:
-        return Shown()
+def _example(inputs: Any, index: int, count: int) -> Any:
     if not hasattr(inputs, "__getitem__") or isinstance(inputs, str | Mapping):
         raise MatchError(
             f"inputs must give an example by its number, inputs[{index}], but they are {type(inputs).__name__}: pass a tensor, "
@@ -62,7 +61,7 @@ def _example(inputs: Any, index: int, count: int) -> Shown:
         )
     if hasattr(inputs, "__len__") and len(inputs) != count:
         raise MatchError(f"there are {len(inputs):,} inputs, and {count:,} examples were audited: pass the same ones")
-    return shown(inputs[index])
+    return inputs[index]
 
 
 def _named(value: Any, names: Names | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +29,32 @@ class Shown:
     text: str | None = None
 
 
-def shown(example: Any) -> Shown:
-    """What to show of an item of a data set: the inputs of a pair, the first that can be shown of a mapping."""
+def shown(examples: Sequence[Any]) -> list[Shown]:
+    """What to show of items of a data set; pictures have one scale, so that they are as bright as they are beside each other."""
+    found = [_content(example) for example in examples]
+    pixels = [None if isinstance(each, str) else _pixels(each) for each in found]
+    scaled = [values for values in pixels if values is not None and values.dtype != torch.uint8 and values.numel()]
+    # Black is 0 where no number is below.
+    least = min((float(values.min()) for values in scaled), default=0.0)
+    most = max((float(values.max()) for values in scaled), default=1.0)
+    return [
+        Shown(text=_words(each)) if image is None else Shown(picture=_address(_bytes(image, min(least, 0.0), most)))
+        for each, image in zip(found, pixels, strict=True)
+    ]
+
+
+def _content(example: Any) -> str | Tensor:
+    """A text or numbers: the inputs of a pair, the first that can be shown of a mapping."""
     if isinstance(example, str):
-        return Shown(text=_cut(example))
+        return example
     if isinstance(example, tuple | list) and example and not isinstance(example[0], int | float):
-        return shown(example[0])
+        return _content(example[0])
     if isinstance(example, Mapping):
         texts = [value for value in example.values() if isinstance(value, str)]
         others = [value for value in example.values() if isinstance(value, Tensor) or hasattr(value, "__array__")]
         if not texts and not others:
             raise MatchError(f"an example with keys {sorted(map(str, example))} has no text, image or numbers to show")
-        return shown((texts or others)[0])
+        return _content((texts or others)[0])
     try:
         values = _tensor(example)
     except (TypeError, ValueError, RuntimeError):
@@ -48,13 +62,20 @@ def shown(example: Any) -> Shown:
         raise MatchError(
             f"an example of type {kind} cannot be shown: pass images, texts or numbers as inputs"
         ) from None
-    pixels = _pixels(values)
-    if pixels is not None:
-        data = base64.b64encode(png(_bytes(pixels))).decode("ascii")
-        return Shown(picture=f"data:image/png;base64,{data}")
-    flat = values.flatten().tolist()
+    return values.nan_to_num() if values.is_floating_point() else values
+
+
+def _words(content: str | Tensor) -> str:
+    """A text, or the first of the numbers."""
+    if isinstance(content, str):
+        return content if len(content) <= _MOST_CHARACTERS else f"{content[:_MOST_CHARACTERS]}…"
+    flat = content.flatten().tolist()
     some = ", ".join(f"{value:.4g}" for value in flat[:_MOST_NUMBERS])
-    return Shown(text=some + (f", … ({len(flat):,} numbers)" if len(flat) > _MOST_NUMBERS else ""))
+    return some + (f", … ({len(flat):,} numbers)" if len(flat) > _MOST_NUMBERS else "")
+
+
+def _address(pixels: Tensor) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png(pixels)).decode('ascii')}"
 
 
 def png(pixels: Tensor) -> bytes:
@@ -92,17 +113,8 @@ def _pixels(values: Tensor) -> Tensor | None:
     return values if values.dim() == 3 and values.shape[2] in _CHANNELS else None
 
 
-def _bytes(pixels: Tensor) -> Tensor:
-    """0 to 255: bytes as they are, 0 to 1 multiplied, 0 to 255 rounded, all else stretched from its least to its largest value."""
+def _bytes(pixels: Tensor, least: float, most: float) -> Tensor:
+    """Bytes as they are, other numbers from `least` to `most` as 0 to 255."""
     if pixels.dtype == torch.uint8:
         return pixels
-    values = pixels.double().nan_to_num()
-    least, most = float(values.min()), float(values.max())
-    if least < 0 or most > 255:
-        values = (values - least) / max(most - least, 1e-12)
-        most = 1.0
-    return (values * (255 if most <= 1 else 1)).round().to(torch.uint8)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+    return ((pixels.double() - least) * (255 / max(most - least, 1e-12))).round().to(torch.uint8)

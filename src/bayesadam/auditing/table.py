@@ -107,8 +107,9 @@ class Audit:
 
         Args:
             path: the file, which is replaced once the page is complete.
-            inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W), in 0 to 1
-                or 0 to 255 and otherwise stretched from their least to their largest value; texts; or numbers.
+            inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W), bytes or
+                other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as rows of
+                pixels are.
             names: of the classes.
             title: of the page.
         """

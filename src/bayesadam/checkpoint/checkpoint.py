@@ -17,7 +17,8 @@ from bayesadam.checkpoint.networks import Found, Keys, names_in
 from bayesadam.checkpoint.pairs import state_beside
 from bayesadam.checkpoint.registry import format_of
 from bayesadam.curvature import StateReader
-from bayesadam.errors import FileError, SettingError
+from bayesadam.curvature.probes import PROBE_KEY, probe, same_weights
+from bayesadam.errors import FileError, MatchError, SettingError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,6 +110,10 @@ class Checkpoint(Contents):
             raise SettingError(f"{self.path} does not say how many training examples there were: pass n_data=")
         return known
 
+    def batch_size_or(self, given: int | None) -> int | None:
+        """B as it is given or, for None, as it was recorded, if it was."""
+        return self.recorded.batch_size if given is None else given
+
     def __repr__(self) -> str:
         keys = sum(len(group["params"]) for group in self.optimizer["param_groups"])
         return f"Checkpoint({str(self.path)!r}, {self.format}, {len(self.weights)} tensors, {keys} in the optimiser)"
@@ -151,10 +156,12 @@ def read_checkpoint(
             + " optimizer.state_dict() under 'optimizer'"
         )
     stored = clean_names(contents.weights)
+    weights = renamed(contents.weights, stored)
+    _check_owner(path, weights, state.optimizer)
     return Checkpoint(
         **{
             **{each.name: getattr(contents, each.name) for each in fields(contents)},
-            "weights": renamed(contents.weights, stored),
+            "weights": weights,
             "optimizer": state.optimizer,
             "recorded": contents.recorded.completed(state.recorded),
         },
@@ -163,6 +170,23 @@ def read_checkpoint(
         stored_names=stored,
         optimizer_path=second,
     )
+
+
+def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+    """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
+    states = getattr(optimizer["state"], "outline", optimizer["state"])
+    known = {
+        name: state[PROBE_KEY]
+        for name, state in states.items()
+        if name in weights and isinstance(state, Mapping) and PROBE_KEY in state
+    }
+    found = {name: probe(weights[name]) for name in known}
+    # Other shapes are refused by name once states are matched.
+    if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
+        raise MatchError(
+            f"the weights in {path} are not those that the saved posterior belongs to: give it the weights that were "
+            "published with it"
+        )
 
 
 def clean_names(keys: Iterable[str]) -> dict[str, str]:

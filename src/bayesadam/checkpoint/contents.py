@@ -24,12 +24,13 @@ _CLASS_KEYS = ("optimizer_class", "optimizer_name", "optimizer_type")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What else the trainer wrote: steps taken, epochs, N, the optimiser's class; None where it wrote nothing."""
+    """What else the trainer wrote: steps taken, epochs, N, the optimiser's class, B; None where it wrote nothing."""
 
     step: int | None = None
     epoch: int | None = None
     n_data: int | None = None
     optimizer: str | None = None
+    batch_size: int | None = None
 
     def completed(self, other: Recorded) -> Recorded:
         """What this lacks, from `other`."""

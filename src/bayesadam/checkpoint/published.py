@@ -15,7 +15,9 @@ from bayesadam.checkpoint.files import is_safetensors
 from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.checkpoint.registry import Format, refuse_keys
 from bayesadam.curvature.compression import expanded, moment, moment_shape
-from bayesadam.curvature.published import MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
+from bayesadam.curvature.origin import RECORDED_MARK, Origin
+from bayesadam.curvature.probes import PROBE_KEY, probe
+from bayesadam.curvature.published import BETA_KEY, MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
 from bayesadam.curvature.rotated import LEFT_KEY, RIGHT_KEY
 from bayesadam.errors import FileError
 
@@ -35,7 +37,9 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
         )
     try:
         names: list[str] = header["parameters"]
-        n_data, prior = header["settings"]["n_data"], header["settings"]["prior_precision"]
+        settings = header["settings"]
+        n_data, prior = settings["n_data"], settings["prior_precision"]
+        origin = Origin.of_header(header)
         groups: dict[float, list[str]] = {}
         for name in names:
             if name not in prior:
@@ -44,39 +48,47 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
                     "Posterior.load"
                 )
             groups.setdefault(prior[name] / n_data, []).append(name)
-        states = {name: _state(path, tensors, name) for name in names}
+        states = {name: _state(path, tensors, name, origin.fewest) for name in names}
         stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
-    listed = [{"params": held, "weight_decay": decay, _MARKS[kind]: True} for decay, held in groups.items()]
-    origin = _origin(header)
+    # 0 is the memory of no average.
+    marks = {_MARKS[kind]: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
+    listed = [{"params": held, "weight_decay": decay, **marks} for decay, held in groups.items()]
     return Contents(
         weights=stored,
         optimizer={"state": states, "param_groups": listed},
         summary=f"the posterior of {len(names)} parameters"
-        + ("" if stored else " without weights: give the file that has them, and this one as optimizer_path="),
-        recorded=Recorded(step=(header.get("steps") or [None])[-1], n_data=n_data),
-        notes=(f"the second moments are a saved posterior's{origin}",),
+        + (
+            ""
+            if stored
+            else " without weights: give the file that has them, with this one beside it under its name or as optimizer_path="
+        ),
+        recorded=Recorded(
+            step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
+        ),
+        notes=(f"the second moments are a saved posterior's{_told(origin, header.get('compress'))}",),
     )
 
 
-def _origin(header: Mapping[str, Any]) -> str:
-    """What is written of where they come from, in brackets."""
-    steps, optimizers, compress = header.get("steps"), header.get("optimizer"), header.get("compress")
-    said = [", ".join(optimizers)] if optimizers else []
-    said += [" to ".join(f"{each:g}" for each in dict.fromkeys(steps)) + " steps"] if steps else []
+def _told(origin: Origin, compress: str | None) -> str:
+    """Where they come from, in brackets."""
+    unit = "recorded gradients" if origin.recorded else "steps"
+    said = [", ".join(origin.optimizers)] if origin.optimizers else []
+    said += [f"{' to '.join(f'{each:g}' for each in dict.fromkeys(origin.steps))} {unit}"] if origin.steps else []
     said += [f"kept as {compress}"] if compress else []
     return f" ({'; '.join(said)})" if said else ""
 
 
-def _state(path: Path, tensors: Mapping[str, Tensor], name: str) -> Lazy:
-    """The state of one parameter, decoded when it is accessed."""
+def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | None) -> Lazy:
+    """The state of one parameter, decoded when it is accessed, and a few of the weights that it belongs to."""
     held = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
     key = ROTATED_MOMENT_KEY if held else MOMENT_KEY
     shape = moment_shape(tensors, f"{_ROLE}.{name}")
-    outline = {key: meta(tuple(shape), torch.float32)} | {
-        side: meta(tuple(q.shape), q.dtype) for side, q in held.items()
-    }
+    known = tensors[f"probe.{name}"] if f"probe.{name}" in tensors else probe(tensors[f"mode.{name}"])
+    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: known}
+    outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in held.items()}
+    outline |= {} if steps is None else {"step": steps}
 
     def read(wanted: str) -> Tensor:
         if wanted == key:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
+from bayesadam._kinds import require_kind
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.curvature.reader import Group, State, StateReader, has_tensors, outline, parameter_shape
 from bayesadam.curvature.registry import reader_named, reader_of, readers_with_key
@@ -49,6 +50,7 @@ class Match:
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the user's own module by name; FSDP2's as the shards that an optimiser has seen."""
+    require_kind(model, nn.Module, "model")
     reshard(model)
     return dict(unwrap(model).named_parameters())
 

@@ -8,6 +8,7 @@ from bayesadam.curvature.rotated import LEFT_KEY, RIGHT_KEY, Factors, RotatedRea
 # Names of their own, so that no optimiser's reader takes them for what it stores.
 MOMENT_KEY, ROTATED_MOMENT_KEY = "second_moment", "rotated_second_moment"
 PLAIN_MARK, ROTATED_MARK = "saved_posterior", "saved_rotated_posterior"
+BETA_KEY = "beta2"
 
 
 def _factors(state: State, group: Group, shape: torch.Size) -> Factors:
@@ -19,11 +20,19 @@ def _factors(state: State, group: Group, shape: torch.Size) -> Factors:
 
 
 PUBLISHED_READERS = (
-    StateReader("published", (), key=MOMENT_KEY, mark=PLAIN_MARK, note="The second moments of a saved posterior."),
+    StateReader(
+        "published",
+        (),
+        key=MOMENT_KEY,
+        decay=(BETA_KEY, None),
+        mark=PLAIN_MARK,
+        note="The second moments of a saved posterior.",
+    ),
     RotatedReader(
         "published-kronecker",
         (),
         key=f"{MOMENT_KEY} or {ROTATED_MOMENT_KEY}",
+        decay=(BETA_KEY, None),
         mark=ROTATED_MARK,
         factors=_factors,
         bases=(LEFT_KEY, RIGHT_KEY),

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
+from bayesadam._kinds import require_kind
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match, listed_optimizers, match_optimizers
 from bayesadam.curvature.read import Curvature, working_dtype
@@ -72,6 +73,7 @@ class Recorder:
             loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
             keep: K; more batches are not read.
         """
+        require_kind(model, nn.Module, "model")
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # It is never stepped: recorders know their parameters by an optimiser.
         recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)

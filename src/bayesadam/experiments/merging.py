@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ def run_merge(
     *, out: Path, quiet: bool, checkpoints: Sequence[Path], options: CheckpointOptions, **settings: Any
 ) -> tuple[Path, ...]:
     """The `merge` command: the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
-    if options.optimizer_path is not None:
+    numbers = [str(path) for path in checkpoints if re.fullmatch(r"[\d.]+", str(path)) and not path.exists()]
+    if settings["weights"] and numbers:
         raise SettingError(
-            "--optimizer-file is of one checkpoint, and merging reads several: keep each state beside its weights, or use "
-            "ba.merge with pairs of paths"
+            f"--weight takes one number, and is given once for each checkpoint: write --weight {numbers[0]} as well"
         )
     named = {"checkpoints": list(map(str, checkpoints)), **settings}
     run = Run("merge", 0, out.parent, plain_settings(named, options), quiet=quiet)

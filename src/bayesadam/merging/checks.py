@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.lora import Pair
 from bayesadam.merging.experts import Expert
-from bayesadam.merging.lora import Pair
 from bayesadam.merging.report import Sums
 
 # Below it the curvatures lie on different weights, as those of networks that know different classes.
 LEAST_OVERLAP = 0.5
 LEAST_GRADIENTS = 50
-_SHORT_MEMORY = 0.95
 _SHOWN = 3
 
 
@@ -58,31 +57,11 @@ def check_bases(experts: Sequence[Expert], trained: Sequence[str]) -> None:
                 f"method='kronecker' needs eigenbases, and {expert.label} has none: train with a Recorder or with "
                 "bayesadam.optim.SOAP and build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
             )
-        if expert.recorded is not None and expert.recorded < LEAST_GRADIENTS:
+        fewest = expert.origin.fewest
+        if expert.origin.recorded and fewest is not None and fewest < LEAST_GRADIENTS:
             raise SettingError(
-                f"the eigenbases of {expert.label} come from {expert.recorded} recorded gradients, and merging by them "
+                f"the eigenbases of {expert.label} come from {fewest:g} recorded gradients, and merging by them "
                 f"needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
-            )
-
-
-def warn_of_states(experts: Sequence[Expert]) -> None:
-    """Warn of second moments of a short memory or a short training."""
-    for expert in experts:
-        known = [(m.steps, m.beta) for m in expert.moments.values() if m.beta is not None and 0 < m.beta < 1]
-        short = [beta for _, beta in known if beta <= _SHORT_MEMORY]
-        young = [
-            (steps, 1 / (1 - beta)) for steps, beta in known if steps is not None and steps * (1 - beta) < 1 - 1e-9
-        ]
-        if short:
-            warn(
-                f"{expert.label} was trained with β₂ = {min(short):g}: its second moment is that of the last "
-                f"{1 / (1 - min(short)):.0f} steps, too few to merge by. Train with β₂ of 0.99 or more"
-            )
-        if young:
-            steps, memory = min(young)
-            warn(
-                f"{expert.label} was trained for {steps:g} steps against a memory of 1/(1−β₂) = {memory:.0f}: its second "
-                "moment is that of the start of training. Train longer before merging"
             )
 
 

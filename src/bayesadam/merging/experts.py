@@ -12,24 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
-from bayesadam.checkpoint import CheckpointOptions, format_of, match_checkpoint, read_checkpoint
+from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, format_of, match_checkpoint, read_checkpoint
 from bayesadam.checkpoint.checkpoint import DEFAULTS, clean_names
 from bayesadam.checkpoint.lazy import renamed
 from bayesadam.checkpoint.names import identities
 from bayesadam.checkpoint.pairs import state_beside
 from bayesadam.curvature.match import Entry, own_parameters
+from bayesadam.curvature.origin import UNKNOWN, Origin, origin_of
 from bayesadam.curvature.read import PIECE, pieces, read_entry, working_dtype
 from bayesadam.curvature.rotated import Rotated, RotatedReader, Rotation
-from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.merging.lora import Scaling, scaling_of_folder, scaling_of_model
+from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
+from bayesadam.lora import Scaling, scaling_of_model
+from bayesadam.merging.lora import scaling_of_folder
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.structures.kronecker import Kronecker
 from bayesadam.structures.structure import Structure
 
 AnyPath = str | os.PathLike[str]
 Source = Posterior | AnyPath | tuple[AnyPath, AnyPath]
 BaseSource = Source | nn.Module | Mapping[str, Tensor]
+_STATELESS = (
+    "{label} holds no optimiser state. Where that has a file of its own, keep it beside the weights under its name, "
+    "optimizer.pt beside model.pt or posterior.safetensors beside model.safetensors, or in Python pass the pair (weights, "
+    "state) in place of the path. The network before fine-tuning is given as base="
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +46,11 @@ class Moment:
         read: v̂ of the flat weights, `PIECE` of them at a time.
         rotated: v̂ in the parameter's eigenbases; None where it has none.
         has_bases: whether it has some.
-        steps: t behind it, where that is known.
-        beta: β₂ of its average, where it is one and that is known.
     """
 
     read: Callable[[], Iterator[Tensor]]
     rotated: Callable[[], Rotated | None]
     has_bases: bool = False
-    steps: float | None = None
-    beta: float | None = None
 
     def whole(self, shape: torch.Size) -> Tensor:
         """v̂ of the weights, at once."""
@@ -67,7 +69,7 @@ class Expert:
         identity: what two names of one tied tensor have in common.
         n_data: N, where it is known.
         batch_size: B, where it is known.
-        recorded: how many gradients its eigenbases come from, where they come from recorded ones and that is known.
+        origin: how many gradients are behind its second moments, as far as that is known.
         scaling: by what an adapter's product is multiplied; None where that is not known.
     """
 
@@ -77,7 +79,7 @@ class Expert:
     identity: Mapping[str, Hashable]
     n_data: float | None = None
     batch_size: int | None = None
-    recorded: int | None = None
+    origin: Origin = UNKNOWN
     scaling: Scaling = field(default=lambda prefix, adapter, rank: None)
 
     def has_bases(self, name: str) -> bool:
@@ -89,6 +91,16 @@ class Expert:
         """Types and shapes of the weights, without reading them."""
         found: Mapping[str, Tensor] = getattr(self.weights, "outline", self.weights)
         return found
+
+
+def reading_of(options: CheckpointKeywords) -> CheckpointOptions:
+    """How files are read; the file of one state would stand for those of all."""
+    if options.get("optimizer_path") is not None:
+        raise SettingError(
+            "optimizer_path= is the file of one state, and merging reads several: in place of the path of the weights pass the "
+            "pair (weights, state)"
+        )
+    return CheckpointOptions(**options)
 
 
 def expert_of(source: BaseSource, label: str, options: CheckpointOptions = DEFAULTS, *, trained: bool = True) -> Expert:
@@ -153,20 +165,29 @@ def _of_posterior(posterior: Posterior, label: str) -> Expert:
         {name: id(tensor) for name, tensor in tensors.items()},
         posterior.n_data,
         posterior.settings.batch_size,
-        structure.n_gradients if isinstance(structure, Kronecker) else None,
+        posterior.origin,
         scaling_of_model(posterior.model),
     )
 
 
 def _of_files(path: Path, optimizer_path: Path | None, label: str, options: CheckpointOptions) -> Expert:
-    second = optimizer_path or options.optimizer_path
-    checkpoint = read_checkpoint(path, options, optimizer_path=second)
-    match = match_checkpoint(checkpoint, options=options)
+    try:
+        checkpoint = read_checkpoint(path, options, optimizer_path=optimizer_path)
+        match = match_checkpoint(checkpoint, options=options)
+    except BayesAdamError as error:
+        if isinstance(error, FileError) and optimizer_path is None and path.exists() and not _has_state(path, options):
+            raise FileError(_STATELESS.format(label=label)) from None
+        # What is an argument where one checkpoint is read is here a pair.
+        said = str(error).replace("as optimizer_path=", "as the second of a pair (weights, state), in Python")
+        raise type(error)(said if label in said else f"{label}: {said}") from error
     identity = identities(checkpoint.weights)
     trained = {identity[entry.name]: entry for entry in match.entries}
     moments = {name: _saved(trained[key]) for name, key in identity.items() if key in trained}
     scaling = scaling_of_folder(path)
-    return Expert(label, checkpoint.weights, moments, identity, checkpoint.recorded.n_data, None, None, scaling)
+    known = checkpoint.recorded
+    return Expert(
+        label, checkpoint.weights, moments, identity, known.n_data, known.batch_size, origin_of(match), scaling
+    )
 
 
 def _saved(entry: Entry) -> Moment:
@@ -186,18 +207,11 @@ def _saved(entry: Entry) -> Moment:
         dtype = working_dtype(entry.parameter.dtype)
         return Rotated(found.rotation.to(None, dtype), found.second_moment.to(dtype))
 
-    reader = entry.reader
-    return Moment(
-        read,
-        rotated,
-        isinstance(reader, RotatedReader),
-        reader.steps(entry.state, entry.group),
-        reader.beta(entry.group),
-    )
+    return Moment(read, rotated, isinstance(entry.reader, RotatedReader))
 
 
 def _has_state(path: Path, options: CheckpointOptions) -> bool:
-    if options.optimizer_path is not None or state_beside(path) is not None:
+    if state_beside(path) is not None:
         return True
     return format_of(path).read(path, options.weights_keys, options.optimizer_key).optimizer is not None
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from bayesadam._files import keep_apart, replacing
+from bayesadam._kinds import require_kind
 from bayesadam._storage import write_tensors
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions
+from bayesadam.checkpoint import CheckpointKeywords
 from bayesadam.errors import FileError
-from bayesadam.merging.experts import AnyPath, BaseSource, Source
+from bayesadam.merging.experts import AnyPath, BaseSource, Source, reading_of
 from bayesadam.merging.plan import Method, plan_of
 from bayesadam.merging.report import MergeReport
 
@@ -22,11 +24,17 @@ if TYPE_CHECKING:
 
 
 class Merged(dict[str, Tensor]):
-    """Merged weights and buffers by name, as `model.load_state_dict` takes them, and the `report` of how it was done."""
+    """Merged weights and buffers by name, as `model.load_state_dict` takes them, and the `report` of how it was done.
+
+    It is saved, by torch.save or pickle, as the state dict that it is, without the report.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], report: MergeReport) -> None:
         super().__init__(tensors)
         self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def merge(
@@ -56,7 +64,7 @@ def merge(
     >>> def fine_tuned(seed):
     ...     torch.manual_seed(seed)
     ...     model = torch.nn.Linear(2, 1)
-    ...     optimizer = torch.optim.Adam(model.parameters())
+    ...     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
     ...     for _ in range(100):
     ...         optimizer.zero_grad()
     ...         model(torch.randn(8, 2)).square().mean().backward()
@@ -71,9 +79,9 @@ def merge(
         method: one of the three; None is gradient matching with a base, else Fisher.
         base: θ₀, the network before fine-tuning: as `models`, or a model, a state dict or a file of weights alone.
         weights: α, how much each model is to count; 1 each if absent.
-        **options: how files are read, see `CheckpointOptions`.
+        **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
     """
-    plan = plan_of(models, method, base, weights, CheckpointOptions(**options))
+    plan = plan_of(models, method, base, weights, reading_of(options))
     found: dict[str, Tensor] = {}
     for name in plan.outline:
         first = plan.tied.get(name, name)
@@ -94,16 +102,19 @@ def merge_checkpoints(
     """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged.
 
     By Fisher and gradient matching the memory is that of the largest tensor, whatever the number of models; by Kronecker
-    factors, that of one parameter with its bases in all models.
+    factors, that of one parameter with its bases in all models. The folder of `out` is made if absent.
     """
+    require_kind(out, (str, os.PathLike), "out")
     out = Path(out)
     if out.suffix != ".safetensors":
         raise FileError(f"{out}: weights are written as safetensors, give the path that ending")
+    require_kind(paths, (list, tuple), "paths")
     sources = [*paths, *([] if base is None else [base])]
     keep_apart(
         out, *(Path(part) for source in sources for part in (source if isinstance(source, tuple) else (source,)))
     )
-    plan = plan_of(paths, method, base, weights, CheckpointOptions(**options))
+    plan = plan_of(paths, method, base, weights, reading_of(options))
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         write_tensors(temporary, plan.outline, plan.tensor)
     return plan.report

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions
+from bayesadam.checkpoint import CheckpointKeywords
 from bayesadam.errors import MatchError
 from bayesadam.merging.checks import check_alike
-from bayesadam.merging.experts import Source, expert_of
+from bayesadam.merging.experts import Source, expert_of, reading_of
 from bayesadam.merging.report import Sums
 from bayesadam.merging.stacks import stacked, tied_names
 
@@ -37,7 +37,7 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
         b: the other.
         **options: how files are read, see `CheckpointOptions`.
     """
-    reading = CheckpointOptions(**options)
+    reading = reading_of(options)
     experts = [expert_of(source, f"model {i}", reading) for i, source in enumerate((a, b), 1)]
     check_alike(experts, {})
     tied, counts = tied_names(experts), torch.ones(2)

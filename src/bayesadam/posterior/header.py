@@ -6,35 +6,42 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesadam._shards import whole
 from bayesadam._storage import COMPACT_VERSION, FORMAT_VERSION
 from bayesadam._version import __version__
+from bayesadam.curvature.origin import Origin
+from bayesadam.curvature.probes import probe, same_weights
 from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError
 from bayesadam.structures.settings import Settings
 from bayesadam.structures.structure import Named, Stored
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
-_PROBES = 16
-# Weights rounded to 8 bits are within a hundredth of what they were, those of another training are as far as their own size.
-_TOLERANCE = 0.1
 
 
 def header_of(
-    kind: str, settings: Settings, names: Sequence[str], *, weights: bool = True, compress: str | None = None
+    kind: str,
+    settings: Settings,
+    origin: Origin,
+    names: Sequence[str],
+    *,
+    weights: bool = True,
+    compress: str | None = None,
 ) -> dict[str, Any]:
     """What every file of a posterior says; one without weights or compressed is of the later format."""
     numbers = {name: delta for name, delta in settings.prior_precision.items() if not isinstance(delta, Tensor)}
-    others = {key: getattr(settings, key) for key in SETTING_NAMES if key != "prior_precision"}
+    others = {key: getattr(settings, key) for key in SETTING_NAMES if key not in ("prior_precision", "covariant")}
+    if settings.covariant:
+        others["covariant"] = True
     return {
         "format": FORMAT_VERSION if weights and compress is None else COMPACT_VERSION,
         "version": __version__,
         "structure": kind,
         "parameters": list(names),
         "settings": {**others, "prior_precision": numbers},
+        **origin.header(),
         **({} if weights else {"has_weights": False}),
         **({} if compress is None else {"compress": compress}),
     }
@@ -45,16 +52,6 @@ def weight_roles(mode: Named, weights: bool) -> dict[str, dict[str, Tensor]]:
     return {"mode": dict(mode)} if weights else {"probe": {name: probe(theta) for name, theta in mode.items()}}
 
 
-def probe(theta: Tensor) -> Tensor:
-    """At most 16 evenly spaced weights.
-
-    >>> probe(torch.arange(64.0).reshape(8, 8)).tolist()[:4]
-    [0.0, 4.0, 8.0, 12.0]
-    """
-    flat = theta.detach().flatten()
-    return flat[:: max(len(flat) // _PROBES, 1)][:_PROBES].to(working_dtype(theta.dtype), copy=True)
-
-
 def own_weights(stored: Stored) -> dict[str, Tensor]:
     """θ_t of a file without weights: the model's, which must be those the posterior was read with.
 
@@ -63,18 +60,13 @@ def own_weights(stored: Stored) -> dict[str, Tensor]:
     """
     named = {name: stored.parameters[name].detach() for name in stored.names}
     mode = {name: theta.to(working_dtype(theta.dtype), copy=True) for name, theta in named.items()}
-    found = {name: probe(whole(theta)).cpu() for name, theta in mode.items()}
+    found = {name: probe(whole(theta)) for name, theta in mode.items()}
     known = {name: stored.tensors[f"probe.{name}"] for name in stored.names}
     if any(known[name].shape != numbers.shape for name, numbers in found.items()):
         raise stored.damaged("its probes of the weights are not of their shapes")
-    if not _alike(known, found):
+    if not same_weights(known, found):
         raise MatchError(
             f"{stored.path} has no weights of its own, and the model's are not those it belongs to: load the weights that "
             "were published with it into the model first"
         )
     return mode
-
-
-def _alike(known: Named, found: Named) -> bool:
-    theirs, ours = (torch.cat([named[name].double() for name in known]) for named in (known, found))
-    return bool((ours - theirs).norm() <= _TOLERANCE * theirs.norm())

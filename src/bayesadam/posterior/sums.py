@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.curvature.match import own_parameters
+from bayesadam.curvature.origin import UNKNOWN
 from bayesadam.curvature.rotated import Rotation, eigenbasis
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.structures.diagonal import Diagonal
@@ -65,6 +66,7 @@ def summed(first: Posterior, second: Posterior) -> Posterior:
         settings=settings,
         omitted={**omitted, **dropped},
         calibration=None,
+        origin=UNKNOWN,
         padding=None,  # type: ignore[arg-type]
     )
 
@@ -235,7 +237,7 @@ def _prior(first: Posterior, second: Posterior, structure: Structure, like: Name
         if tensors and name in structure.bases:
             raise SettingError(
                 f"{name!r} has a prior precision for every weight, and a Kronecker-factored sum needs one for all of them: "
-                "posterior.replace(prior_precision=...)"
+                "posterior.replace(prior_precision=1.0)"
             )
         if not tensors:
             found[name] = max(numbers)

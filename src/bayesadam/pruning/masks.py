@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from bayesadam import _storage as storage
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
+from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.names import matching, owners
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import best_of_groups, lowest
@@ -49,7 +49,7 @@ def pruning_masks(
             linear layer, the channels of a convolution at each place of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
-    require_one_network(posterior, "pruning")
+    require_posterior(posterior, "pruning")
     excluded = matching(posterior.model, exclude)
     eligible = [name for name in posterior.mode if name not in excluded]
     competing = compete(eligible, scope)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bayesadam._kinds import require_kind
 from bayesadam.errors import MatchError, SettingError
 
 
@@ -81,6 +82,8 @@ def _matching(
 
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
+    require_kind(model, nn.Module, "model")
+    require_kind(masks, Mapping, "masks")
     parameters = dict(model.named_parameters())
     known = {owner.name: name for name, held in owners(model).items() for owner in held}
     found: dict[str, Tensor] = {}

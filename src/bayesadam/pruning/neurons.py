@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bayesadam._alone import in_eval_mode
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_one_network
+from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.graph import Units, understand
 from bayesadam.pruning.masks import Scope, checked_fraction, compete, nothing_removed
 from bayesadam.pruning.names import matching
@@ -73,7 +73,7 @@ def neuron_masks(
 
 
 def _removable(posterior: Posterior, exclude: str | Sequence[str], example: Any) -> list[Units]:
-    require_one_network(posterior, "pruning")
+    require_posterior(posterior, "pruning")
     excluded = matching(posterior.model, exclude)
     posterior.parameters()
     with in_eval_mode(posterior.model):
@@ -126,7 +126,7 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
     >>> posterior = Posterior.from_optimizer(model, adam, n_data=4)
     >>> masks = pruning_masks(posterior, 0.5, ranking=path_scores(posterior, example_input=torch.ones(1, 3)))
     """
-    require_one_network(posterior, "pruning")
+    require_posterior(posterior, "pruning")
     own = weight_scores(posterior, ranking)
     with in_eval_mode(posterior.model), torch.no_grad():
         found = [units for units in understand(posterior.model, example_input).units if f"{units.name}.weight" in own]

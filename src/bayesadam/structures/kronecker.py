@@ -25,13 +25,9 @@ class Kronecker(Diagonal):
 
     In the coordinates of its bases, where its second moments are, it is a `Diagonal`: every method is that one's between
     two rotations.
-
-    Attributes:
-        n_gradients: how many recorded gradients it was found from; None where it was not, or is not known.
     """
 
     bases: Mapping[str, Rotation]
-    n_gradients: int | None = None
     kind = "kronecker"
     independent = False
 
@@ -102,7 +98,7 @@ class Kronecker(Diagonal):
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Kronecker:
         """The same elsewhere."""
         bases = {name: basis.to(device, dtype) for name, basis in self.bases.items()}
-        return Kronecker(super().to(device, dtype).second_moment, bases, self.n_gradients)
+        return Kronecker(super().to(device, dtype).second_moment, bases)
 
 
 def kronecker_of(match: Match) -> Kronecker:
@@ -150,7 +146,7 @@ def kronecker_from_gradients(gradients: Named, *, max_side: int = 10_000) -> Kro
         moments[name] = stack.square().mean(dim=0)
     if not bases:
         raise SettingError("no parameter has eigenbases to be found: use structure='diagonal' or 'low-rank'")
-    return Kronecker(moments, bases, len(next(iter(gradients.values()))))
+    return Kronecker(moments, bases)
 
 
 def _build(reading: Reading) -> Kronecker:
