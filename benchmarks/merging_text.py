@@ -8,6 +8,7 @@ import gzip
 import math
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,11 @@ class Language(nn.Module):
         return self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))  # type: ignore[no-any-return]
 
 
-def texts(device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def texts(device: str, names: Iterable[str] = (*BASE, *EXPERTS)) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """The bytes of every text: nine tenths to train, a twentieth to choose by, a twentieth to report on."""
     folder = Path(os.environ.get("BAYESADAM_DATA", "")) / "text"
     found = {}
-    for name in (*BASE, *EXPERTS):
+    for name in names:
         path = folder / f"{name}.txt.gz"
         if not path.is_file():
             sys.exit(

@@ -28,10 +28,11 @@ from bayesadam.errors import (
     UnusedPosteriorWarning,
 )
 from bayesadam.inspect import inspect_checkpoint
+from bayesadam.lora import LoraPrior
 from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
 from bayesadam.optim import Badam
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.predict import Predictive
+from bayesadam.predict import Predictive, Top
 from bayesadam.pruning import (
     PruningReport,
     from_torch_prune,
@@ -65,6 +66,7 @@ __all__ = [
     "FileError",
     "Finding",
     "ImproperError",
+    "LoraPrior",
     "MatchError",
     "MemoryBudgetError",
     "MergeReport",
@@ -81,6 +83,7 @@ __all__ = [
     "StateError",
     "StructureWarning",
     "Suspect",
+    "Top",
     "UnusedPosteriorWarning",
     "__version__",
     "anchor",

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import bayesadam as ba
+from bayesadam.lora import pairs_in
 from bayesadam.merging import merge, merge_checkpoints
-from bayesadam.merging.lora import Adapter, change_of, curvature_of, factors_of, pairs_in, scaling_of_folder
+from bayesadam.merging.lora import Adapter, change_of, curvature_of, factors_of, scaling_of_folder
 
 OUT, RANK, IN = 6, 2, 5
 

@@ -24,10 +24,11 @@ _NOISE_ROUNDS = 8
 
 def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
     """s, δ and σ², in turn where there is a σ²: s and δ depend on it, and it on what of a residual is not Var[f]."""
-    ones: VarianceOf = lambda name: torch.ones_like(posterior.mode[name])  # noqa: E731
+    shape = posterior.settings.prior_shape
+    unit: VarianceOf = lambda name: torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])  # noqa: E731
     record = data.options.record
     if not record.noise:
-        parts = list(data.moments(posterior, [ones], covariance=record.coupled))
+        parts = list(data.moments(posterior, [unit], covariance=record.coupled))
         curvature = torch.cat([_output_curvature(record, mean, variance, block) for mean, variance, block, _ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
@@ -39,13 +40,13 @@ def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
         variance = torch.cat([v for _, v, _, _ in parts], dim=1)
         return mean, square.clamp(min=torch.finfo(square.dtype).tiny), variance
 
-    mean, square, (reach,) = residuals(posterior, [ones])
+    mean, square, (reach,) = residuals(posterior, [unit])
     noise = square.mean(dim=0)
     for _ in range(_NOISE_ROUNDS):
         curvature = (reach * record.hessian_diagonal(mean, noise)).mean(dim=0).sum()
         found = _at_evidence(posterior, float(curvature)).replace(noise_variance=noise)
         # In the likelihood form the mean has moved, and the residuals with it.
-        variances = [ones, found.coordinate_variance.__getitem__]
+        variances = [unit, found.coordinate_variance.__getitem__]
         mean, square, (reach, uncertain) = residuals(found, variances, [None, found.directions])
         # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². Of greatest
         # likelihood is the mean of r²/(1 + u): an example of which the network knows little says little about the noise.
@@ -65,25 +66,36 @@ def _output_curvature(record: Likelihood, mean: Tensor, variance: Tensor, covari
 
 
 def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
-    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|²."""
-    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(posterior.settings.power))
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|².
+
+    Under a prior of shape R all of it is in the coordinates R^½ θ, in which that prior is δ.
+    """
+    settings, shape = posterior.settings, posterior.settings.prior_shape
+    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(settings.power, shape))
     weight = posterior.n_data * curvature / total if total else math.nan
     if not (math.isfinite(weight) and weight > 0):
         raise CalibrationError(
             f"the curvature on the held-out data gives a weight of {weight!r}; the posterior is unchanged. Do the model's "
             "outputs contain NaN, or do they not depend on the weights?"
         )
-    unit = posterior.settings.weight / posterior.settings.scale
-    posterior = posterior.replace(scale=weight / unit, prior_precision=1.0)
-    square = max(sum(float(theta.square().sum(dtype=torch.float64)) for theta in posterior.mode.values()), 1e-30)
-    delta = 1.0
+    unit = settings.weight / settings.scale
+
+    def at(delta: float) -> Posterior:
+        prior = settings.prior_at(delta)
+        return posterior.replace(scale=weight / unit, prior_precision=prior, covariant=settings.covariant)
+
+    squares = {name: theta.square() for name, theta in posterior.mode.items()}
+    if shape is not None:
+        squares = {name: shape[name] * square for name, square in squares.items()}
+    square = max(sum(float(each.sum(dtype=torch.float64)) for each in squares.values()), 1e-30)
+    delta, found = 1.0, at(1.0)
     for _ in range(200):
-        fresh = max(posterior.effective_dimension / square, 1e-12)
-        posterior = posterior.replace(prior_precision=fresh)
+        fresh = max(found.effective_dimension / square, 1e-12)
+        found = at(fresh)
         if abs(fresh - delta) <= 1e-6 * delta:
             break
         delta = fresh
-    return posterior
+    return found
 
 
 def log_marginal_likelihood(

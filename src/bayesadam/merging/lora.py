@@ -5,30 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bayesadam._alone import unwrap
 from bayesadam.errors import FileError
+from bayesadam.lora import Scaling
 
-# (the module's name, the adapter's, its rank) → s.
-Scaling = Callable[[str, str | None, int], float | None]
 _CONFIG = "adapter_config.json"
-# base_model.model.layer.lora_A.default.weight in a model, without `default` in a file.
-_DOWN = re.compile(r"(?P<prefix>.*)\.lora_(?P<kind>embedding_)?A(?:\.(?P<adapter>[^.]+?))?(?P<end>\.weight)?")
-
-
-class Pair(NamedTuple):
-    """The two factors of one adapter by their names, and the module and the adapter they belong to."""
-
-    down: str
-    up: str
-    prefix: str
-    adapter: str | None
 
 
 class Adapter(NamedTuple):
@@ -39,24 +25,6 @@ class Adapter(NamedTuple):
     up_moment: Tensor
     down_moment: Tensor
     scale: float
-
-
-def pairs_in(names: Iterable[str]) -> list[Pair]:
-    """The adapters among parameters, PEFT's names.
-
-    >>> pairs_in(["q.lora_A.default.weight", "q.lora_B.default.weight", "q.base_layer.weight"])
-    [Pair(down='q.lora_A.default.weight', up='q.lora_B.default.weight', prefix='q', adapter='default')]
-    """
-    every = list(names)
-    there = set(every)
-    found = []
-    for name in every:
-        match = _DOWN.fullmatch(name)
-        kind = (match["kind"] or "") if match else ""
-        up = name.replace(f".lora_{kind}A", f".lora_{kind}B")
-        if match is not None and up in there:
-            found.append(Pair(name, up, match["prefix"], match["adapter"]))
-    return found
 
 
 def change_of(adapter: Adapter) -> Tensor:
@@ -90,17 +58,6 @@ def factors_of(change: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]
     up, down = left[:, :rank] * root, root[:, None] * right[:rank]
     missing = rank - up.shape[1]
     return nn.functional.pad(up, (0, missing)), nn.functional.pad(down, (0, 0, 0, missing))
-
-
-def scaling_of_model(model: nn.Module) -> Scaling:
-    """s of the adapters in a live model of PEFT's."""
-    modules = dict(unwrap(model).named_modules())
-
-    def scaling(prefix: str, adapter: str | None, rank: int) -> float | None:
-        held = getattr(modules.get(prefix), "scaling", None)
-        return float(held[adapter]) if isinstance(held, Mapping) and adapter in held else None
-
-    return scaling
 
 
 def scaling_of_folder(path: Path) -> Scaling:

@@ -13,11 +13,13 @@ from torch import Tensor
 from bayesadam._warnings import warn
 from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.checkpoint.lazy import meta
+from bayesadam.curvature.origin import warn_of_memory
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.lora import Pair, pairs_in
 from bayesadam.merging import methods
-from bayesadam.merging.checks import check_alike, check_base, check_bases, notes_on, warn_of_overlap, warn_of_states
+from bayesadam.merging.checks import check_alike, check_base, check_bases, notes_on, warn_of_overlap
 from bayesadam.merging.experts import BaseSource, Expert, Source, as_operator, expert_of
-from bayesadam.merging.lora import Pair, change_of, curvature_of, factors_of, pairs_in
+from bayesadam.merging.lora import change_of, curvature_of, factors_of
 from bayesadam.merging.report import MergeReport, Sums, report_of
 from bayesadam.merging.stacks import adapters_of, averaged, stacked, tied_names
 from bayesadam.structures.settings import positive
@@ -142,9 +144,11 @@ def plan_of(
     options: CheckpointOptions,
 ) -> Plan:
     """Read the models, check that they fit together, and warn of what makes a merge bad."""
-    chosen = _method(method, base)
     if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
-        raise SettingError("merging takes a list of two or more models: posteriors, or paths of checkpoints")
+        raise SettingError(
+            "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
+        )
+    chosen = _method(method, base)
     experts = [expert_of(source, label, options) for source, label in zip(models, _labels(models), strict=True)]
     start = None if base is None else expert_of(base, "the base", options, trained=False)
     alpha = _counts(weights, len(experts))
@@ -166,7 +170,8 @@ def plan_of(
         raise MatchError(f"{experts[0].label} and the others have no parameter with a second moment in common")
     if chosen == "kronecker":
         check_bases(experts, trained)
-    warn_of_states(experts)
+    for expert in experts:
+        warn_of_memory(expert.origin, expert.label)
     warn_of_overlap(reduce(Sums.__add__, sums.values()), experts)
     notes += notes_on(experts, plain, trained)
     return Plan(experts, chosen, start, scales, base_scale, counts, tied, adapters, sums, notes)
@@ -175,6 +180,11 @@ def plan_of(
 def _method(method: Method | None, base: object) -> Method:
     if method is None:
         return "fisher" if base is None else "gradient-matching"
+    if not isinstance(method, str):
+        raise SettingError(
+            f"method must be a name, got {type(method).__name__}: give all models in one list, merge([a, b]), and the network "
+            "before fine-tuning as base="
+        )
     if method not in get_args(Method):
         raise SettingError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
     if method == "gradient-matching" and base is None:
@@ -222,7 +232,7 @@ def _scales(
             continue
         unknown = [each.label for each, number in zip(concerned, found, strict=True) if number is None]
         text = f"{words} of {', '.join(unknown)} is not known, and was taken to be the same for all"
-        notes.append(f"{text}: where it is not, pass weights= in proportion to N B")
+        notes.append(f"{text}: where it is not, let each model's weight be in proportion to N B")
     own = factors[len(experts) :]
     return [a * factor for a, factor in zip(alpha, factors, strict=False)], own[0] if own else 1.0
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bayesadam.curvature.read import PIECE, working_dtype
 from bayesadam.errors import MatchError, StateError
+from bayesadam.lora import Pair
 from bayesadam.merging.experts import Expert
-from bayesadam.merging.lora import Adapter, Pair
+from bayesadam.merging.lora import Adapter
 
 
 def tied_names(experts: Sequence[Expert]) -> dict[str, str]:

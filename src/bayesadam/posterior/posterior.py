@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from bayesadam import _storage as storage
 from bayesadam import likelihoods
 from bayesadam._alone import alone_with, unwrap
+from bayesadam._kinds import require_kind
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
@@ -24,23 +25,34 @@ from bayesadam.curvature import StateReader
 from bayesadam.curvature import match as matching
 from bayesadam.curvature.compression import compressed, expanded
 from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters
+from bayesadam.curvature.origin import UNKNOWN, Origin, origin_of, warn_of_few
 from bayesadam.curvature.read import read_match, working_dtype
 from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.likelihoods import Predictive
+from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
 from bayesadam.posterior.report import CalibrationReport
 from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of
+from bayesadam.predict.prediction import predictive_of, score_of
 from bayesadam.structures import sharded
 from bayesadam.structures.diagonal import Diagonal
 from bayesadam.structures.novelty import novelty_settings
 from bayesadam.structures.padding import keep_row, padding_rows
 from bayesadam.structures.registry import load_structure, structure_named
-from bayesadam.structures.settings import Form, Precision, Settings, positive, prior_by_name, prior_or_decay
+from bayesadam.structures.settings import (
+    CovariantPrior,
+    Form,
+    Precision,
+    Prior,
+    Settings,
+    positive,
+    prior_by_name,
+    prior_or_decay,
+)
 from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
 
 _OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
@@ -89,6 +101,7 @@ class Posterior(
         calibration: what `calibrate` did, as long as nothing was changed since.
         padding: the rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every draw.
             None for those of the model.
+        origin: where the second moments come from: whose state, of how many gradients.
     """
 
     model: nn.Module
@@ -101,6 +114,7 @@ class Posterior(
     averaged: bool = True
     calibration: CalibrationReport | None = None
     padding: Mapping[str, int] = None  # type: ignore[assignment]
+    origin: Origin = UNKNOWN
 
     def __post_init__(self) -> None:
         if self.padding is None:
@@ -116,7 +130,7 @@ class Posterior(
         optimizer: Optimizer | Sequence[Optimizer],
         n_data: float,
         *,
-        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
         form: Form = "map",
@@ -129,8 +143,8 @@ class Posterior(
         Args:
             optimizer: the optimiser that trained it, or a list of several over one model.
             n_data: N, the number of training examples.
-            prior_precision: δ, one number or one per parameter name; None takes N × the weight decay of each
-                parameter's group, 0.0 is the paper's equation to the letter.
+            prior_precision: δ, one number or one per parameter name, or a `LoraPrior`; None takes N × the weight decay of
+                each parameter's group, 0.0 is the paper's equation to the letter.
             power: p of the curvature v̂ᵖ; the paper's is 1/2.
             batch_size: examples behind one gradient; needed for power=1.
             form: `"map"` or `"likelihood"`.
@@ -158,7 +172,7 @@ class Posterior(
         n_data: float,
         *,
         structure: str = "kronecker",
-        prior_precision: Precision | Mapping[str, Precision] = 1.0,
+        prior_precision: Prior = 1.0,
         power: float = 1.0,
         batch_size: int | None = None,
     ) -> Posterior:
@@ -166,9 +180,12 @@ class Posterior(
 
         The rest is as in `from_optimizer`; the batch size is known from `from_batches`.
         """
+        require_kind(recorder, Recorder, "recorder")
         options: Any = {"structure": structure, "prior_precision": prior_precision, "power": power}
         size = batch_size or recorder.batch_size
-        return cls.from_optimizer(model, recorder.optimizers, n_data, recorder=recorder, batch_size=size, **options)
+        found = cls.from_optimizer(model, recorder.optimizers, n_data, recorder=recorder, batch_size=size, **options)
+        warn_of_few(found.origin, "the posterior")
+        return found
 
     @classmethod
     def from_state_dict(
@@ -179,7 +196,7 @@ class Posterior(
         *,
         optimizer: str | StateReader = "adam",
         param_names: Sequence[str] | None = None,
-        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
         form: Form = "map",
@@ -209,7 +226,7 @@ class Posterior(
         groups_in_order: bool = False,
         weights_key: str | None = None,
         optimizer_key: str | None = None,
-        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        prior_precision: Prior | None = None,
         power: float = 0.5,
         batch_size: int | None = None,
         form: Form = "map",
@@ -228,7 +245,7 @@ class Posterior(
         spec = structure_named(structure, recorded=False)
         options = CheckpointOptions(optimizer_path, optimizer, param_names, groups_in_order, weights_key, optimizer_key)
         checkpoint = read_checkpoint(path, options)
-        settings = Settings(checkpoint.n_data_or(n_data), {}, power, batch_size, form)
+        settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match = match_checkpoint(checkpoint, model, options)
         load = partial(load_weights, checkpoint, model)
         return cls._from_match(model, match, spec, settings, prior_precision, load=load)
@@ -260,7 +277,7 @@ class Posterior(
         match: matching.Match,
         spec: StructureSpec,
         settings: Settings,
-        prior_precision: Precision | Mapping[str, Precision] | None,
+        prior_precision: Prior | None,
         *,
         recorder: Recorder | None = None,
         load: Callable[[], None] | None = None,
@@ -270,13 +287,19 @@ class Posterior(
         structure = spec.build(Reading(match, curvature, gradients))
         moments = curvature.second_moment
         shapes = {name: v.shape for name, v in moments.items()}
-        prior = prior_or_decay(prior_precision, curvature.weight_decay, settings.n_data, shapes)
+        rule = prior_precision if isinstance(prior_precision, CovariantPrior) else None
+        settings = replace(settings, covariant=rule is not None)
+        prior = prior_or_decay(None if rule else prior_precision, curvature.weight_decay, settings.n_data, shapes)
         if load is not None:
             load()
         parameters = own_parameters(model)
         mode = {name: parameters[name].detach().to(v.dtype, copy=True) for name, v in moments.items()}
+        if rule is not None:
+            prior = prior_by_name(rule.at(unwrap(model), mode, structure.bases), shapes)
         settings = replace(settings, prior_precision=sharded.prior_like(prior, mode))
-        return cls(unwrap(model), mode, structure, settings, curvature.omitted)
+        recorded = None if recorder is None else float(recorder.recorded)
+        origin = origin_of(match) if recorded is None else Origin(match.optimizers, (recorded, recorded), recorded=True)
+        return cls(unwrap(model), mode, structure, settings, curvature.omitted, origin=origin)
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -434,6 +457,9 @@ class Posterior(
         found = predictive_of(self, inputs, options)
         return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
 
+    def _score(self, inputs: Any, options: Options) -> Score:
+        return score_of(self, inputs, options)
+
     def replace(self, **changes: Any) -> Posterior:
         """A new one with another n_data, prior_precision, power, batch_size, form, scale, noise_variance, temperature or averaged.
 
@@ -447,8 +473,11 @@ class Posterior(
         positive("temperature", outputs["temperature"], "by which logits are divided")
         if "prior_precision" in changes:
             shapes = {name: theta.shape for name, theta in self.mode.items()}
-            prior = prior_by_name(changes["prior_precision"], shapes)
-            changes["prior_precision"] = sharded.prior_like(prior, self.mode)
+            prior = changes["prior_precision"]
+            changes.setdefault("covariant", isinstance(prior, CovariantPrior))
+            if isinstance(prior, CovariantPrior):
+                prior = prior.at(self.model, self.mode, self.structure.bases)
+            changes["prior_precision"] = sharded.prior_like(prior_by_name(prior, shapes), self.mode)
         return replace(self, settings=replace(self.settings, **changes), calibration=None, **outputs)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
@@ -503,7 +532,9 @@ class Posterior(
         prior = self.prior_precision
         tensors |= {f"prior_precision.{name}": delta for name, delta in prior.items() if isinstance(delta, Tensor)}
         header = {
-            **header_of(self.structure.kind, self.settings, list(self.mode), weights=weights, compress=compress),
+            **header_of(
+                self.structure.kind, self.settings, self.origin, list(self.mode), weights=weights, compress=compress
+            ),
             "omitted": dict(self.omitted),
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
@@ -543,6 +574,7 @@ class Posterior(
             mode = found.weights("mode") if header.get("has_weights", True) else own_weights(found)
             numbers: dict[str, Precision] = dict(stored.pop("prior_precision"))
             prior = {name: tensors.get(f"prior_precision.{name}", numbers.get(name)) for name in names}
+            origin = Origin.of_header(header)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
         for name in names:
@@ -554,7 +586,7 @@ class Posterior(
             raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
         report = read_report(path, tensors, header)
         outputs = _noise(header.get("noise_variance")), header.get("temperature", 1.0), header.get("averaged", True)
-        return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), *outputs, report)
+        return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), *outputs, report, origin=origin)
 
     def __add__(self, later: Posterior) -> Posterior:
         """The precisions of both round the mean of `later`, which was trained anchored to this one; see `summed`."""
@@ -590,7 +622,7 @@ class Posterior(
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
                 f"{name!r}: {count} of {self.mode[name].numel()}). {structure.flat_reason}. Give them a prior, "
-                "posterior.replace(prior_precision=...), or calibrate"
+                "posterior.replace(prior_precision=1.0), or calibrate"
             )
 
     def warn_of_limits(self) -> None:

@@ -15,7 +15,7 @@ from bayesadam.curvature.rotated import Rotation
 from bayesadam.structures.formulas import PrecisionRule, curvature
 from bayesadam.structures.noise import stream_seed
 from bayesadam.structures.padding import keep_row
-from bayesadam.structures.settings import Settings
+from bayesadam.structures.settings import Precision, Settings
 from bayesadam.structures.sharded import draw
 from bayesadam.structures.structure import Named, Structure, StructureSpec
 
@@ -48,9 +48,10 @@ class Diagonal(Structure):
         """The same: the weights are the coordinates."""
         return self.coordinate_variance(settings)
 
-    def curvatures(self, power: float) -> list[Tensor]:
-        """v̂ᵖ, parameter by parameter."""
-        return [curvature(v, power) for v in self.second_moment.values()]
+    def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
+        """v̂ᵖ, or v̂ᵖ/R, parameter by parameter."""
+        found = {name: curvature(v, power) for name, v in self.second_moment.items()}
+        return [c if shape is None else c / shape[name] for name, c in found.items()]
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = Σ w c/(w c + δ)."""

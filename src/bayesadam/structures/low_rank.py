@@ -62,9 +62,13 @@ class LowRank(Structure):
         """The Gaussian of precision D."""
         return Diagonal(self.rest)
 
-    def curvatures(self, power: float) -> list[Tensor]:
-        """sᵖ, and rᵖ where there is any."""
-        return [self.values.pow(power), *(r.pow(power) for r in self.rest.values() if bool(r.any()))]
+    def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
+        """sᵖ, and rᵖ where there is any; with a shape R the eigenvalues of R^(−½) U sᵖ Uᵀ R^(−½), and rᵖ/R."""
+        inside, rest = self.values.pow(power), {name: r.pow(power) for name, r in self.rest.items() if bool(r.any())}
+        if shape is None:
+            return [inside, *rest.values()]
+        scaled = {name: _column(inside.sqrt(), rows) * rows / shape[name] ** 0.5 for name, rows in self.rows.items()}
+        return [_orthonormal(scaled)[1].square(), *(r / shape[name] for name, r in rest.items())]
 
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/D, the variances outside the directions."""
@@ -80,7 +84,7 @@ class LowRank(Structure):
         if self.flat_weights(settings):
             raise ImproperError(
                 "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside its "
-                "directions there is nothing else. posterior.replace(prior_precision=...), or calibrate"
+                "directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
             )
         inside = settings.weight * self.values.pow(settings.power)
         numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}

@@ -1,12 +1,13 @@
 """The numbers that turn curvature into precision, checked once."""
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam.errors import SettingError
 
@@ -28,6 +29,8 @@ class Settings:
         batch_size: B, needed for p = 1; None counts as 1.
         form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean w c/(w c + δ) θ.
         scale: s, what calibration multiplies N by.
+        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free: calibration multiplies it by one
+            number. At any p but 1 curvature and prior would follow a change of coordinates in different ways.
     """
 
     n_data: float
@@ -36,6 +39,7 @@ class Settings:
     batch_size: int | None = None
     form: Form = "map"
     scale: float = 1.0
+    covariant: bool = False
 
     def __post_init__(self) -> None:
         positive("n_data", self.n_data, "the number of training examples")
@@ -48,13 +52,38 @@ class Settings:
             raise SettingError(f"power=1 needs batch_size, {why}")
         if self.form not in get_args(Form):
             raise SettingError(f"form must be one of {get_args(Form)}, got {self.form!r}")
+        if self.covariant and self.power != 1:
+            raise SettingError(
+                f"a prior that follows the weights, such as LoraPrior, needs power=1, got {self.power!r}: the curvature v̂ᵖ "
+                "follows them the same way at no other. Pass power=1 and batch_size=..."
+            )
         for name, delta in self.prior_precision.items():
             check_prior(name, delta)
+
+    @property
+    def prior_shape(self) -> Mapping[str, Precision] | None:
+        """R of a prior δ R of which δ alone is free: that of a `CovariantPrior`; None for R = 1."""
+        return self.prior_precision if self.covariant else None
+
+    def prior_at(self, delta: float) -> float | dict[str, Precision]:
+        """δ R by parameter name, or δ for all where R = 1."""
+        return delta if self.prior_shape is None else {name: delta * r for name, r in self.prior_shape.items()}
 
     @property
     def weight(self) -> float:
         """w = s N B^(2p−1), the factor before v̂ᵖ."""
         return self.scale * self.n_data * math.pow(self.batch_size or 1, 2 * self.power - 1)
+
+
+class CovariantPrior(ABC):
+    """A prior on what the weights compute: its precision follows from the weights, and is found once these are known."""
+
+    @abstractmethod
+    def at(self, model: nn.Module, mode: Mapping[str, Tensor], rotated: Container[str]) -> dict[str, Precision]:
+        """δ by parameter name at the trained weights; one number for each parameter in `rotated`."""
+
+
+Prior = Precision | Mapping[str, Precision] | CovariantPrior
 
 
 def check_prior(name: str, delta: object) -> None:

@@ -17,7 +17,7 @@ from bayesadam.curvature.match import Match
 from bayesadam.curvature.read import Curvature, working_dtype
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import FileError
-from bayesadam.structures.settings import Settings
+from bayesadam.structures.settings import Precision, Settings
 
 Named = Mapping[str, Tensor]
 
@@ -82,8 +82,8 @@ class Structure(ABC):
         return None
 
     @abstractmethod
-    def curvatures(self, power: float) -> list[Tensor]:
-        """The eigenvalues v̂ᵖ, those that are 0 left out or not."""
+    def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
+        """The eigenvalues v̂ᵖ, those that are 0 left out or not; with the shape R of a prior those of R^(−½) Vᵖ R^(−½)."""
 
     @abstractmethod
     def effective_dimension(self, settings: Settings) -> float:

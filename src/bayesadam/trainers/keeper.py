@@ -112,7 +112,7 @@ class PosteriorKeeper:
         self._let_go()
         if self.anchor is None:
             return
-        self._held = Anchor(optimizers, self.anchor, self.anchor_strength, n_data=self.n_data, model=model)
+        self._held = Anchor(optimizers, self.anchor, strength=self.anchor_strength, n_data=self.n_data, model=model)
         if state is not None:
             self._held.load_state_dict(state)
 
@@ -170,10 +170,11 @@ class PosteriorKeeper:
         tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
         scale, precision = tuned.settings.scale, tuned.prior_precision
-        changes = {"scale": scale, "prior_precision": precision, "noise_variance": tuned.noise_variance}
+        changes = {"scale": scale, "prior_precision": precision, "covariant": tuned.settings.covariant}
+        changes |= {"noise_variance": tuned.noise_variance}
         changes |= {"temperature": tuned.temperature, "averaged": tuned.averaged}
-        # One number for all parameters, by either method of calibration.
-        delta = next(iter(precision.values()))
+        # One number for all parameters, by either method of calibration, or the prior's own numbers times one.
+        delta = torch.as_tensor(next(iter(precision.values()))).mean()
         return changes, tuned.calibration, {**numbers, "scale": scale, "prior_precision": float(delta)}
 
 
