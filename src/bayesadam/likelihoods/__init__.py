@@ -11,6 +11,8 @@ from bayesadam.likelihoods.classification import (
     Classification,
     ClassificationMixture,
     ClassificationPredictive,
+    SelectedClasses,
+    SelectedMixture,
 )
 from bayesadam.likelihoods.poisson import Poisson, PoissonMixture, PoissonPredictive
 from bayesadam.likelihoods.predictive import Link, LogitPredictive, NumericPredictive, Predictive, PredictiveMixture
@@ -60,5 +62,7 @@ __all__ = [
     "PredictiveMixture",
     "RegressionMixture",
     "RegressionPredictive",
+    "SelectedClasses",
+    "SelectedMixture",
     "likelihood",
 ]

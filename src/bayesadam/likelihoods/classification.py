@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from bayesadam.likelihoods.predictive import (
     LogitPredictive,
     Novel,
     Predictive,
-    PredictiveMixture,
     like,
     place_blocks,
     rows,
@@ -59,6 +59,15 @@ class ClassificationPredictive(LogitPredictive):
         margins = (novel.mean[..., :, None] - novel.mean[..., None, :]) * (1 + math.pi / 8 * between).rsqrt()
         return (-torch.logsumexp(-margins, dim=-1)).softmax(dim=-1)
 
+    def _epistemic(self) -> Tensor | None:
+        """½ (Σ p Var f − pᵀ Cov f p) of the logits over T, at each place."""
+        if self.covariance is None:
+            return None
+        p = (self.mean / self.temperature).softmax(dim=-1)
+        blocks = place_blocks(self.covariance, self.mean) / self.temperature**2
+        spread = (p * blocks.diagonal(dim1=-2, dim2=-1)).sum(dim=-1)
+        return (spread - torch.einsum("...c,...cd,...d->...", p, blocks, p)) / 2
+
     def _probs_at(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=-1)
 
@@ -72,13 +81,83 @@ class ClassificationMixture(LogitMixture, ClassificationPredictive):
     """p(class) = Σ π_m p_m(class)."""
 
 
+@dataclass(frozen=True, eq=False)
+class SelectedClasses(ClassificationPredictive):
+    """p(class) = E[softmax(f)] where f is random in k classes; the others share log Σ_rest exp f, which is at its mean.
+
+    `mean`, `variance`, `covariance` and `draws` are of the k logits asked for; `probs` are of all classes, and so are
+    `log_prob`, `entropy` and `prediction_set`.
+
+    Attributes:
+        outputs: the classes asked for, (batch, ..., k).
+        logits: E[f] of all classes, (batch, ..., classes).
+        rest_variance: Var[log Σ_rest exp f] of the linearised network, (batch, ...).
+    """
+
+    outputs: Tensor = None  # type: ignore[assignment]
+    logits: Tensor = None  # type: ignore[assignment]
+    rest_variance: Tensor = None  # type: ignore[assignment]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The probabilities of all classes."""
+        coarse = self._coarse
+        rest = self._rest_logits(self.temperature).softmax(dim=-1).nan_to_num(0.0)
+        return (rest * coarse[..., -1:]).scatter(-1, self.outputs, coarse[..., :-1])
+
+    @property
+    def rest_error(self) -> Tensor:
+        """A bound on Σ_class |Δp| /2, (batch, ...), Δp being what the variance of the rest would change in the exact average.
+
+        p_rest = σ(R − log Σ_asked exp f) with R = log Σ_rest exp f. σ(x + h) differs from σ(x) by at most |h|/4 and by at
+        most σ(x) (exp|h| − 1); with h ~ N(0, Var R) the expectation is at most the lesser of √(Var R/8π) and, by Cauchy and
+        Schwarz, √(p_rest E(exp|h| − 1)²).
+        """
+        s = (self.rest_variance.clamp(min=0).sqrt() / self.temperature).double()
+        steep = s / math.sqrt(8 * math.pi)
+        below = torch.special.ndtr
+        growth = 2 * (2 * s.square()).exp() * below(2 * s) - 4 * (s.square() / 2).exp() * below(s) + 1
+        rest = self._coarse[..., -1].double()
+        return torch.minimum(steep, (rest * growth.clamp(min=0)).sqrt()).to(self.mean)
+
+    @cached_property
+    def _coarse(self) -> Tensor:
+        """The probabilities of the classes asked for, then of all others together, (batch, ..., k + 1)."""
+        return self._answer()
+
+    def _rest_logits(self, temperature: float) -> Tensor:
+        """Those of the other classes, −∞ at the ones asked for."""
+        return (self.logits / temperature).scatter(-1, self.outputs, -torch.inf)
+
+    def _with_rest(self, logits: Tensor) -> Tensor:
+        """Logits over T, (..., k), and the rest's at its mean."""
+        rest = self._rest_logits(self.temperature).logsumexp(dim=-1, keepdim=True)
+        return torch.cat([logits, rest.expand(*logits.shape[:-1], 1)], dim=-1)
+
+    def _probs_at(self, logits: Tensor) -> Tensor:
+        return self._with_rest(logits).softmax(dim=-1)
+
+    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
+        wide = torch.cat([variance, torch.zeros_like(variance[..., :1])], dim=-1)
+        return super()._probit_probs(self._with_rest(mean), wide)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedMixture(ClassificationMixture, SelectedClasses):
+    """p(class) = Σ π_m p_m(class), members having been asked for the same classes."""
+
+    @property
+    def rest_error(self) -> Tensor:
+        """Σ π_m of the members' bounds."""
+        return self._averaged(lambda member: member.rest_error)
+
+
 @dataclass(frozen=True)
 class Classification(Likelihood):
     """Cross-entropy in training. Evidence fails where validation works, so validation is the default."""
 
     name: str = "classification"
     kind: type[Predictive] = ClassificationPredictive
-    mixture_kind: type[PredictiveMixture] = ClassificationMixture
     coupled: bool = True
     ignored: int | None = IGNORED
 
@@ -104,6 +183,12 @@ class Classification(Likelihood):
         """p (1 − p)."""
         p = outputs.softmax(dim=-1)
         return p * (1 - p)
+
+    def hessian_root_times(self, outputs: Tensor, r: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """√p r − p (√p · r)."""
+        p = outputs.softmax(dim=-1)
+        scaled = p.sqrt() * r
+        return scaled - p * scaled.sum(dim=-1, keepdim=True)
 
     def hessian_root(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """A = diag(√p) − p √pᵀ, A Aᵀ = diag(p) − p pᵀ."""
@@ -173,6 +258,11 @@ class BinaryPredictive(LogitPredictive):
     def _novel_probs(cls, novel: Novel) -> Tensor:
         return (novel.mean * (1 + math.pi / 8 * novel.variance).rsqrt()).sigmoid()
 
+    def _epistemic(self) -> Tensor | None:
+        """½ Σ p (1 − p) Var f over outputs, of the logits over T."""
+        p = (self.mean / self.temperature).sigmoid()
+        return rows(p * (1 - p) * self.variance).sum(dim=1) / (2 * self.temperature**2)
+
     @staticmethod
     def _of_classes(probs: Tensor) -> Tensor:
         return torch.stack([1 - probs, probs], dim=-1)
@@ -195,7 +285,6 @@ class Binary(Likelihood):
 
     name: str = "binary"
     kind: type[Predictive] = BinaryPredictive
-    mixture_kind: type[PredictiveMixture] = BinaryMixture
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean binary cross-entropy."""

@@ -14,9 +14,9 @@ from bayesadam.likelihoods.predictive import (
     NumericMixture,
     NumericPredictive,
     Predictive,
-    PredictiveMixture,
     like,
     nodes_like,
+    rows,
     summed,
 )
 from bayesadam.likelihoods.record import Likelihood
@@ -47,6 +47,10 @@ class PoissonPredictive(NumericPredictive):
         if self.draws is None:
             return rate + rate.square() * self.variance.expm1()
         return rate + self.draws.exp().var(dim=0)
+
+    def _epistemic(self) -> Tensor | None:
+        """½ Σ exp(E[f]) Var[f] over outputs."""
+        return rows(self.mean.exp() * self.variance).sum(dim=1) / 2
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y, (n, batch, ...)."""
@@ -133,7 +137,6 @@ class Poisson(Likelihood):
 
     name: str = "poisson"
     kind: type[Predictive] = PoissonPredictive
-    mixture_kind: type[PredictiveMixture] = PoissonMixture
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """exp f − y f, the negative log-likelihood without its constant, a mean over targets too."""

@@ -28,7 +28,7 @@ _ENTROPY_DRAWS = 256
 _HALVINGS = 60
 # Below that many held-out examples all of them are fitted.
 FEWEST_SCORED = 20
-_COMMON = ("mean", "variance", "covariance", "draws", "novel", "guarantee")
+_COMMON = ("mean", "variance", "covariance", "draws", "novel", "guarantee", "score", "plan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,21 @@ class Novel:
 
 
 @dataclass(frozen=True, eq=False)
+class Score:
+    """An unbiased estimate and its standard error, (batch, ...); the error is NaN where one probe made it."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def of(cls, estimates: Tensor) -> Score:
+        """Of independent estimates, (n, batch, ...)."""
+        if len(estimates) == 1:
+            return cls(estimates[0], torch.full_like(estimates[0], math.nan))
+        return cls(estimates.mean(dim=0), estimates.std(dim=0) / math.sqrt(len(estimates)))
+
+
+@dataclass(frozen=True, eq=False)
 class Predictive:
     """The outputs of a network under a weight posterior.
 
@@ -62,6 +77,8 @@ class Predictive:
             from example to example. For functions at drawn weights use `sampled()`.
         novel: what `novelty` is computed from.
         guarantee: held-out scores, where the posterior was calibrated on data that it was not fitted to.
+        score: the estimate behind `epistemic`, where outputs are too many for an exact one.
+        plan: how the moments were found, in words.
     """
 
     mean: Tensor
@@ -70,6 +87,28 @@ class Predictive:
     draws: Tensor | None = None
     novel: Novel | None = None
     guarantee: Guarantee | None = None
+    score: Score | None = None
+    plan: str = ""
+
+    @property
+    def epistemic(self) -> Tensor:
+        """½ tr(H Cov[f]), H the Hessian of −log p(y | f): to first order what y would teach about the weights, in nats.
+
+        One number for each example, or for each place of classes. Exact where the covariance is known, or where the
+        likelihood does not couple outputs; else an unbiased estimate, `score` has its standard error.
+        """
+        if self.score is not None:
+            return self.score.value
+        found = self._epistemic()
+        if found is None:
+            raise SettingError(
+                "this prediction cannot tell ½ tr(H Cov[f]): predict with covariance=True, or with probes=2 for an estimate"
+            )
+        return found
+
+    def _epistemic(self) -> Tensor | None:
+        """The same out of the moments; None where they do not tell."""
+        return None
 
     @cached_property
     def novelty(self) -> Tensor:
@@ -232,6 +271,10 @@ class LogitPredictive(Predictive):
     @cached_property
     def probs(self) -> Tensor:
         """The probabilities."""
+        return self._answer()
+
+    def _answer(self) -> Tensor:
+        """Averages over draws, or by the link, or the mean network's."""
         if self.draws is None and not self.averaged:
             return self._probs_at(self.mean / self.temperature)
         if self.draws is not None or self.link == "sampling":
@@ -314,6 +357,9 @@ def _entropy(probs: Tensor) -> Tensor:
     return entropy
 
 
+_MIXTURES: dict[type, type] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class PredictiveMixture(Predictive):
     """p(y) = Σ π_m p_m(y), the predictives of several networks; one network speaks for all outputs of an example.
@@ -328,6 +374,11 @@ class PredictiveMixture(Predictive):
     members: tuple[Any, ...] = ()
     weights: tuple[float, ...] = ()
 
+    def __init_subclass__(cls) -> None:
+        """A mixture is also of the kind of its members, the one base that is no mixture."""
+        super().__init_subclass__()
+        _MIXTURES.update({base: cls for base in cls.__bases__ if not issubclass(base, PredictiveMixture)})
+
     def log_prob(self, y: Tensor) -> Tensor:
         """log Σ π_m p_m(y), one number per example; within a member as its own `log_prob`."""
         return pooled(self.weights, torch.stack([member.log_prob(y) for member in self.members]))
@@ -340,6 +391,10 @@ class PredictiveMixture(Predictive):
         counts = zip(self.members, map(len, places), strict=True)
         drawn = [member.sample(count, generator=generator) for member, count in counts if count]
         return torch.cat(drawn)[torch.cat(places).argsort()]
+
+    def _epistemic(self) -> Tensor | None:
+        """Σ π_m of the members', each round its own mean."""
+        return self._averaged(lambda member: member.epistemic)
 
     def _averaged(self, of: Callable[[Any], Tensor]) -> Tensor:
         """Σ π_m x_m."""
@@ -401,8 +456,23 @@ class LogitMixture(PredictiveMixture, LogitPredictive):
 
     def mutual_information(self) -> Tensor:
         """I(y; m, θ) = I(y; m) + Σ π_m I_m(y; θ): what members disagree on, and what each does not know of its weights."""
-        between = self.entropy() - self._averaged(lambda member: member.entropy())
-        return between.clamp(min=0) + self._averaged(lambda member: member.mutual_information())
+        return self.disagreement() + self._averaged(lambda member: member.mutual_information())
+
+    def _epistemic(self) -> Tensor | None:
+        """I(y; m) of the mean networks + Σ π_m of the members'."""
+        means = mixture_of([replace(m, averaged=False, draws=None) for m in self.members], self.weights)
+        assert isinstance(means, LogitMixture)
+        return means.disagreement() + self._averaged(lambda member: member.epistemic)
+
+    def disagreement(self) -> Tensor:
+        """I(y; m) = H[Σ π_m p_m] − Σ π_m H[p_m] in nats: what members disagree on."""
+        return (self.entropy() - self._averaged(lambda member: member.entropy())).clamp(min=0)
+
+
+def mixture_of(members: Sequence[Predictive], weights: Sequence[float]) -> PredictiveMixture:
+    """Predictives of one kind, of the same batch, as one distribution."""
+    found: PredictiveMixture = _MIXTURES[type(members[0])](**mixed_fields(members, weights))
+    return found
 
 
 def has_novelty(predictive: Predictive) -> bool:
@@ -428,7 +498,7 @@ def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dic
     drawn = [member.draws for member in members if member.draws is not None]
     held = {field.name: [getattr(member, field.name) for member in members] for field in fields(members[0])}
     own = {key: v for key, v in held.items() if key not in _COMMON}
-    return {key: average(weights, v) if isinstance(v[0], Tensor) else v[0] for key, v in own.items()} | {
+    return {key: average(weights, v) if _is_real(v[0]) else v[0] for key, v in own.items()} | {
         "mean": mean,
         "variance": average(weights, [m.variance + d.square() for m, d in zip(members, away, strict=True)]),
         "covariance": average(weights, blocks) if len(blocks) == len(members) else None,
@@ -436,6 +506,10 @@ def mixed_fields(members: Sequence[Predictive], weights: Sequence[float]) -> dic
         "members": tuple(members),
         "weights": tuple(weights),
     }
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def average(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from bayesadam.likelihoods.predictive import (
     Predictive,
     PredictiveMixture,
     like,
-    mixed_fields,
+    mixture_of,
 )
 
 CalibrationMethod = Literal["validation", "evidence"]
@@ -34,20 +34,20 @@ class Likelihood(ABC):
     Attributes:
         name: what users call it.
         kind: the class of its predictive.
-        mixture_kind: the class of a mixture of these.
         noise: whether it has an observation noise σ² besides the outputs, which is estimated.
         calibration: the default method of `calibrate`.
         coupled: whether the Hessian couples the outputs in the last dimension; else it is diagonal.
+        outputs_per_target: how many outputs there are of one target, those of all targets one after the other.
         ignored: the target that is left out of every score, of likelihoods whose targets are class indices, one per place.
     """
 
     name: str
     kind: type[Predictive]
-    mixture_kind: type[PredictiveMixture]
     noise: bool = False
     calibration: CalibrationMethod = "validation"
     coupled: bool = False
     ignored: int | None = None
+    outputs_per_target: int = 1
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -68,6 +68,10 @@ class Likelihood(ABC):
     def hessian_root(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """A, (..., o, k), with A Aᵀ the Hessian of −log p(y | f) in f, or its expectation over y where it depends on y."""
         return torch.diag_embed(self.hessian_diagonal(outputs, noise_variance).sqrt())
+
+    def hessian_root_times(self, outputs: Tensor, r: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """A r, (..., o), for as many r, (..., o), without forming A."""
+        return self.hessian_diagonal(outputs, noise_variance).sqrt() * r
 
     def predictive(
         self,
@@ -93,7 +97,7 @@ class Likelihood(ABC):
 
     def mixture(self, members: Sequence[Predictive], weights: Sequence[float]) -> PredictiveMixture:
         """Predictives of this likelihood, of the same batch, as one distribution."""
-        return self.mixture_kind(**mixed_fields(members, weights))
+        return mixture_of(members, weights)
 
     @property
     def tempered(self) -> bool:

@@ -15,7 +15,6 @@ from bayesadam.likelihoods.predictive import (
     NumericMixture,
     NumericPredictive,
     Predictive,
-    PredictiveMixture,
     level_quantile,
     nodes_like,
     normal_like,
@@ -44,6 +43,12 @@ class RegressionPredictive(NumericPredictive):
     def total_variance(self) -> Tensor:
         """Var[y] = Var[f] + σ²."""
         return self.variance + self.noise_variance
+
+    def _epistemic(self) -> Tensor | None:
+        """½ Σ Var[f]/σ² over outputs; None where σ² is not known."""
+        if not bool((self.noise_variance > 0).all()):
+            return None
+        return rows(self.variance / self.noise_variance).sum(dim=1) / 2
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval that holds y with probability `level`."""
@@ -109,7 +114,6 @@ class Regression(Likelihood):
 
     name: str = "regression"
     kind: type[Predictive] = RegressionPredictive
-    mixture_kind: type[PredictiveMixture] = RegressionMixture
     noise: bool = True
     calibration: CalibrationMethod = "evidence"
 
@@ -149,6 +153,11 @@ class HeteroscedasticPredictive(NumericPredictive):
     def total_variance(self) -> Tensor:
         """Var[y] = Var[m] + E[exp g]."""
         return self.variance.chunk(2, dim=-1)[0] + self.noise_variance
+
+    def _epistemic(self) -> Tensor | None:
+        """½ Σ (exp(−g) Var m + ½ Var g) over targets."""
+        (_, log_variance), (of_mean, of_log) = (t.chunk(2, dim=-1) for t in (self.mean, self.variance))
+        return rows((-log_variance).exp() * of_mean + of_log / 2).sum(dim=1) / 2
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y, (n, batch, ..., k)."""
@@ -211,7 +220,7 @@ class Heteroscedastic(Likelihood):
 
     name: str = "heteroscedastic"
     kind: type[Predictive] = HeteroscedasticPredictive
-    mixture_kind: type[PredictiveMixture] = HeteroscedasticMixture
+    outputs_per_target: int = 2
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods.predictive import Score
+from bayesadam.predict.asked import Outputs
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
 from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
+from bayesadam.predict.places import Positions
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -84,6 +87,9 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         generator: torch.Generator | None = None,
         memory_budget: int = DEFAULT_BUDGET,
         novelty: bool | None = None,
+        outputs: Outputs | None = None,
+        positions: Positions | None = None,
+        probes: int | None = None,
         method: PredictiveKind | None = None,
     ) -> Predictive:
         """The predictive distribution of a batch; the model is as before when it returns, or raises.
@@ -119,6 +125,16 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             generator: makes the draws reproducible.
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
             novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
+            outputs: which outputs: `"all"`, `"top"` for the ten largest of every place, `Top(k)`, their numbers, (k,) or
+                (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin. Moments are then
+                of these. Probabilities are of all classes, the others' logits at their mean: see `SelectedClasses`.
+                Combinations come as a `RegressionPredictive` of their values. None is `"all"`, or `"top"` of more than a
+                hundred classes under `"linearised"`.
+            positions: which places, of outputs (batch, places, outputs): `"last"`, that of the inputs' `attention_mask` where
+                there is one, or a place for each example, (batch,): moments are then (batch, k). A boolean mask, (batch,
+                places), gives a row for every place in it. None is `"all"`.
+            probes: random directions of the outputs, of which `epistemic` is estimated; None for 2 where some outputs
+                alone are asked for, else none.
             method: the old name of `predictive`.
         """
         given = (
@@ -131,6 +147,9 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             generator,
             memory_budget,
             novelty,
+            outputs,
+            positions,
+            probes,
             method,
         )
         return self._predict(inputs, Options(*given))
@@ -152,6 +171,29 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         of_inputs: Any = {"likelihood": likelihood, "forward": forward, "memory_budget": memory_budget}
         given = Options(novelty=True, for_novelty=True, **of_inputs)
         return self.for_novelty._predict(inputs, given).novelty
+
+    def epistemic(
+        self,
+        inputs: Any,
+        *,
+        likelihood: LikelihoodName = "classification",
+        positions: Positions | None = None,
+        probes: int = 2,
+        forward: Forward | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> Score:
+        """½ tr(H Cov[f]) of each example, summed over the places asked for: `value` and its standard `error`, (batch,).
+
+        A backward pass for each of a few random directions of the outputs, however many these are; unbiased.
+        """
+        options: Any = {"likelihood": likelihood, "forward": forward, "memory_budget": memory_budget}
+        given = Options(outputs=[], positions=positions, probes=probes, generator=generator, **options)
+        return self._score(inputs, given)
+
+    @abstractmethod
+    def _score(self, inputs: Any, options: Options) -> Score:
+        """`epistemic`, with its options in one record."""
 
     @property
     @abstractmethod

@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from bayesadam import _storage as storage
 from bayesadam import likelihoods
 from bayesadam._alone import unwrap
+from bayesadam._kinds import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.likelihoods import Predictive
+from bayesadam.likelihoods.predictive import LogitMixture, Score, average
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.posterior import Posterior, read_report
 from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of
+from bayesadam.predict.places import chosen_places
+from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
 from bayesadam.structures.noise import fresh_seed, stream_seed
 
 _KIND = "mixture"
@@ -164,10 +167,38 @@ class Mixture(
         """p(y) = Σ π_m p_m(y); `n_samples` are drawn from each member, from a stream of its own."""
         self.require_proper()
         seed = fresh_seed(options.generator)
+        options = top_of(self.members, self.weights, inputs, options)
         streams = [replace(options, generator=_stream(seed, number)) for number in range(len(self))]
         members = [predictive_of(member, inputs, own) for member, own in zip(self.members, streams, strict=True)]
         found = options.record.mixture(members, self.weights)
         return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
+
+    def _score(self, inputs: Any, options: Options) -> Score:
+        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, which is exact."""
+        seed = fresh_seed(options.generator)
+        each = [
+            score_of(member, inputs, replace(options, generator=_stream(seed, number)))
+            for number, member in enumerate(self.members)
+        ]
+        error = average([w**2 for w in self.weights], [one.error.square() for one in each]).sqrt()
+        within = average(self.weights, [one.value for one in each])
+        return Score(within + self._disagreement(inputs, options) if options.record.tempered else within, error)
+
+    def _disagreement(self, inputs: Any, options: Options) -> Tensor:
+        """I(y; m) of the mean networks, summed over the places asked for, (batch,)."""
+        record, found = options.record, []
+        for member in self.members:
+            mean = outputs_at_mean(member, inputs, options)
+            of_member: Any = {"temperature": member.temperature, "averaged": False}
+            found.append(record.predictive(mean, torch.zeros_like(mean), **of_member))
+        mixed = record.mixture(found, self.weights)
+        assert isinstance(mixed, LogitMixture)
+        between = mixed.disagreement()
+        if options.positions is None:
+            return between.reshape(len(between), -1).sum(dim=1)
+        places = chosen_places(options.positions, inputs, mixed.mean.shape[1:]).to(between.device)
+        flat = between.reshape(len(between), -1)
+        return (flat * places).sum(dim=1) if places.dtype == torch.bool else flat.gather(1, places[:, None]).squeeze(1)
 
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
@@ -263,6 +294,12 @@ def require_one_network(posterior: object, what: str) -> None:
         raise SettingError(
             f"{what} is of one network, and a Mixture has {len(posterior)}: go through them, `for member in mixture`"
         )
+
+
+def require_posterior(posterior: object, what: str) -> None:
+    """Raise unless it is the posterior of one network."""
+    require_one_network(posterior, what)
+    require_kind(posterior, Posterior, "posterior")
 
 
 def _stream(seed: int, number: int) -> torch.Generator:

@@ -13,7 +13,10 @@ from bayesadam.likelihoods import (
     Predictive,
     RegressionMixture,
     RegressionPredictive,
+    SelectedClasses,
+    SelectedMixture,
 )
+from bayesadam.predict.asked import Top
 from bayesadam.predict.gaussian import Gaussian
 from bayesadam.predict.prediction import predict
 
@@ -32,5 +35,8 @@ __all__ = [
     "Predictive",
     "RegressionMixture",
     "RegressionPredictive",
+    "SelectedClasses",
+    "SelectedMixture",
+    "Top",
     "predict",
 ]

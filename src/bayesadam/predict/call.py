@@ -1,10 +1,12 @@
 """Calling the user's model as a pure function of named parameters, on any kind of batch, without a trace left in it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +23,33 @@ Forward = Callable[[nn.Module, Any], Any]
 class _Caller(nn.Module):
     """Holds the model so that `functional_call` reaches it through whatever the user's `forward` does."""
 
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.model = model
-        self.user_forward = forward
+        self.model = call.model
+        self.call = call
 
     def forward(self, inputs: Any) -> Any:
-        if self.user_forward is not None:
-            return self.user_forward(self.model, inputs)
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+        return self.call.run(inputs)
+
+
+class At(Protocol):
+    """How the outputs of one place of each example are come by."""
+
+    def output(self, call: Call, inputs: Any, place: Tensor) -> Tensor:
+        """(batch, outputs) at the places, (batch,)."""
 
 
 @dataclass(frozen=True)
 class Call:
     """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
-    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken.
+    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken. With `at`, inputs
+    are pairs (inputs, place), and the output is that of one place of each example, (batch, outputs).
     """
 
     model: nn.Module
     forward: Forward | None = None
+    at: At | None = None
 
     def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
@@ -52,7 +59,17 @@ class Call:
         """All that the model returns, whatever it is."""
         tensors = {f"model.{name}": tensor for name, tensor in params.items()}
         tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return functional_call(_Caller(self.model, self.forward), tensors, (inputs,))
+        return functional_call(_Caller(self), tensors, (inputs,))
+
+    def run(self, inputs: Any) -> Any:
+        """What the model returns with the weights that it has: through the user's `forward`, or as the inputs' kind has it."""
+        if self.at is not None:
+            return self.at.output(replace(self, at=None), *inputs)
+        if self.forward is not None:
+            return self.forward(self.model, inputs)
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
     def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The output as (batch, outputs)."""
@@ -115,7 +132,22 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    settings: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [setting.allow_tf32 for setting in settings]
+    try:
+        for setting in settings:
+            setting.allow_tf32 = True
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.allow_tf32 = value
+
+
 _in_plain_mathematics = _Shared(_plain_attention)
+# Products of float32 with ten bits of mantissa, summed in float32: for variances, whose errors that leaves below a thousandth.
+in_tf32 = _Shared(_tensor_cores)
 _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 

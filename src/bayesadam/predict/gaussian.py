@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
+from bayesadam.predict.call import Call
+from bayesadam.predict.linearised import Along, Moments, moments
+from bayesadam.predict.plan import Plan
 from bayesadam.structures.structure import Directions, Structure
 
 
@@ -80,3 +83,20 @@ def parameters_at_mean(gaussian: Gaussian) -> dict[str, Tensor]:
     with alone_with(gaussian.model):
         own = gaussian.parameters()
         return {name: mu.to(own[name]) for name, mu in gaussian.mean.items()}
+
+
+def moments_of(
+    gaussians: Sequence[Gaussian],
+    call: Call,
+    params: Mapping[str, Tensor],
+    inputs: Any,
+    *,
+    budget: int,
+    covariance: bool = False,
+    along: Along | None = None,
+    plan: Plan | None = None,
+) -> Moments:
+    """`linearised.moments` under several Gaussians of one mean, in one pass."""
+    variances = [each.coordinate_variance.__getitem__ for each in gaussians]
+    bases, directions = gaussians[0].structure.bases, [each.directions for each in gaussians]
+    return moments(call, params, variances, inputs, covariance, budget, bases, directions, along, plan)

@@ -32,6 +32,7 @@ class Task:
     covariance: bool
     budget: int
     bases: Mapping[str, Rotation]
+    fast: bool = True
 
 
 def generic_moments(task: Task, plan: Plan, inputs: Any) -> tuple[Tensor | float, Tensor | float]:
@@ -152,14 +153,27 @@ def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor],
     }
 
 
-def batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence[Tensor]:
+def batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence[Tensor | None]:
     """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None where there is no path."""
+
+    def one(row: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True)
+
+    if len(basis) == 1:
+        return [None if grad is None else dense(grad).unsqueeze(0) for grad in one(basis[0])]
+    reached: list[int] = []
+
+    def present(row: Tensor) -> tuple[Tensor, ...]:
+        found = one(row)
+        reached[:] = [index for index, grad in enumerate(found) if grad is not None]
+        return tuple(grad for grad in found if grad is not None)
+
     try:
-        return torch.autograd.grad(flat, tensors, basis, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        rows = vmap(present)(basis)
     except RuntimeError:
         # Some operation cannot be batched: one output after the other.
-        rows = [torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True) for row in basis]
-        return [
-            torch.stack([dense(row[i]) for row in rows]) if rows[0][i] is not None else None  # type: ignore[misc]
-            for i in range(len(tensors))
-        ]
+        each = [one(row) for row in basis]
+        reached[:] = [index for index, grad in enumerate(each[0]) if grad is not None]
+        rows = tuple(torch.stack([dense(found[i]) for found in each]) for i in reached)  # type: ignore[arg-type]
+    by_index = dict(zip(reached, rows, strict=True))
+    return [by_index.get(index) for index in range(len(tensors))]

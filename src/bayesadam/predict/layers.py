@@ -94,6 +94,15 @@ class MatrixUse(ProductUse):
 
 
 @dataclass(frozen=True, eq=False)
+class TransposedMatrixUse(MatrixUse):
+    """z = a W: a layer that keeps its weight as (in, out), such as GPT-2's."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The transpose, (out, in)."""
+        return tensor.mT
+
+
+@dataclass(frozen=True, eq=False)
 class ConvolutionUse(ProductUse):
     """z = W ∗ a: gradients are products of D with the patches of a."""
 
@@ -126,10 +135,16 @@ class RotatedUse(ProductUse):
     inner: ProductUse = None  # type: ignore[assignment]
     rotation: Rotation = None  # type: ignore[assignment]
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """As the use itself has it."""
+        return self.inner.of(tensor)
+
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X Q_L and Y Q_R."""
         x, y = self.inner.factors(d, layout, size)
         left, right = self.rotation.left, self.rotation.right
+        if isinstance(self.inner, TransposedMatrixUse):
+            left, right = right, left
         return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
     def arranged(self, tensor: Tensor) -> Tensor:

@@ -1,35 +1,52 @@
 """Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a Gaussian posterior: diag or all of J Σ Jᵀ."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
-from bayesadam.predict.call import Call, batch_size, examples
+from bayesadam.predict.call import Call, batch_size, examples, in_tf32, output_tensor
 from bayesadam.predict.generic import Task, VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
 from bayesadam.structures.structure import Directions
 
-DEFAULT_BUDGET = 1 << 30
+# A GPU has the memory, and small pieces of work would not fill it.
+DEFAULT_BUDGET = (4 if torch.cuda.is_available() else 1) << 30
 # What some uses of layers contribute: their numbers, and a function of D at each of them.
 _Share = tuple[Sequence[int], Callable[[Mapping[int, Tensor]], Tensor]]
 _OUTPUTS_AT_ONCE = 64
 
 
+class Along(Protocol):
+    """Directions u in which the outputs are asked for, out of the outputs themselves: variances are those of u · f."""
+
+    @property
+    def count(self) -> int:
+        """d, how many."""
+
+    def __call__(self, outputs: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """(b, c), those of the examples from `start` on → u, (d, b, c), and the outputs' numbers among them, (b, ·)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f(x; μ), (b, ...), and for each variance of the weights its variances, (k, b, ...), and covariances, (k, b, c, c)."""
+    """f(x; μ), (b, ...), and for each variance of the weights its variances, (k, b, ...), and covariances, (k, b, c, c).
+
+    Where directions were asked for, theirs, (k, b, d) and (k, b, d, d), and the numbers of the outputs among them.
+    """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None
+    numbers: Tensor | None = None
 
 
 def moments(
@@ -41,6 +58,9 @@ def moments(
     budget: int = DEFAULT_BUDGET,
     bases: Mapping[str, Rotation] | None = None,
     directions: Sequence[Directions | None] = (),
+    along: Along | None = None,
+    plan: Plan | None = None,
+    fast: bool = True,
 ) -> Moments:
     """Mean and J S Jᵀ for each S of `variances`, in one pass over the inputs.
 
@@ -56,37 +76,87 @@ def moments(
         bases: the coordinates that the variances are in, of the parameters whose own they are not.
         directions: for each variance, directions over all weights together that are narrower; they need the Jacobian's rows,
             a few examples at a time.
+        along: the directions in which outputs are asked for; None for each output by itself.
+        plan: that of `plan_for` on these inputs, where it is at hand.
+        fast: whether a GPU may round the factors of products to TF32 on the way back; the mean is never rounded.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    task = Task(call, leaves, variances, covariance, budget, bases or {})
-    plan = plan_for(call, leaves, inputs)
-    size = batch_size(inputs)
-    if any(each is not None for each in directions):
-        plain = {name: tensor.detach() for name, tensor in params.items()}
-        with torch.no_grad():
-            found = projected_moments(replace(task, params=plain), directions, inputs, plan.outputs)
-            return _shaped(plan, call.flat(plain, inputs), *found)
-    per_chunk, at_once = _chunking(plan, size, next(iter(leaves.values())).element_size(), covariance, budget)
-    means, parts, blocks = [], [], []
-    for start in range(0, size, per_chunk):
-        chunk = examples(inputs, start, start + per_chunk)
-        own, mean, variance, block = _layerwise(task, plan, chunk, at_once)
-        with torch.no_grad():
-            generic = generic_moments(task, own, chunk)
-        means.append(mean)
-        parts.append(variance + generic[0])
-        blocks.append(block + generic[1])
-    return _shaped(plan, torch.cat(means), torch.cat(parts, dim=1), torch.cat(blocks, dim=1) if covariance else None)
+    task = Task(call, leaves, variances, covariance, budget, bases or {}, fast)
+    work = _projected if any(each is not None for each in directions) else _in_chunks
+    return work(task, plan or plan_for(call, leaves, inputs), inputs, along, directions)
 
 
-def _shaped(plan: Plan, mean: Tensor, variance: Tensor, covariance: Tensor | None) -> Moments:
+def _projected(
+    task: Task, plan: Plan, inputs: Any, along: Along | None, directions: Sequence[Directions | None]
+) -> Moments:
+    """By the Jacobian's rows, where Σ is narrower along directions over all weights."""
+    task = replace(task, params={name: tensor.detach() for name, tensor in task.params.items()})
+    with torch.no_grad():
+        mean = task.call.flat(task.params, inputs)
+        if along is None:
+            return _shaped(plan, mean, *projected_moments(task, directions, inputs, plan.outputs))
+        u, numbers = along(mean, 0)
+        found = projected_moments(_along(task), directions, (inputs, u.transpose(0, 1)), len(u))
+        return replace(_shaped(plan, mean, *found, whole=False), numbers=numbers)
+
+
+def _in_chunks(
+    task: Task, plan: Plan, inputs: Any, along: Along | None, directions: Sequence[Directions | None]
+) -> Moments:
+    """Layer by layer, some examples at a time."""
+    size, covariance = batch_size(inputs), task.covariance
+    element = next(iter(task.params.values())).element_size()
+    outputs = plan.outputs if along is None else along.count
+    per_chunk, at_once = _chunking(plan, outputs, size, element, covariance, task.budget)
+    parts = [
+        _chunk(task, plan, examples(inputs, start, start + per_chunk), at_once, along, start)
+        for start in range(0, size, per_chunk)
+    ]
+    means, variance, blocks, each = ([part[i] for part in parts] for i in range(4))
+    joined = torch.cat(variance, dim=1), torch.cat(blocks, dim=1) if covariance else None
+    shaped = _shaped(plan, torch.cat(means), *joined, whole=along is None)
+    return shaped if along is None else replace(shaped, numbers=torch.cat(each))
+
+
+def _chunk(
+    task: Task, plan: Plan, inputs: Any, at_once: int, along: Along | None, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variances, blocks and numbers of some examples."""
+    passed = _forward(task, plan, inputs)
+    plan, mean = passed.plan, passed.flat.detach()
+    if along is None:
+        variance, blocks = _every_output(task, passed, at_once)
+        numbers = mean.new_zeros(len(mean), 0)
+    else:
+        u, numbers = along(mean, start)
+        variance, blocks = _along_directions(task, passed, u, at_once)
+        task, plan, inputs = _along(task), replace(plan, outputs=len(u)), (inputs, u.transpose(0, 1))
+    with torch.no_grad():
+        generic = generic_moments(task, plan, inputs)
+    return mean, variance + generic[0], blocks + generic[1], numbers
+
+
+def _along(task: Task) -> Task:
+    """The same task of u · f, (b, d), for inputs and their u, (b, d, c)."""
+
+    def forward(model: nn.Module, given: Any) -> Tensor:
+        inputs, u = given
+        outputs = output_tensor(replace(task.call, model=model).run(inputs))
+        return torch.einsum("bdc,bc->bd", u.to(outputs), outputs.reshape(len(outputs), -1))
+
+    return replace(task, call=Call(task.call.model, forward))
+
+
+def _shaped(plan: Plan, mean: Tensor, variance: Tensor, covariance: Tensor | None, *, whole: bool = True) -> Moments:
+    """The outputs in their own shape, and the variances with them where they are of the outputs as a whole."""
     shape = (len(mean), *plan.shape)
-    return Moments(mean.reshape(shape).to(variance.dtype), variance.reshape(-1, *shape), covariance)
+    own = variance.reshape(-1, *shape) if whole else variance
+    return Moments(mean.reshape(shape).to(variance.dtype), own, covariance)
 
 
-def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
+def _chunking(plan: Plan, outputs: int, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
     """Examples at a time and outputs at a time: about four copies of the activations, and two for each output."""
-    at_once = plan.outputs if covariance else min(plan.outputs, _OUTPUTS_AT_ONCE)
+    at_once = outputs if covariance else min(outputs, _OUTPUTS_AT_ONCE)
     unit = plan.activations * element
     while True:
         needed = unit * (4 + 2 * at_once)
@@ -101,17 +171,38 @@ def _chunking(plan: Plan, size: int, element: int, covariance: bool, budget: int
         at_once = max(1, at_once // 2)
 
 
-def _layerwise(task: Task, plan: Plan, inputs: Any, at_once: int) -> tuple[Plan, Tensor, Tensor, Tensor]:
-    size, leaves, variances, covariance = batch_size(inputs), task.params, task.variances, task.covariance
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A forward pass: the uses of the parameters in the coordinates of their variances, and the outputs, (b, ...) and (b, c)."""
+
+    plan: Plan
+    uses: Sequence[Use]
+    output: Tensor
+    flat: Tensor
+
+
+def _forward(task: Task, plan: Plan, inputs: Any) -> _Pass:
     with torch.enable_grad():
-        uses, output = recorded(task.call, leaves, inputs)
-        flat = output.reshape(size, -1)
-    plan = fitted(plan, uses, flat, leaves)
+        uses, output = recorded(task.call, task.params, inputs, plan.repeated)
+        flat = output.reshape(batch_size(inputs), -1)
+    plan = fitted(plan, uses, flat, task.params)
     uses, plan = _rotated(uses, plan, task.bases)
+    return _Pass(plan, uses, output, flat)
+
+
+def _totals(task: Task, flat: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Zeros for the variances, (k, b, c), and for the blocks, (k, b, c, c), which are empty where they are not asked for."""
     like = torch.promote_types(flat.dtype, torch.float32)
-    variance = flat.new_zeros(len(variances), size, plan.outputs, dtype=like)
-    blocks = flat.new_zeros(len(variances), size, plan.outputs, plan.outputs if covariance else 0, dtype=like)
-    head, layouts = _head(uses, plan.layouts, output), plan.layouts
+    of_each = len(task.variances), len(flat), outputs
+    return flat.new_zeros(of_each, dtype=like), flat.new_zeros(*of_each, outputs if task.covariance else 0, dtype=like)
+
+
+def _every_output(task: Task, passed: _Pass, at_once: int) -> tuple[Tensor, Tensor]:
+    """Variances and blocks of each output, some at a time."""
+    plan, uses, flat = passed.plan, passed.uses, passed.flat
+    variances, covariance = task.variances, task.covariance
+    variance, blocks = _totals(task, flat, plan.outputs)
+    head, layouts = _head(uses, plan.layouts, passed.output), plan.layouts
     if head is not None:
         bias = next((use for use in uses if use.output is head.output and use is not head), None)
         scales = torch.stack([_affine_scale(head, bias, s) for s in variances])
@@ -119,27 +210,44 @@ def _layerwise(task: Task, plan: Plan, inputs: Any, at_once: int) -> tuple[Plan,
         if covariance:
             blocks.diagonal(dim1=2, dim2=3).add_(scales)
         layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
-    shares = _shares(uses, layouts, variances, size, covariance)
-    active = sorted({index for indices, _ in shares for index in indices})
-    source, weight = (flat, None) if head is None else (head.input, leaves[head.name])
-    outputs = [uses[i].output for i in active]
-    # ∂f_c/∂(layer outputs) for some outputs c at a time; examples are independent, so their sum separates them.
-    for first in range(0, plan.outputs if active else 0, at_once):
+    shares = _shares(uses, layouts, variances, len(flat), covariance)
+    source, weight = (flat, None) if head is None else (head.input, task.params[head.name])
+    for first in range(0, plan.outputs if shares else 0, at_once):
         basis = _cotangents(flat, head, weight, first, min(at_once, plan.outputs - first))
-        by_use = dict(zip(active, batched_grad(source, outputs, basis), strict=True))
+        (blocks if covariance else variance[:, :, first : first + len(basis)]).add_(
+            _contribution(uses, shares, source, basis, fast=task.fast)
+        )
+    return blocks.diagonal(dim1=2, dim2=3).clone() if covariance else variance, blocks
+
+
+def _along_directions(task: Task, passed: _Pass, u: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+    """Variances and blocks of u · f, u (d, b, c)."""
+    variance, blocks = _totals(task, passed.flat, len(u))
+    shares = _shares(passed.uses, passed.plan.layouts, task.variances, len(passed.flat), task.covariance)
+    for first in range(0, len(u) if shares else 0, at_once):
+        basis = u[first : first + at_once].to(passed.flat)
+        (blocks if task.covariance else variance[:, :, first : first + len(basis)]).add_(
+            _contribution(passed.uses, shares, passed.flat, basis, fast=task.fast)
+        )
+    return blocks.diagonal(dim1=2, dim2=3).clone() if task.covariance else variance, blocks
+
+
+def _contribution(
+    uses: Sequence[Use], shares: Sequence[_Share], source: Tensor, basis: Tensor, *, fast: bool
+) -> Tensor | float:
+    """The sum of the shares for some cotangents of the source, (d, b, ·).
+
+    D is ∂/∂(layer outputs) for all of them; examples are independent, so their sum separates them.
+    """
+    active = sorted({index for indices, _ in shares for index in indices})
+    total: Tensor | float = 0.0
+    with in_tf32() if fast and basis.is_cuda else nullcontext():
+        by_use = dict(zip(active, batched_grad(source, [uses[i].output for i in active], basis), strict=True))
         with torch.no_grad():
             for indices, share in shares:
-                mine = {i: by_use[i] for i in indices if by_use[i] is not None}
-                if not mine:
-                    continue
-                part = share(mine)
-                if covariance:
-                    blocks += part
-                else:
-                    variance[:, :, first : first + part.shape[-1]] += part
-    if covariance:
-        variance = blocks.diagonal(dim1=2, dim2=3).clone()
-    return plan, flat.detach(), variance, blocks
+                mine = {i: d for i in indices if (d := by_use[i]) is not None}
+                total = total + share(mine) if mine else total
+    return total
 
 
 def _rotated(uses: Sequence[Use], plan: Plan, bases: Mapping[str, Rotation]) -> tuple[list[Use], Plan]:

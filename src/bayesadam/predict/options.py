@@ -1,15 +1,18 @@
 """The options of a prediction, checked once."""
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, TypedDict, get_args
 
 import torch
+from torch import Tensor
 
 from bayesadam._warnings import warn
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
+from bayesadam.predict.asked import Outputs, Top, checked_outputs
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.places import Positions, check_positions
 
 PredictiveKind = Literal["linearised", "sampled", "linearised-sampled"]
 
@@ -25,6 +28,9 @@ class PredictOptions(TypedDict, total=False):
     generator: torch.Generator | None
     memory_budget: int
     novelty: bool | None
+    outputs: Outputs | None
+    positions: Positions | None
+    probes: int | None
     method: PredictiveKind | None
 
 
@@ -32,7 +38,7 @@ class PredictOptions(TypedDict, total=False):
 class Options:
     """The keywords of `predict`; `method` is the old name of `predictive`.
 
-    With `for_novelty` the posterior is under the settings of novelty itself: its moments serve for both.
+    `chosen` is what `outputs` asks for, checked; None for all. With `for_novelty` the posterior is under the settings of novelty itself: its moments serve for both.
     """
 
     likelihood: LikelihoodName = "regression"
@@ -44,8 +50,12 @@ class Options:
     generator: torch.Generator | None = None
     memory_budget: int = DEFAULT_BUDGET
     novelty: bool | None = None
+    outputs: Outputs | None = None
+    positions: Positions | None = None
+    probes: int | None = None
     method: InitVar[PredictiveKind | None] = None
     for_novelty: bool = False
+    chosen: Top | Tensor | None = field(init=False, default=None)
 
     def __post_init__(self, method: PredictiveKind | None) -> None:
         if method is not None:
@@ -55,6 +65,12 @@ class Options:
         for name, allowed in (("predictive", get_args(PredictiveKind)), ("link", get_args(Link))):
             if getattr(self, name) not in allowed:
                 raise SettingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "chosen", checked_outputs(self.outputs))
+        check_positions(self.positions)
+        if self.probes is not None and (
+            isinstance(self.probes, bool) or not isinstance(self.probes, int) or self.probes < 0
+        ):
+            raise SettingError(f"probes must be a whole number, at least 0, got {self.probes!r}")
         if self.novelty and self.predictive != "linearised":
             raise SettingError(f"novelty=True needs predictive='linearised', got {self.predictive!r}")
         if isinstance(self.n_samples, bool) or not isinstance(self.n_samples, int) or self.n_samples < 2:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, Forward, batch_size, examples, repeated
-from bayesadam.predict.layers import Layout, Use
+from bayesadam.predict.layers import Layout, SumUse, Use, batch_first
 from bayesadam.predict.recording import recording
 
 _PLANS_KEPT = 16
@@ -28,6 +28,8 @@ class Plan:
         uses: the parameter and the kind of every use of a layer, in order.
         layouts: for every use, how the examples lie in its tensors; None leaves the use out.
         generic: parameters whose gradients go through autograd, example by example.
+        repeated: parameters that all examples share as they are, such as vectors of places: they are run with a copy for
+            each example, so that the gradients of examples can be told apart.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
         activations: entries of activations per example.
         outputs: C, the outputs of the network.
@@ -41,6 +43,7 @@ class Plan:
     activations: int
     outputs: int
     shape: torch.Size
+    repeated: tuple[str, ...] = ()
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
@@ -60,7 +63,7 @@ def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
     )
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
-    key = (_weakly(call.forward), modules, str(spec), kinds, tensors, _operations(call, leaves, inputs))
+    key = (weakly(call.forward), call.at, modules, str(spec), kinds, tensors, _operations(call, leaves, inputs))
     known = _plans.setdefault(call.model, {})
     if key not in known:
         if len(known) >= _PLANS_KEPT:
@@ -69,7 +72,7 @@ def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
     return known[key]
 
 
-def _weakly(forward: Forward | None) -> Any:
+def weakly(forward: Forward | None) -> Any:
     """What stands for a forward without keeping it, for it may hold the model, which would then never be freed."""
     if forward is None:
         return None
@@ -116,18 +119,18 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
+def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
     """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
 
     With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors example
     by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not what it
-    seems.
+    seems. The parameters `shared` by all examples have a copy for each; what no layer explains is tried so.
     """
     size = batch_size(inputs)
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
     size = batch_size(probe)
     with torch.enable_grad():
-        uses, output = recorded(call, leaves, probe)
+        uses, output = recorded(call, leaves, probe, shared)
         if output.shape[0] != size:
             raise BayesAdamError(
                 f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
@@ -164,8 +167,23 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
             layouts[i] = layout
     seen = {id(use.output): use.output.numel() for use in uses}
     activations = max(sum(seen.values()), flat.numel()) // size
+    more = tuple(name for name in generic if _can_be_repeated(call, leaves, probe, (*shared, name), output))
+    if more and not shared:
+        return make_plan(call, leaves, inputs, more)
     handled = _kinds(uses), tuple(layouts), tuple(generic), tuple(silent)
-    return Plan(*handled, activations, flat.shape[1], output.shape[1:])
+    return Plan(*handled, activations, flat.shape[1], output.shape[1:], shared)
+
+
+def _can_be_repeated(
+    call: Call, leaves: Mapping[str, Tensor], probe: Any, shared: tuple[str, ...], output: Tensor
+) -> bool:
+    """Whether the model runs with a copy of the parameter for each example, to the same end."""
+    try:
+        with torch.enable_grad():
+            _, found = recorded(call, leaves, probe, shared)
+    except (RuntimeError, ValueError, IndexError, TypeError, BayesAdamError):
+        return False
+    return found.shape == output.shape and agree(found.detach(), output.detach())
 
 
 def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
@@ -255,9 +273,25 @@ def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, T
     return replace(plan, layouts=(None,) * len(uses), generic=live)
 
 
-def recorded(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[list[Use], Tensor]:
-    """The uses of the parameters in one forward pass, and its output."""
-    with recording(call.model, {id(leaf): name for name, leaf in leaves.items()}) as uses:
-        output = call(leaves, inputs)
+def recorded(
+    call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()
+) -> tuple[list[Use], Tensor]:
+    """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy for each."""
+    size, names = batch_size(inputs), {id(leaf): name for name, leaf in leaves.items()}
+    tables = {name for name in shared if isinstance(_owner(call.model, name), nn.Embedding)}
+    copies = {name: _copies(leaves[name], size) for name in shared if name not in tables}
+    with recording(call.model, names, dict.fromkeys(tables, size)) as uses:
+        output = call({**leaves, **copies}, inputs)
+    uses += [SumUse(name, copy, (batch_first,)) for name, copy in copies.items()]
     # What the model runs without gradients has none.
     return [use for use in uses if use.output.requires_grad], output
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _copies(leaf: Tensor, size: int) -> Tensor:
+    """(size, *shape), or with the first dimension widened where it is 1."""
+    wide = leaf if leaf.dim() > 1 and leaf.shape[0] == 1 else leaf.unsqueeze(0)
+    return wide.expand(size, *wide.shape[1:]).clone()

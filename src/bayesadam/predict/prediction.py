@@ -11,15 +11,17 @@ from torch import Tensor
 
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
-from bayesadam.errors import CollapsedPredictionWarning
+from bayesadam.errors import CollapsedPredictionWarning, SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
-from bayesadam.likelihoods.predictive import Novel
+from bayesadam.likelihoods.predictive import Novel, Score, average
+from bayesadam.predict.asked import MANY_CLASSES, Top
 from bayesadam.predict.call import Call, evaluating, plain
-from bayesadam.predict.gaussian import Gaussian, parameters_at_mean
-from bayesadam.predict.linearised import Moments, moments
+from bayesadam.predict.gaussian import Gaussian, moments_of, parameters_at_mean
+from bayesadam.predict.linearised import Moments
 from bayesadam.predict.options import Options, PredictOptions
-from bayesadam.predict.plan import plan_for
+from bayesadam.predict.plan import Plan, plan_for
 from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
+from bayesadam.predict.selected import epistemic_score, selected_predictive
 from bayesadam.predict.sharded import draws_by_module, fits, gathered
 from bayesadam.predict.statistics import running_deviation
 from bayesadam.structures.noise import fresh_seed
@@ -53,66 +55,142 @@ def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predicti
     return _predictive(gaussian, inputs, options)
 
 
-def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
-    call, kind, n = Call(gaussian.model, options.forward), options.predictive, options.n_samples
-    budget = options.memory_budget
-    record, noise = options.record, gaussian.noise_variance
-    block: Tensor | None
-    draws: Tensor | None = None
-    novel: Novel | None = None
+def score_of(gaussian: Gaussian, inputs: Any, options: Options) -> Score:
+    """½ tr(H Cov f) of each example: `Distribution.epistemic`."""
+    gaussian.require_proper()
+    gaussian.warn_of_limits()
+    inputs, call = plain(inputs), Call(gaussian.model, options.forward)
     with evaluating(gaussian.model):
-        if kind == "linearised":
-            params = parameters_at_mean(gaussian)
-            few = options.novelty is None and _outputs(call, params, inputs) <= _FEW_OUTPUTS
-            other = None
-            if options.novelty or few:
-                other = gaussian if options.for_novelty else gaussian.for_novelty
-            together = other is not None and _same(gaussian.mean, other.mean)
-            asked = [gaussian, other] if other is not None and together and other is not gaussian else [gaussian]
-            covariance = options.covariance or (together and record.coupled)
-            found = _moments(call, params, asked, inputs, covariance, budget)
-            mean, variance = found.mean, found.variance[0]
-            block = found.covariance[0] if options.covariance and found.covariance is not None else None
-            if other is not None:
-                if not together:
-                    params = parameters_at_mean(other)
-                    found = _moments(call, params, [other], inputs, record.coupled, budget)
-                precision = record.hessian_diagonal(found.mean, noise)
-                novel = _novel(found, precision, running_deviation(call, params, inputs))
-        else:
-            draws, centre = _draws(gaussian, call, inputs, options)
-    if draws is not None:
-        told = record.collapse(draws, centre) if kind == "sampled" else None
-        if told is not None:
-            warn(
-                f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
-                "prior_precision, or use predictive='linearised'",
-                CollapsedPredictionWarning,
+        params = parameters_at_mean(gaussian)
+        return epistemic_score(gaussian, call, params, inputs, options, _plan(call, params, inputs))
+
+
+def outputs_at_mean(gaussian: Gaussian, inputs: Any, options: Options) -> Tensor:
+    """f(x; μ), (batch, ...), in float32 or wider."""
+    call = Call(gaussian.model, options.forward)
+    with evaluating(gaussian.model), torch.no_grad():
+        found = call(parameters_at_mean(gaussian), plain(inputs))
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def top_of(gaussians: Sequence[Gaussian], weights: Sequence[float], inputs: Any, options: Options) -> Options:
+    """Options that ask all members of a mixture for the same outputs: the largest of their average, where the largest are asked for."""
+    if not isinstance(options.chosen, Top) and not _may_be_many(options):
+        return options
+    record, first = options.record, outputs_at_mean(gaussians[0], inputs, options)
+    top = _chosen(options, first.shape[1:])
+    if not isinstance(top, Top):
+        return options
+    each = [first, *(outputs_at_mean(gaussian, inputs, options) for gaussian in gaussians[1:])]
+    mean = average(weights, [f.softmax(dim=-1) if record.coupled else record.locations(f) for f in each])
+    return replace(options, outputs=mean.topk(min(top.k, mean.shape[-1]), dim=-1).indices)
+
+
+def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
+    call = Call(gaussian.model, options.forward)
+    with evaluating(gaussian.model):
+        if gaussian.is_sharded:
+            return _of_every_output(gaussian, call, inputs, options, None)
+        params = parameters_at_mean(gaussian)
+        plan = _plan(call, params, inputs)
+        chosen = _chosen(options, plan.shape)
+        if chosen is None:
+            return _of_every_output(gaussian, call, inputs, options, plan)
+
+        def draw(drawing: Options) -> tuple[Tensor, Tensor]:
+            return _draws(gaussian, call, inputs, drawing, plan)
+
+        return selected_predictive(gaussian, call, params, inputs, options, chosen, plan, draw)
+
+
+def _may_be_many(options: Options) -> bool:
+    """Whether the largest outputs alone are looked at by default, where there are many."""
+    return (
+        options.outputs is None
+        and options.record.coupled
+        and options.predictive == "linearised"
+        and not options.novelty
+    )
+
+
+def _chosen(options: Options, shape: torch.Size) -> Top | Tensor | None:
+    """Which outputs: those asked for, the largest of many classes, or all of them at the places asked for; None for all."""
+    if options.chosen is not None or options.positions is not None:
+        if not shape:
+            raise SettingError(
+                "outputs= and positions= choose among several: this network has one number for each example"
             )
-        # The mean of the linearised draws is known, that of the others estimated from them.
-        mean, count = (draws.mean(dim=0), n - 1) if kind == "sampled" else (centre, n)
-        centred = (draws - mean).reshape(n, len(mean), -1)
-        block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
-        variance = centred.square().sum(dim=0).div(count).view_as(mean)
-    of_outputs: Any = {"noise_variance": noise, "temperature": gaussian.temperature, "averaged": gaussian.averaged}
-    return record.predictive(mean, variance, block, draws, link=options.link, novel=novel, **of_outputs)
+        if options.chosen is not None:
+            return options.chosen
+    if bool(shape) and shape[-1] > MANY_CLASSES and _may_be_many(options) and not options.covariance:
+        return Top()
+    return None if options.positions is None else torch.arange(shape[-1] // options.record.outputs_per_target)
 
 
-def _outputs(call: Call, params: Mapping[str, Tensor], inputs: Any) -> int:
-    return plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs).outputs
+def _plan(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
+    return plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
+
+
+def _of_every_output(gaussian: Gaussian, call: Call, inputs: Any, options: Options, plan: Plan | None) -> Predictive:
+    record, draws, novel = options.record, None, None
+    if options.predictive == "linearised":
+        assert plan is not None
+        mean, variance, block, novel = _linearised(gaussian, call, inputs, options, plan)
+        how = f"linearised, exact: {plan.outputs} backward directions, one for each output"
+    else:
+        draws, centre = _draws(gaussian, call, inputs, options, plan)
+        mean, variance, block = _moments_of_draws(draws, centre, options)
+        how = f"{options.predictive}: {len(draws)} draws"
+    of_outputs: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged, "link": options.link}
+    of_outputs |= {"noise_variance": gaussian.noise_variance, "novel": novel}
+    return replace(record.predictive(mean, variance, block, draws, **of_outputs), plan=how)
+
+
+def _linearised(
+    gaussian: Gaussian, call: Call, inputs: Any, options: Options, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor | None, Novel | None]:
+    """Mean, variance, covariance where it is asked for, and the moments for novelty."""
+    record, params = options.record, parameters_at_mean(gaussian)
+    few = options.novelty is None and plan.outputs <= _FEW_OUTPUTS
+    other = None
+    if options.novelty or few:
+        other = gaussian if options.for_novelty else gaussian.for_novelty
+    together = other is not None and _same(gaussian.mean, other.mean)
+    asked = [gaussian, other] if other is not None and together and other is not gaussian else [gaussian]
+    covariance = options.covariance or (together and record.coupled)
+    found = moments_of(asked, call, params, inputs, budget=options.memory_budget, covariance=covariance, plan=plan)
+    mean, variance = found.mean, found.variance[0]
+    block = found.covariance[0] if options.covariance and found.covariance is not None else None
+    if other is None:
+        return mean, variance, block, None
+    if not together:
+        params = parameters_at_mean(other)
+        found = moments_of(
+            [other], call, params, inputs, budget=options.memory_budget, covariance=record.coupled, plan=plan
+        )
+    precision = record.hessian_diagonal(found.mean, gaussian.noise_variance)
+    return mean, variance, block, _novel(found, precision, running_deviation(call, params, inputs))
+
+
+def _moments_of_draws(draws: Tensor, centre: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean, variance and covariance: the mean of the linearised draws is known, that of the others estimated from them."""
+    n, sampled = len(draws), options.predictive == "sampled"
+    told = options.record.collapse(draws, centre) if sampled else None
+    if told is not None:
+        warn(
+            f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
+            "prior_precision, or use predictive='linearised'",
+            CollapsedPredictionWarning,
+        )
+    mean, count = (draws.mean(dim=0), n - 1) if sampled else (centre, n)
+    centred = (draws - mean).reshape(n, len(mean), -1)
+    block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None
+    return mean, centred.square().sum(dim=0).div(count).view_as(mean), block
 
 
 def _same(mean: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Whether two means are the same tensors, as they are where neither is shrunk by its prior."""
     return all(other[name] is mu for name, mu in mean.items())
-
-
-def _moments(
-    call: Call, params: Mapping[str, Tensor], asked: Sequence[Gaussian], inputs: Any, covariance: bool, budget: int
-) -> Moments:
-    variances = [each.coordinate_variance.__getitem__ for each in asked]
-    bases, directions = asked[0].structure.bases, [each.directions for each in asked]
-    return moments(call, params, variances, inputs, covariance, budget, bases, directions)
 
 
 def _novel(found: Moments, precision: Tensor, deviation: Tensor | None) -> Novel:
@@ -123,17 +201,16 @@ def _novel(found: Moments, precision: Tensor, deviation: Tensor | None) -> Novel
     return Novel(found.mean, variance, block, precision)
 
 
-def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options) -> tuple[Tensor, Tensor]:
+def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ)."""
     kind, n, generator = options.predictive, options.n_samples, options.generator
-    if gaussian.is_sharded:
+    if plan is None:
         return draws_by_module(gaussian, call, inputs, kind, n, generator)
     params = parameters_at_mean(gaussian)
 
     def draw() -> dict[str, Tensor]:
         return {name: value.to(params[name].device) for name, value in gaussian.sample(generator=generator).items()}
 
-    plan = plan_for(call, {name: tensor.detach().requires_grad_() for name, tensor in params.items()}, inputs)
     bounds = {"activations": plan.activations, "budget": options.memory_budget}
     diagonal = not gaussian.structure.bases and gaussian.directions is None
     if kind == "linearised-sampled":

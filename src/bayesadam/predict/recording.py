@@ -1,7 +1,7 @@
 """A forward pass that notes which layer used which parameter, on what input, to give what output."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from bayesadam.predict.layers import (
     MatrixUse,
     SumUse,
     TransposedConvolutionUse,
+    TransposedMatrixUse,
     Use,
     batch_first,
     batch_second,
@@ -29,8 +30,10 @@ _FIRST: tuple[Layout, ...] = (batch_first,)
 
 
 @contextmanager
-def recording(model: nn.Module, names: dict[int, str]) -> Iterator[list[Use]]:
+def recording(model: nn.Module, names: dict[int, str], shared: Mapping[str, int] | None = None) -> Iterator[list[Use]]:
     """Fill a list with the uses of the parameters `names` (by identity of the tensor) as the model runs.
+
+    What embeddings whose tables are `shared` look up once for all examples is repeated for so many of them.
 
     Hooks alone, removed in a `finally`. A layer whose class was changed, or a parameter used in another way, is not
     noticed here: `linearised` checks every parameter against autograd before it trusts the list.
@@ -39,8 +42,9 @@ def recording(model: nn.Module, names: dict[int, str]) -> Iterator[list[Use]]:
     handles = []
     try:
         for module in model.modules():
-            if type(module) in _NOTES:
-                hook = _hook(_NOTES[type(module)], names, uses)
+            noted = type(module) in _NOTES
+            if noted or _is_transposed_linear(module):
+                hook = _hook(_NOTES[type(module)] if noted else _transposed_linear, names, uses, shared or {})
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield uses
     finally:
@@ -52,7 +56,7 @@ Add = Callable[..., None]
 Note = Callable[[Any, Tensor, Tensor, Add], None]
 
 
-def _hook(note: Note | None, names: dict[int, str], uses: list[Use]) -> Callable[..., Any]:
+def _hook(note: Note | None, names: dict[int, str], uses: list[Use], shared: Mapping[str, int]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         def add(kind: type[Use], parameter: Tensor | None, **fields: Any) -> None:
             if parameter is not None and id(parameter) in names:
@@ -63,15 +67,36 @@ def _hook(note: Note | None, names: dict[int, str], uses: list[Use]) -> Callable
             if replaced is not None:
                 return replaced
         elif note is not None:
-            note(module, args[0] if args else next(iter(kwargs.values())), output, add)
+            given = args[0] if args else next(iter(kwargs.values()))
+            size = shared.get(names.get(id(module.weight), "")) if isinstance(module, nn.Embedding) else None
+            if size is not None:
+                given, output = _for_each(given, size, 0), _for_each(output, size, 1)
+            note(module, given, output, add)
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
     return hook
 
 
+def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
+    """(places, ...) or (1, places, ...) as (size, places, ...), with so many dimensions of features."""
+    whole = tensor if tensor.dim() > 1 + features else tensor.unsqueeze(0)
+    return whole.expand(size, *whole.shape[1:])
+
+
 def _linear(m: nn.Linear, a: Tensor, z: Tensor, add: Add) -> None:
     add(MatrixUse, m.weight, output=z, layouts=_FREE, input=a)
+    add(SumUse, m.bias, output=z, layouts=_FREE)
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it is the linear layer of transformers' GPT-2, which need not be installed."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _transposed_linear(m: Any, a: Tensor, z: Tensor, add: Add) -> None:
+    add(TransposedMatrixUse, m.weight, output=z, layouts=_FREE, input=a)
     add(SumUse, m.bias, output=z, layouts=_FREE)
 
 

@@ -1,0 +1,401 @@
+"""Some outputs, at some places: against the dense Jacobian in float64, and sketches against what they estimate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import bayesadam as ba
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import RegressionPredictive, SelectedClasses, SelectedMixture
+from cases import mlp
+
+CLASSES = 120
+
+
+class Language(nn.Module):
+    """Tokens to tokens, with places looked up once for all examples and a head tied to the embedding."""
+
+    def __init__(self, words: int = CLASSES, width: int = 6, length: int = 5) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(x + self.inner(x.cumsum(dim=1)).tanh())
+
+
+class Vector(nn.Module):
+    """A bare parameter that all examples share, and logits that are no layer's own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, CLASSES)
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.last((self.first(x) + self.shift).tanh())
+
+
+def words(n: int = 3) -> Tensor:
+    return torch.randint(CLASSES, (n, 5), generator=torch.Generator().manual_seed(0))
+
+
+def numbers(n: int = 4) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(1)).double()
+
+
+def posterior_over(model: nn.Module, inputs: Tensor, structure: str = "diagonal", **settings: Any) -> ba.Posterior:
+    """Of a few steps on random targets."""
+    model.double()
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if structure == "kronecker":
+        optimizer = ba.optim.SOAP(model.parameters(), lr=1e-2, precondition_every=2)
+    recorder = ba.Recorder(optimizer, keep=20, every=1) if structure == "low-rank" else None
+    draw = torch.Generator().manual_seed(2)
+    for _ in range(20 if recorder else 5):
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        rows = outputs.reshape(-1, outputs.shape[-1])
+        nn.functional.cross_entropy(rows, torch.randint(rows.shape[1], (len(rows),), generator=draw)).backward()
+        optimizer.step()
+    given: Any = {"prior_precision": 1.0, "power": 1.0, "batch_size": len(inputs), **settings}
+    if recorder is not None:
+        return ba.Posterior.from_recorder(model, recorder, 50, structure=structure, **given)
+    return ba.Posterior.from_optimizer(model, optimizer, 50, structure=structure, **given)
+
+
+def dense_covariance(posterior: ba.Posterior, x: Tensor) -> Tensor:
+    """J Σ Jᵀ of one example, all outputs flattened."""
+    mean = {name: t.detach() for name, t in posterior.mean.items()}
+    jacobian = jacrev(lambda p: functional_call(posterior.model, p, (x[None],))[0].flatten())(mean)
+    rows = torch.cat([jacobian[name].flatten(1) for name in mean], dim=1)
+    return rows @ sigma(posterior) @ rows.T
+
+
+def sigma(posterior: ba.Posterior) -> Tensor:
+    """Σ itself, as the inverse of the Hessian of −log q."""
+    mean = posterior.mean
+    shapes = {name: t.shape for name, t in mean.items()}
+
+    def log_q(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        return posterior.log_prob({n: p.view(shapes[n]) for n, p in zip(shapes, parts, strict=True)})
+
+    at = torch.cat([t.flatten() for t in mean.values()])
+    return torch.linalg.inv(-torch.autograd.functional.hessian(log_q, at))
+
+
+NETWORKS = {"plain": lambda: mlp(3, 4, CLASSES), "vector": Vector}
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.StructureWarning")
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str) -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(NETWORKS[network](), x, structure)
+    found = posterior.predict(x, likelihood="classification", outputs=ba.Top(4), covariance=True)
+    assert isinstance(found, SelectedClasses)
+    for example, chosen in enumerate(found.outputs):
+        whole = dense_covariance(posterior, x[example])
+        expected = whole[chosen][:, chosen]
+        torch.testing.assert_close(found.covariance[example], expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.variance[example], expected.diagonal(), rtol=1e-6, atol=1e-9)
+        logits = posterior.model(x[example : example + 1])[0]
+        assert chosen.tolist() == logits.topk(4).indices.tolist()
+        rest = torch.ones(CLASSES, dtype=torch.bool)
+        rest[chosen] = False
+        weights = logits[rest].softmax(dim=0)
+        torch.testing.assert_close(found.rest_variance[example], weights @ whole[rest][:, rest] @ weights)
+
+
+def test_ten_largest_are_the_default_of_many_classes_alone() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    many, few = posterior_over(mlp(3, 4, CLASSES), x), posterior_over(mlp(3, 4, 5), x)
+    assert many.predict(x, likelihood="classification").mean.shape == (4, 10)
+    assert many.predict(x, likelihood="classification").probs.shape == (4, CLASSES)
+    assert many.predict(x, likelihood="classification", outputs="all").mean.shape == (4, CLASSES)
+    assert few.predict(x, likelihood="classification").mean.shape == (4, 5)
+    assert few.predict(x, likelihood="classification", outputs="top").mean.shape == (4, 5)
+    assert many.predict(x).mean.shape == (4, CLASSES)
+
+
+@pytest.mark.parametrize("of_each", [False, True])
+def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, 6), x).replace(noise_variance=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    whole = torch.stack([dense_covariance(posterior, row) for row in x])
+    chosen = torch.tensor([[1, 4], [0, 5], [2, 3], [3, 1]]) if of_each else torch.tensor([4, 1])
+    found = posterior.predict(x, outputs=chosen, covariance=True)
+    for example, own in enumerate(chosen if of_each else chosen.expand(4, -1)):
+        torch.testing.assert_close(found.covariance[example], whole[example][own][:, own], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.noise_variance[example], 0.1 * (own + 1).double(), rtol=1e-5, atol=0)
+    margin = torch.randn(4, 2, 6).double() if of_each else torch.randn(2, 6).double()
+    found = posterior.predict(x, outputs=margin, likelihood="classification")
+    assert type(found) is RegressionPredictive
+    rows = margin if of_each else margin.expand(4, -1, -1)
+    torch.testing.assert_close(found.variance, (rows @ whole @ rows.mT).diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
+
+
+def test_targets_of_two_outputs_are_chosen_with_both() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, 6), x)
+    whole = posterior.predict(x, likelihood="heteroscedastic")
+    found = posterior.predict(x, likelihood="heteroscedastic", outputs=[2, 0])
+    torch.testing.assert_close(found.variance, whole.variance[:, [2, 0, 5, 3]])
+    torch.testing.assert_close(found.predicted_mean, whole.predicted_mean[:, [2, 0]])
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", ["last", "numbers", "mask", "all"])
+def test_places_have_the_dense_moments(positions: str) -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids)
+    whole = torch.stack([dense_covariance(posterior, row).diagonal().view(5, CLASSES) for row in ids])
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[0, 1] = mask[0, 3] = mask[2, 0] = True
+    given: Any = {"numbers": torch.tensor([0, -1, 2]), "mask": mask}.get(positions, positions)
+    found = posterior.predict(ids, likelihood="classification", positions=given, outputs=ba.Top(3), n_samples=10**6)
+    rows = {
+        "last": whole[:, -1],
+        "numbers": torch.stack([whole[0, 0], whole[1, -1], whole[2, 2]]),
+        "mask": whole[mask],
+        "all": whole,
+    }[positions]
+    assert "backward directions" in found.plan
+    torch.testing.assert_close(found.variance, rows.gather(-1, found.outputs), rtol=1e-6, atol=1e-9)
+    assert found.probs.shape == rows.shape
+    torch.testing.assert_close(found.probs.sum(dim=-1), torch.ones(rows.shape[:-1]).double())
+
+
+def test_the_head_is_run_at_the_place_alone() -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids)
+    seen: list[torch.Size] = []
+    posterior.model.head.register_forward_hook(lambda m, a, z: seen.append(z.shape))
+    posterior.predict(ids, likelihood="classification", positions="last")
+    seen.clear()
+    posterior.predict(ids, likelihood="classification", positions="last")
+    assert torch.Size((3, CLASSES)) in seen
+    assert torch.Size((3, 5, CLASSES)) not in seen
+
+
+def test_the_last_place_is_that_of_the_attention_mask() -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]])
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["ids"])
+
+    options: Any = {"likelihood": "classification", "outputs": "top"}
+    batch = {"ids": ids, "attention_mask": mask}
+    found = posterior.predict(batch, positions="last", forward=forward, **options)
+    expected = posterior.predict(ids, positions=torch.tensor([4, 1, 0]), **options)
+    torch.testing.assert_close(found.variance, expected.variance)
+
+
+def test_draws_at_all_places_are_near_the_exact_moments() -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids)
+    options: Any = {"likelihood": "classification", "outputs": ba.Top(3), "generator": torch.Generator().manual_seed(0)}
+    exact = posterior.predict(ids, positions="all", n_samples=10**6, covariance=True, probes=500, **options)
+    drawn = posterior.predict(ids, predictive="linearised-sampled", n_samples=2000, **options)
+    assert "draws" in drawn.plan
+    torch.testing.assert_close(drawn.outputs, exact.outputs)
+    ratio = drawn.variance / exact.variance
+    assert float((ratio - 1).abs().max()) < 6 * math.sqrt(2 / 2000)
+    away = (drawn.score.value - exact.score.value) / (drawn.score.error**2 + exact.score.error**2).sqrt()
+    assert float(away.abs().max()) < 5
+
+
+# --- sketches -------------------------------------------------------------------------------------------------------
+
+
+def test_probes_are_unbiased_and_know_their_error() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, 7), x)
+    truth = posterior.predict(x, likelihood="classification", covariance=True).epistemic
+    repeats = 1000
+    scores = [
+        posterior.epistemic(x, probes=2, generator=torch.Generator().manual_seed(seed)) for seed in range(repeats)
+    ]
+    values = torch.stack([score.value for score in scores])
+    error = values.std(dim=0) / math.sqrt(repeats)
+    assert float(((values.mean(dim=0) - truth) / error).abs().max()) < 4
+    told = torch.stack([score.error for score in scores]).square().mean(dim=0).sqrt()
+    torch.testing.assert_close(told, values.std(dim=0), rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "binary", "poisson", "heteroscedastic"])
+def test_probes_agree_with_the_exact_score(likelihood: Any) -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, 4), x).replace(noise_variance=0.3)
+    truth = posterior.predict(x, likelihood=likelihood).epistemic
+    found = posterior.epistemic(x, likelihood=likelihood, probes=300, generator=torch.Generator().manual_seed(0))
+    assert float(((found.value - truth) / found.error).abs().max()) < 4
+
+
+def test_the_score_of_a_sequence_is_the_sum_over_its_places() -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids)
+    truth = posterior.predict(ids, likelihood="classification", outputs="all", covariance=True).epistemic
+    mask = torch.tensor([[True, False, True, False, False], [False] * 5, [True] * 5])
+    for positions, expected in ((None, truth.sum(dim=1)), (mask, (truth * mask).sum(dim=1)), ("last", truth[:, -1])):
+        generator = torch.Generator().manual_seed(0)
+        found = posterior.epistemic(ids, positions=positions, probes=400, generator=generator)
+        assert float(((found.value - expected).abs() - 4 * found.error).max()) <= 1e-12
+
+
+def test_a_score_that_cannot_be_told_says_what_to_do() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    found = posterior_over(mlp(3, 4, 30), x).predict(x, likelihood="classification")
+    with pytest.raises(SettingError, match="probes=2"):
+        _ = found.epistemic
+
+
+# --- probabilities --------------------------------------------------------------------------------------------------
+
+
+def test_the_rest_at_its_mean_is_off_by_no_more_than_the_bound() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, CLASSES), x, prior_precision=5.0)
+    found = posterior.predict(x, likelihood="classification", outputs=ba.Top(5), covariance=True, link="sampling")
+    draw = torch.Generator().manual_seed(0)
+    for example in range(len(x)):
+        whole = dense_covariance(posterior, x[example])
+        chosen, logits = found.outputs[example], posterior.model(x[example : example + 1])[0].detach()
+        rest = torch.ones(CLASSES, dtype=torch.bool)
+        rest[chosen] = False
+        weights = torch.zeros(CLASSES).double()
+        weights[rest] = logits[rest].softmax(dim=0)
+        u = torch.cat([torch.eye(CLASSES).double()[chosen], weights[None]])
+        root = torch.linalg.cholesky(u @ whole @ u.T + 1e-12 * torch.eye(6).double())
+        away = torch.randn(100_000, 6, generator=draw).double() @ root.T
+        coarse = torch.cat([logits[chosen], logits[rest].logsumexp(dim=0)[None]])
+        exact = (coarse + away).softmax(dim=1).mean(dim=0)
+        away[:, -1] = 0.0
+        at_mean = (coarse + away).softmax(dim=1).mean(dim=0)
+        assert float((exact - at_mean).abs().sum() / 2) <= float(found.rest_error[example])
+        assert float((found.probs[example, chosen] - at_mean[:-1]).abs().max()) < 0.1
+        assert (
+            float(found.rest_error[example]) <= math.sqrt(float(found.rest_variance[example]) / (8 * math.pi)) + 1e-12
+        )
+
+
+def test_the_mean_network_is_used_where_data_prefer_it() -> None:
+    torch.manual_seed(0)
+    ids = words()
+    posterior = posterior_over(Language(), ids).replace(averaged=False, temperature=1.7)
+    expected = (posterior.model(ids) / 1.7).softmax(dim=-1)
+    for positions, rows in ((None, expected), ("last", expected[:, -1])):
+        found = posterior.predict(ids, likelihood="classification", positions=positions, n_samples=2)
+        torch.testing.assert_close(found.probs, rows)
+
+
+def test_scores_of_classes_are_of_all_of_them() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    found = posterior_over(mlp(3, 4, CLASSES), x).predict(x, likelihood="classification")
+    y = torch.tensor([0, 5, 50, 119])
+    torch.testing.assert_close(found.log_prob(y), found.probs.gather(1, y[:, None]).squeeze(1).log())
+    torch.testing.assert_close(found.entropy(), torch.special.entr(found.probs).sum(dim=1))
+    assert found.mutual_information().shape == (4,)
+
+
+def test_members_of_a_mixture_are_asked_for_the_same_classes() -> None:
+    x = numbers()
+    members = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        members.append(posterior_over(mlp(3, 4, CLASSES), x))
+    found = ba.Mixture(members).predict(x, likelihood="classification")
+    assert isinstance(found, SelectedMixture)
+    mean = torch.stack([m.model(x).softmax(dim=1) for m in members]).mean(dim=0)
+    assert torch.equal(found.outputs, mean.topk(10).indices)
+    each = [m.predict(x, likelihood="classification", outputs=found.outputs) for m in members]
+    torch.testing.assert_close(found.probs, (each[0].probs + each[1].probs) / 2)
+    assert found.outputs.dtype == torch.int64
+
+
+def test_the_score_of_a_mixture_has_what_members_disagree_on() -> None:
+    ids = words()
+    members = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        members.append(posterior_over(Language(), ids))
+    mixture = ba.Mixture(members, weights=[1, 3])
+    whole = mixture.predict(ids, likelihood="classification", outputs="all", covariance=True)
+    for positions, expected in ((None, whole.epistemic.sum(dim=1)), ("last", whole.epistemic[:, -1])):
+        generator = torch.Generator().manual_seed(0)
+        found = mixture.epistemic(ids, positions=positions, probes=400, generator=generator)
+        assert float(((found.value - expected) / found.error).abs().max()) < 4
+    within = sum(
+        w * m.predict(ids, likelihood="classification", outputs="all", covariance=True).epistemic
+        for w, m in zip((0.25, 0.75), members, strict=True)
+    )
+    assert float((whole.epistemic - within).min()) > 0
+
+
+def test_novelty_of_many_classes_takes_the_rest_as_one() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    posterior = posterior_over(mlp(3, 4, CLASSES), x)
+    found = posterior.predict(x, likelihood="classification", outputs="top", novelty=True)
+    assert found.novel.mean.shape == (4, 11)
+    assert bool((found.novelty > 0).all())
+    assert bool((found.novelty <= math.log(11)).all())
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"outputs": "some"}, SettingError, "'all', 'top', Top"),
+        ({"outputs": torch.ones(4)}, SettingError, "rows|real combinations"),
+        ({"outputs": [0, 6]}, MatchError, "from 0 to 5"),
+        ({"outputs": torch.ones(1, 5)}, MatchError, "of 5 outputs, and the network has 6"),
+        ({"outputs": torch.zeros(2, 1, dtype=torch.int64)}, MatchError, "of 2 examples"),
+        ({"positions": "first"}, SettingError, "'all', 'last'"),
+        ({"positions": "last"}, MatchError, "places"),
+        ({"probes": -1}, SettingError, "probes"),
+    ],
+)
+def test_bad_requests_say_what_is_wanted(options: Any, error: type[Exception], message: str) -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    with pytest.raises(error, match=message):
+        posterior_over(mlp(3, 4, 6), x).predict(x, **options)
+
+
+def test_at_least_one_is_the_largest() -> None:
+    with pytest.raises(SettingError, match="at least one"):
+        ba.Top(0)
