@@ -61,7 +61,7 @@ peers: $(PEERS)/.ready
 peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_rivals.py
 
-# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, large, lora, merging, off_policy, prune, publish, tabular, tune_bandits) run by name, `wild` by `make wild`.
+# A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lora, merging, off_policy, outputs, prune, publish, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
 BENCHES := step sample soap predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done

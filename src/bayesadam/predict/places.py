@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.predict.call import Call, batch_size, examples, output_tensor
@@ -55,20 +56,37 @@ def at_places(outputs: Tensor, place: Tensor) -> Tensor:
     return flat[torch.arange(len(flat), device=flat.device), place.to(flat.device)]
 
 
-_heads: WeakKeyDictionary[nn.Module, dict[Any, AtHead | AfterModel]] = WeakKeyDictionary()
+_ways: WeakKeyDictionary[nn.Module, dict[Any, tuple[AtHead | AfterModel, torch.Size]]] = WeakKeyDictionary()
 
 
-def placed(call: Call, params: Mapping[str, Tensor], inputs: Any, shape: torch.Size) -> Call:
-    """The call that takes (inputs, place); which way is tried on one example and remembered for the model."""
-    known = _heads.setdefault(call.model, {})
-    key = weakly(call.forward)
+def placed(call: Call, params: Mapping[str, Tensor], inputs: Any) -> tuple[Call, torch.Size]:
+    """The call that takes (inputs, place), and the shape of an example's outputs at all places.
+
+    Which way is tried on one example, and remembered for the model and the kind of its inputs.
+    """
+    known = _ways.setdefault(call.model, {})
+    leaves, spec = pytree.tree_flatten(inputs)
+    kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    key = weakly(call.forward), str(spec), kinds
     if key not in known:
-        known[key] = _tried(call, params, examples(inputs, 0, 1), shape)
-    return replace(call, at=known[key])
+        known[key] = _tried(call, params, examples(inputs, 0, 1))
+    way, shape = known[key]
+    return replace(call, at=way), shape
 
 
-def _tried(call: Call, params: Mapping[str, Tensor], one: Any, shape: torch.Size) -> AtHead | AfterModel:
-    """The last layer, if cutting its inputs gives what cutting the outputs does."""
+def at_one_place(
+    call: Call, params: Mapping[str, Tensor], inputs: Any, positions: Positions | None
+) -> tuple[Call, tuple[Any, Tensor]] | None:
+    """The call and the inputs that give the outputs of one place of each example; None where more are asked for, or all."""
+    several = isinstance(positions, Tensor) and positions.dtype == torch.bool
+    if positions is None or several or (isinstance(positions, str) and positions == "all"):
+        return None
+    cut, shape = placed(call, params, inputs)
+    return cut, (inputs, chosen_places(positions, inputs, shape))
+
+
+def _tried(call: Call, params: Mapping[str, Tensor], one: Any) -> tuple[AtHead | AfterModel, torch.Size]:
+    """The last layer, if cutting its inputs gives what cutting the outputs does; and the shape of the outputs."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
@@ -85,7 +103,8 @@ def _tried(call: Call, params: Mapping[str, Tensor], one: Any, shape: torch.Size
     finally:
         for handle in handles:
             handle.remove()
-    found = [name for name, output in seen.items() if _same_memory(output, whole)]
+    shape = whole.shape[1:]
+    found = [name for name, output in seen.items() if _same_memory(output, whole)] if len(shape) > 1 else []
     place = torch.full((1,), shape[:-1].numel() // 2, device=whole.device)
     for name in found:
         way = AtHead(name)
@@ -95,8 +114,8 @@ def _tried(call: Call, params: Mapping[str, Tensor], one: Any, shape: torch.Size
         except (RuntimeError, IndexError, ValueError, MatchError):
             continue
         if cut.shape == (1, whole.shape[-1]) and agree(cut, at_places(whole, place)):
-            return way
-    return AfterModel()
+            return way, shape
+    return AfterModel(), shape
 
 
 def _same_memory(output: Any, whole: Tensor) -> bool:

@@ -14,11 +14,12 @@ from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning, SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods.predictive import Novel, Score, average
-from bayesadam.predict.asked import MANY_CLASSES, Top
+from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
 from bayesadam.predict.call import Call, evaluating, plain
 from bayesadam.predict.gaussian import Gaussian, moments_of, parameters_at_mean
 from bayesadam.predict.linearised import Moments
 from bayesadam.predict.options import Options, PredictOptions
+from bayesadam.predict.places import at_one_place, at_places
 from bayesadam.predict.plan import Plan, plan_for
 from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
 from bayesadam.predict.selected import epistemic_score, selected_predictive
@@ -62,6 +63,7 @@ def score_of(gaussian: Gaussian, inputs: Any, options: Options) -> Score:
     inputs, call = plain(inputs), Call(gaussian.model, options.forward)
     with evaluating(gaussian.model):
         params = parameters_at_mean(gaussian)
+        call, inputs = at_one_place(call, params, inputs, options.positions) or (call, inputs)
         return epistemic_score(gaussian, call, params, inputs, options, _plan(call, params, inputs))
 
 
@@ -92,6 +94,10 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
         if gaussian.is_sharded:
             return _of_every_output(gaussian, call, inputs, options, None)
         params = parameters_at_mean(gaussian)
+        cut = at_one_place(call, params, inputs, options.positions)
+        if cut is not None:
+            call, inputs = cut
+            options = replace(options, positions=None, outputs=_at_place(options, inputs[1]))
         plan = _plan(call, params, inputs)
         chosen = _chosen(options, plan.shape)
         if chosen is None:
@@ -101,6 +107,13 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
             return _draws(gaussian, call, inputs, drawing, plan)
 
         return selected_predictive(gaussian, call, params, inputs, options, chosen, plan, draw)
+
+
+def _at_place(options: Options, place: Tensor) -> Outputs | None:
+    """What is asked for of one place, where outputs are numbered place by place, (batch, places, k)."""
+    chosen = options.chosen
+    by_place = isinstance(chosen, Tensor) and chosen.dim() == 3 and not chosen.is_floating_point()
+    return at_places(chosen, place) if by_place else options.outputs  # type: ignore[arg-type]
 
 
 def _may_be_many(options: Options) -> bool:

@@ -80,7 +80,7 @@ def selected_predictive(
     plan: Plan,
     draw: Draw,
 ) -> Predictive:
-    """The predictive of the outputs chosen; the plan is that of the call on these inputs."""
+    """The predictive of the outputs chosen; the plan is that of the call on these inputs, which may be at one place already."""
     record, shape = options.record, plan.shape
     is_combination = isinstance(chosen, Tensor) and chosen.is_floating_point()
     probes = _DEFAULT_PROBES if options.probes is None else options.probes
@@ -94,16 +94,16 @@ def selected_predictive(
         temperature=gaussian.temperature,
     ).within(shape[-1])
     task = _Selection(gaussian, call, params, options, asked, plan)
-    places = None
-    if len(shape) > 1 or options.positions is not None:
-        places = chosen_places("all" if options.positions is None else options.positions, inputs, shape)
+    mask = None
+    if len(shape) > 1:
+        mask = chosen_places("all" if options.positions is None else options.positions, inputs, shape)
     if options.predictive != "linearised":
-        found = _restricted(_from_draws(task, options, draw, batch_size(inputs)), places)
-    elif places is None or places.dtype != torch.bool:
-        found = _exact(task, inputs, places)
+        found = _restricted(_from_draws(task, options, draw, batch_size(inputs)), mask)
+    elif mask is None:
+        found = _exact(task, inputs, None)
     else:
-        found = _at_many_places(task, inputs, places, draw)
-    if places is not None and places.dtype == torch.bool and not isinstance(options.positions, Tensor):
+        found = _at_many_places(task, inputs, mask, draw)
+    if mask is not None and not isinstance(options.positions, Tensor):
         found = found.mapped(lambda t: t.reshape(batch_size(inputs), *shape[:-1], *t.shape[1:]))
     return _assembled(task, found)
 
@@ -112,23 +112,19 @@ def epistemic_score(
     gaussian: Gaussian, call: Call, params: Mapping[str, Tensor], inputs: Any, options: Options, plan: Plan
 ) -> Score:
     """½ tr(H Cov f), summed over the places asked for, by random directions of the outputs."""
-    known: Plan | None = plan
-    shape, places = plan.shape, None
-    if options.positions is not None:
-        places = chosen_places(options.positions, inputs, shape)
-    if places is not None and places.dtype != torch.bool:
-        call, inputs = placed(call, params, inputs, shape), (inputs, places)
-        shape, places, known = shape[-1:], None, None
+    places = None
+    if options.positions is not None and len(plan.shape) > 1:
+        places = chosen_places(options.positions, inputs, plan.shape)
     along = Probes(
         options.record,
         gaussian.noise_variance,
         _DEFAULT_PROBES if options.probes is None else options.probes,
         fresh_seed(options.generator),
         gaussian.temperature,
-        shape,
+        plan.shape,
         places,
     )
-    found = moments_of([gaussian], call, params, inputs, budget=options.memory_budget, along=along, plan=known)
+    found = moments_of([gaussian], call, params, inputs, budget=options.memory_budget, along=along, plan=plan)
     return Score.of(found.variance[0].T / 2)
 
 
@@ -157,7 +153,7 @@ def _exact(task: _Selection, inputs: Any, place: Tensor | None) -> _Found:
     """By backward passes, at one place of each example."""
     call, asked, options = task.call, task.asked, task.options
     if place is not None:
-        call = placed(call, task.params, inputs, task.shape)
+        call, _ = placed(call, task.params, inputs)
         if isinstance(asked.outputs, Tensor) and asked.outputs.dim() == 3 and not asked.is_combination:
             asked = replace(asked, outputs=at_places(asked.outputs, place))
         inputs = (inputs, place)
@@ -177,8 +173,9 @@ def _exact(task: _Selection, inputs: Any, place: Tensor | None) -> _Found:
     novel = _novel(task, found, mean, logits, numbers) if options.novelty else None
     block = None if found.covariance is None or not options.covariance else found.covariance[0][:, :k, :k]
     rest = found.variance[0][:, k] if asked.rest else None
+    at_one = place is not None or task.call.at is not None
     plan = f"linearised, exact: {asked.count} backward directions of {task.shape[-1]} outputs" + (
-        "" if place is None else ", at one place of each example"
+        ", at one place of each example" if at_one else ""
     )
     return _Found(logits, numbers, mean, found.variance[0][:, :k], block, None, rest, score, novel, plan)
 
@@ -316,16 +313,12 @@ def _from_draws(task: _Selection, options: Options, draw: Draw, batch: int) -> _
     )
 
 
-def _restricted(found: _Found, places: Tensor | None) -> _Found:
+def _restricted(found: _Found, mask: Tensor | None) -> _Found:
     """Rows of all places cut to some of them."""
-    if places is None:
+    if mask is None or bool(mask.all()):
         return found
-    if places.dtype == torch.bool:
-        keep = places.flatten()
-        return found if bool(keep.all()) else found.mapped(lambda t: t[keep.to(t.device)])
-    per_place = len(found.mean) // len(places)
-    rows = torch.arange(len(places)) * per_place + places.cpu()
-    return found.mapped(lambda t: t[rows.to(t.device)])
+    keep = mask.flatten()
+    return found.mapped(lambda t: t[keep.to(t.device)])
 
 
 def _assembled(task: _Selection, found: _Found) -> Predictive:
