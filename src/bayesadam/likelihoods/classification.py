@@ -83,10 +83,11 @@ class ClassificationMixture(LogitMixture, ClassificationPredictive):
 
 @dataclass(frozen=True, eq=False)
 class SelectedClasses(ClassificationPredictive):
-    """p(class) = E[softmax(f)] where f is random in k classes; the others share log Σ_rest exp f, which is at its mean.
+    """p(class) = E[softmax(f)] where f is random in k classes, and the others' logits are at their mean.
 
     `mean`, `variance`, `covariance` and `draws` are of the k logits asked for; `probs` are of all classes, and so are
-    `log_prob`, `entropy` and `prediction_set`.
+    `log_prob`, `entropy` and `prediction_set`. Under `link="probit"` they are those of all logits with variances of 0 but for
+    the k; where there are draws, the others keep their shares of what the k leave.
 
     Attributes:
         outputs: the classes asked for, (batch, ..., k).
@@ -101,8 +102,12 @@ class SelectedClasses(ClassificationPredictive):
     @cached_property
     def probs(self) -> Tensor:
         """The probabilities of all classes."""
-        coarse = self._coarse
-        rest = self._rest_logits(self.temperature).softmax(dim=-1).nan_to_num(0.0)
+        if self.draws is None and (self.link == "probit" or not self.averaged):
+            variance = torch.zeros_like(self.logits).scatter(-1, self.outputs, self.variance)
+            given = {"link": self.link, "temperature": self.temperature, "averaged": self.averaged}
+            return ClassificationPredictive(self.logits, variance, **given).probs  # type: ignore[arg-type]
+        coarse = self._draw_probs().mean(dim=0)
+        rest = self._rest_logits.softmax(dim=-1).nan_to_num(0.0)
         return (rest * coarse[..., -1:]).scatter(-1, self.outputs, coarse[..., :-1])
 
     @property
@@ -117,29 +122,18 @@ class SelectedClasses(ClassificationPredictive):
         steep = s / math.sqrt(8 * math.pi)
         below = torch.special.ndtr
         growth = 2 * (2 * s.square()).exp() * below(2 * s) - 4 * (s.square() / 2).exp() * below(s) + 1
-        rest = self._coarse[..., -1].double()
+        rest = 1 - self.probs.gather(-1, self.outputs).sum(dim=-1).double().clamp(max=1)
         return torch.minimum(steep, (rest * growth.clamp(min=0)).sqrt()).to(self.mean)
 
-    @cached_property
-    def _coarse(self) -> Tensor:
-        """The probabilities of the classes asked for, then of all others together, (batch, ..., k + 1)."""
-        return self._answer()
-
-    def _rest_logits(self, temperature: float) -> Tensor:
-        """Those of the other classes, −∞ at the ones asked for."""
-        return (self.logits / temperature).scatter(-1, self.outputs, -torch.inf)
-
-    def _with_rest(self, logits: Tensor) -> Tensor:
-        """Logits over T, (..., k), and the rest's at its mean."""
-        rest = self._rest_logits(self.temperature).logsumexp(dim=-1, keepdim=True)
-        return torch.cat([logits, rest.expand(*logits.shape[:-1], 1)], dim=-1)
+    @property
+    def _rest_logits(self) -> Tensor:
+        """Those of the other classes over T, −∞ at the ones asked for."""
+        return (self.logits / self.temperature).scatter(-1, self.outputs, -torch.inf)
 
     def _probs_at(self, logits: Tensor) -> Tensor:
-        return self._with_rest(logits).softmax(dim=-1)
-
-    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
-        wide = torch.cat([variance, torch.zeros_like(variance[..., :1])], dim=-1)
-        return super()._probit_probs(self._with_rest(mean), wide)
+        """Of the classes asked for, and of all others together, (..., k + 1)."""
+        rest = self._rest_logits.logsumexp(dim=-1, keepdim=True)
+        return torch.cat([logits, rest.expand(*logits.shape[:-1], 1)], dim=-1).softmax(dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

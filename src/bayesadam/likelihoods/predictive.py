@@ -271,10 +271,6 @@ class LogitPredictive(Predictive):
     @cached_property
     def probs(self) -> Tensor:
         """The probabilities."""
-        return self._answer()
-
-    def _answer(self) -> Tensor:
-        """Averages over draws, or by the link, or the mean network's."""
         if self.draws is None and not self.averaged:
             return self._probs_at(self.mean / self.temperature)
         if self.draws is not None or self.link == "sampling":
