@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
 from bayesadam.calibration import choice, data, log_marginal_likelihood, validation
+from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.options import Options
@@ -509,6 +510,109 @@ def test_a_network_too_wide_to_be_sampled_is_mended_as_the_warning_advises():
         predict(mended, x, predictive="sampled", generator=seeded())
 
 
+@pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
+def test_sampling_does_not_spoil_a_network_that_needs_no_posterior(predictive: str):
+    """Labels drawn from the network itself, so that any width and any temperature but 1 only cost."""
+    torch.manual_seed(0)
+    model, x = mlp(2, 8, 3), torch.randn(1_000, 2)
+    with torch.no_grad():
+        model[2].weight *= 5
+        logits = model(x)
+    y = torch.multinomial(logits.softmax(dim=1), 1, generator=seeded()).squeeze(1)
+    options = {"likelihood": "classification", "predictive": predictive, "n_samples": 10}
+    found = calibrate(posterior_over(model), (x, y), generator=seeded(1), **options)
+    assert log_likelihood(found, (x, y), generator=seeded(2), **options) >= -float(F.cross_entropy(logits, y)) - 2e-3
+
+
+def rows_run(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **options: Any) -> int:
+    """How many rows went through the model while it was calibrated."""
+    rows: list[int] = []
+    handle = posterior.model.register_forward_hook(lambda module, given, output: rows.append(len(output)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnusedPosteriorWarning)
+            ba.calibrate(posterior, batch, likelihood="classification", generator=seeded(), **options)
+    finally:
+        handle.remove()
+    return sum(rows)
+
+
+def test_what_a_sampling_calibration_costs(classification):
+    posterior, draws = classification[0], 5
+    cost = {
+        (n, folds): rows_run(posterior, blobs(n, 3, seed=5), predictive="sampled", n_samples=draws, folds=folds) / draws
+        for n, folds in ((3_000, 2), (9_000, 2), (9_000, 5))
+    }
+    # A dozen candidates on 2,000 examples, whatever the data, and each example once more to be scored.
+    assert cost[9_000, 2] < 9_000 + 15 * 2_000
+    # The search does not grow with the data, nor the cost with the folds.
+    assert cost[9_000, 2] - cost[3_000, 2] < 1.5 * 6_000 + 3 * 2_000
+    assert cost[9_000, 5] < 1.05 * cost[9_000, 2]
+
+
+def test_another_scale_of_the_linearised_network_costs_no_draws(classification):
+    posterior, draws = classification[0], 5
+    whole = blobs(400, 3, seed=5)
+    rows = rows_run(posterior, whole, predictive="linearised-sampled", n_samples=draws, folds=2)
+    # δ/w is tried at no more than five ratios; each has a mean besides its draws.
+    assert rows < (5 + 2) * (draws + 2) * 400
+
+
+def search(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], predictive: str) -> tuple[Any, Predictions]:
+    """What a search over all examples finds, and all that it looked at."""
+    options = Options(likelihood="classification", predictive=predictive, n_samples=6)
+    predictions = Predictions.of(data.HeldOut(posterior, [batch], options, seed=3))
+    found = by_repeated_prediction(posterior, torch.ones(len(batch[1]), dtype=torch.bool), predictions)
+    return found, predictions
+
+
+def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], rows: Tensor, **options: Any) -> float:
+    """The greatest mean log-likelihood of some rows over temperatures, predicted anew and searched on a fine grid."""
+    x, y = batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CollapsedPredictionWarning)
+        p = predict(candidate, x, likelihood="classification", n_samples=6, generator=seeded(3), **options)
+    values = [
+        (p.draws.double() / t).softmax(dim=2).mean(dim=0).gather(1, y[:, None])[rows].log().mean()
+        for t in torch.logspace(math.log10(0.25), math.log10(5.6), 400, dtype=torch.float64)
+    ]
+    return float(torch.stack(values).max())
+
+
+@pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
+def test_a_part_chooses_by_its_own_examples_among_what_was_looked_at(classification, predictive: str):
+    posterior, batch = classification
+    _, predictions = search(posterior, batch, predictive)
+    assert len(predictions.finalists) > 4
+    for part in (torch.arange(90) % 2 == 0, torch.arange(90) % 2 == 1, torch.arange(90) < 20):
+        values = {
+            each.settings.scale * float(each.prior_precision["0.weight"]): at_best_temperature(
+                each, batch, part, predictive=predictive
+            )
+            for each in predictions.finalists
+        }
+        own = best_known(part, predictions)
+        found = values[own.settings.scale * float(own.prior_precision["0.weight"])]
+        # A parabola through temperatures of a ratio of √2 is not the peak itself.
+        assert found >= max(values.values()) - 2e-3
+        x, y = batch
+        p = predict(own, x, likelihood="classification", predictive=predictive, n_samples=6, generator=seeded(3))
+        assert float(p.log_prob(y)[part].double().mean()) >= found - 2e-3
+
+
+def test_stretched_draws_are_those_of_another_scale(classification):
+    posterior, (x, y) = classification
+    options = Options(likelihood="classification", predictive="linearised-sampled", n_samples=6)
+    predictions = Predictions.of(data.HeldOut(posterior, [(x, y)], options, seed=3))
+    every = torch.ones(len(y), dtype=torch.bool)
+    predictions.scored(posterior, every, 0)
+    for factor in (0.1, 7.0):
+        delta = {name: factor * float(d) for name, d in posterior.prior_precision.items()}
+        other = posterior.replace(scale=factor * posterior.settings.scale, prior_precision=delta)
+        expected = at_best_temperature(other, (x, y), every, predictive="linearised-sampled")
+        assert predictions.scored(other, every, 0).value == pytest.approx(expected, abs=2e-3)
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -739,3 +843,69 @@ def test_an_example_of_which_nothing_is_known_does_not_take_the_noise_away():
     told = calibrate(posterior, (far, torch.cat([y, model(far[-1:]).detach()])), likelihood="regression")
     assert float(calm) == pytest.approx(0.01, rel=0.3)
     torch.testing.assert_close(told.noise_variance, calm, rtol=0.1, atol=0)
+
+
+# --- many classes ---------------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """(batch, length) to (batch, length, 130)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.head = nn.Embedding(130, 8), nn.Linear(8, 130)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.look(ids).cumsum(dim=1).tanh())
+
+
+def text_posterior() -> tuple[ba.Posterior, Tensor]:
+    torch.manual_seed(0)
+    model, ids = Tokens(), torch.randint(130, (60, 6)) // 5 * 5
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids[:40, :-1]).flatten(0, 1), ids[:40, 1:].flatten()).backward()
+        optimizer.step()
+    return ba.Posterior.from_optimizer(model, optimizer, 200, power=1.0, batch_size=40, prior_precision=1.0), ids[40:]
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
+    posterior, held_out = text_posterior()
+    inputs, targets = held_out[:, :-1], held_out[:, 1:].clone()
+    targets[:, 0] = -100
+    asked = []
+    compute = data.moments
+
+    def counting(*given, **options):
+        found = compute(*given, **options)
+        asked.append((options["along"], found.variance.shape))
+        return found
+
+    monkeypatch.setattr(data, "moments", counting)
+    calibrated = ba.calibrate(posterior, (inputs, targets), likelihood="classification")
+    assert asked
+    assert all(along is not None and shape[2] == 10 for along, shape in asked)
+    before, after = (
+        -q.predict(inputs, likelihood="classification", n_samples=2).log_prob(targets.clamp(min=0))[:, 1:].mean()
+        for q in (posterior, calibrated)
+    )
+    assert float(after) < float(before)
+
+
+def test_rows_of_many_classes_are_what_predictions_have():
+    posterior, text = text_posterior()
+    inputs, targets = text[:, :-1], text[:, 1:]
+    held_out = data.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
+    variance = posterior.variance
+    parts = list(held_out.moments(posterior, [variance.__getitem__]))
+    assert sum(len(y) for *_, y in parts) == 4 * len(inputs)
+    whole = posterior.predict(inputs, likelihood="classification", n_samples=10**6, probes=0)
+    logits, outputs = whole.logits.flatten(0, 1), torch.zeros_like(whole.logits)
+    outputs = outputs.scatter(2, whole.outputs, whole.variance).flatten(0, 1)
+    for mean, variances, _, y in parts:
+        for row, own, label in zip(mean, variances[0], y, strict=True):
+            same = (logits - row).abs().amax(dim=1) < 1e-5
+            torch.testing.assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
+            assert bool((targets.flatten()[same] == label).any())

@@ -4,15 +4,17 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from bayesadam._warnings import warn
-from bayesadam.calibration.data import Batches, HeldOut, quietly
+from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, quietly
 from bayesadam.calibration.evidence import by_evidence
-from bayesadam.calibration.validation import by_repeated_prediction, by_validation
+from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
+from bayesadam.calibration.validation import Tables, by_validation, tables_of
 from bayesadam.errors import SettingError, UnusedPosteriorWarning
 from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
@@ -21,7 +23,7 @@ from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty
 from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.report import CalibrationReport
-from bayesadam.predict.call import Forward, chosen_examples
+from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
 from bayesadam.predict.options import Options, PredictiveKind
 from bayesadam.predict.prediction import predictive_of
@@ -63,10 +65,15 @@ def calibrate(
     γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
     nothing, so regression defaults to evidence; for classification evidence fails where validation works, so that is the
     default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
-    all parameters, whatever it was before. `novelty` is not touched.
+    all parameters, whatever it was before; a `LoraPrior` is multiplied by one number. `novelty` is not touched.
 
     What is compared, and what stands behind `prediction_set` and `novelty_pvalue`, are scores of examples under settings
     that were fitted to the others; the settings themselves are fitted to all. `posterior.calibration` says what was done.
+
+    Under a predictive that samples, every candidate is a prediction of its own: the search starts from what suits the
+    linearised network, takes coarse steps on 500 of the examples, drawn at random, and fine ones on 2,000 (of the noise of
+    a regression all of them tell). A fit to a part of the examples then chooses among the candidates of the fine steps, by
+    the log-likelihood of that part alone, with a temperature of its own.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
@@ -99,11 +106,11 @@ def calibrate(
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
     held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
     weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
-    task = _Task(members, weights, options, seed, method or options.record.calibration)
-    fits = task.fitted(held_out)
+    task = _Task(members, weights, options, seed, method or options.record.calibration, held_out)
+    fits = [network.whole for network in task.networks]
     for fit in fits:
         fit.posterior.warn_of_limits()
-    report, found = _chosen(task, fits, held_out, folds)
+    report, found = _chosen(task, fits, folds)
     if isinstance(posterior, Mixture):
         return Mixture(found, posterior.weights, calibration=report)
     return replace(found[0], calibration=report)
@@ -117,6 +124,51 @@ class _Fit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class _Network:
+    """One network on all held-out data; what it computes there serves the fits to any of the examples."""
+
+    data: HeldOut
+    method: CalibrationMethod
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        return Predictions.of(self.data)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Of all examples, or of those that are predicted again and again, to which they are a start."""
+        data = self.data
+        if data.options.predictive == "linearised":
+            return tables_of(data.posterior, data, examples_of(data.options.record, data.batches))
+        looked_at = replace(data, batches=[batch for piece in self.predictions.pieces for batch in piece])
+        return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.numbers)))
+
+    @cached_property
+    def whole(self) -> _Fit:
+        """Fitted to all examples."""
+        return self._fitted(torch.ones(sum(len(y) for _, y in self.data.batches), dtype=torch.bool), self.data)
+
+    def fitted(self, chosen: Tensor) -> _Fit:
+        """Fitted to the examples that are chosen, booleans.
+
+        Under a predictive that samples, and with no noise of their own, they choose among the finalists of the fit to all.
+        """
+        whole = self.whole
+        if self.data.options.predictive != "linearised" and not self.data.options.record.noise:
+            return _Fit(best_known(chosen, self.predictions), whole.temperature)
+        return self._fitted(chosen, replace(self.data, batches=cut(self.data.batches, chosen)))
+
+    def _fitted(self, chosen: Tensor, data: HeldOut) -> _Fit:
+        if self.method == "evidence":
+            best = by_evidence(data.posterior, data)
+        else:
+            best = by_validation(data.posterior, data, self.tables.of(chosen))
+        if data.options.predictive != "linearised":
+            return _Fit(by_repeated_prediction(best, chosen, self.predictions), 1.0)
+        return _Fit(best, data.temperature(best) if data.options.record.tempered else 1.0)
+
+
+@dataclass(frozen=True, eq=False)
 class _Task:
     """What is calibrated, and how: one network, or the members of a mixture."""
 
@@ -125,17 +177,21 @@ class _Task:
     options: Options
     seed: int
     method: CalibrationMethod
+    batches: Batches
 
-    def fitted(self, batches: Batches) -> list[_Fit]:
-        """Every member fitted to the batches."""
-        fits = []
-        for member in self.members:
-            data = HeldOut(member.replace(temperature=1.0, averaged=True), batches, self.options, self.seed)
-            best = (by_evidence if self.method == "evidence" else by_validation)(data.posterior, data)
-            if self.options.predictive != "linearised":
-                best = by_repeated_prediction(best, data)
-            fits.append(_Fit(best, data.temperature(best) if self.options.record.tempered else 1.0))
-        return fits
+    @cached_property
+    def networks(self) -> list[_Network]:
+        """Every member with all that is held out."""
+        return [
+            _Network(
+                HeldOut(m.replace(temperature=1.0, averaged=True), self.batches, self.options, self.seed), self.method
+            )
+            for m in self.members
+        ]
+
+    def fitted(self, chosen: Tensor) -> list[_Fit]:
+        """Every member fitted to the examples that are chosen, booleans."""
+        return [each.fitted(chosen) for each in self.networks]
 
     def candidates(self, fits: Sequence[_Fit], inputs: Any) -> dict[str, Predictive]:
         """What may be in use in the end, on one batch: the posterior, and of classes the mean network at a temperature."""
@@ -182,18 +238,18 @@ class _Scores(NamedTuple):
         return _POSTERIOR if float(gain.mean()) > least else _TEMPERATURE
 
 
-def _scored(task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None) -> _Scores:
+def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
     """Every example under a fit to the others; under `fits` where there are too few of them, or one fold is asked for."""
-    record, n = task.options.record, sum(len(y) for _, y in held_out)
+    record, n = task.options.record, sum(len(y) for _, y in task.batches)
     folds = folds or (5 if n < _FEW else 2)
     crossed = folds > 1 and n >= FEWEST_SCORED
-    parts = _parts(held_out, folds) if crossed else [held_out]
+    parts = _parts(task.batches, folds) if crossed else [task.batches]
+    places = _places(n, len(parts))
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
     conformity: list[dict[str, Guarantee]] = []
     novelty: list[Tensor] = []
     for number, part in enumerate(parts):
-        others = [batch for index, other in enumerate(parts) if index != number for batch in other]
-        own = task.fitted(others) if crossed else fits
+        own = task.fitted(places != number) if crossed and part else fits
         for inputs, y in part:
             named = task.candidates(own, inputs)
             y = y.to(next(iter(named.values())).mean.device)
@@ -209,11 +265,9 @@ def _scored(task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | N
     return _Scores({name: torch.cat(found) for name, found in log_probs.items()}, conformity, novelty, crossed)
 
 
-def _chosen(
-    task: _Task, fits: Sequence[_Fit], held_out: Batches, folds: int | None
-) -> tuple[CalibrationReport, list[Posterior]]:
+def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[CalibrationReport, list[Posterior]]:
     """What predicts from now on, and the report."""
-    scores = _scored(task, fits, held_out, folds)
+    scores = _scored(task, fits, folds)
     best, nll = scores.best, scores.nll
     averaged = best == _POSTERIOR
     chosen = [
@@ -232,23 +286,18 @@ def _chosen(
             "novelty are those of the posterior all the same",
             UnusedPosteriorWarning,
         )
-    n = sum(len(y) for _, y in held_out)
+    n = sum(len(y) for _, y in task.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
     of_data = task.options.likelihood, task.method, n, n if scores.crossed else 0
     return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee), chosen
 
 
+def _places(total: int, folds: int) -> Tensor:
+    """Which part each example is in: parts of equal size, drawn at random but always the same."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
+
+
 def _parts(batches: Batches, folds: int) -> list[Batches]:
-    """The examples in parts of equal size, drawn at random but always the same."""
-    total = sum(len(y) for _, y in batches)
-    places = torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
-    found: list[list[tuple[Any, Tensor]]] = [[] for _ in range(folds)]
-    first = 0
-    for inputs, y in batches:
-        own = places[first : first + len(y)]
-        first += len(y)
-        for number, part in enumerate(found):
-            rows = (own == number).nonzero().flatten()
-            if len(rows):
-                part.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
-    return list(found)
+    """The examples part by part."""
+    places = _places(sum(len(y) for _, y in batches), folds)
+    return [cut(batches, places == number) for number in range(folds)]

@@ -2,28 +2,35 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import BayesAdamWarning
+from bayesadam.likelihoods import Likelihood, Predictive
 from bayesadam.likelihoods.predictive import place_blocks
 from bayesadam.posterior import Posterior
-from bayesadam.predict.call import Call, evaluating, to_device
+from bayesadam.predict.asked import Asked, Top
+from bayesadam.predict.call import Call, chosen_examples, evaluating, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.generic import VarianceOf
-from bayesadam.predict.linearised import moments
+from bayesadam.predict.linearised import Moments, moments
 from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of
+from bayesadam.predict.places import placed
+from bayesadam.predict.plan import plan_for
+from bayesadam.predict.prediction import has_many, predictive_of
 from bayesadam.structures.structure import Directions
 
 Batches = Sequence[tuple[Any, Tensor]]
 # Temperatures from the coldest to the hottest there may be.
 COLDEST, HOTTEST = 0.25, 20.0
+# Of texts with many possible tokens so many places are looked at, each.
+_PLACES = 4
 
 
 @contextmanager
@@ -53,17 +60,26 @@ class HeldOut:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean.
 
-        Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,).
+        Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,). Where there are many
+        classes it is a few places of each example that have one, and variances of 0 but for the largest outputs, as
+        predictions have them.
         """
         record, budget, bases = self.options.record, self.options.memory_budget, posterior.structure.bases
         call = Call(self.posterior.model, self.options.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
         with evaluating(self.posterior.model):
-            for inputs, y in self.batches:
-                found = moments(
-                    call, params, variances, to_device(inputs, device), covariance, budget, bases, directions
-                )
+            for number, (inputs, y) in enumerate(self.batches):
+                inputs = to_device(inputs, device)
+                plan = plan_for(call, {name: t.detach().requires_grad_() for name, t in params.items()}, inputs)
+                ask = partial(moments, params=params, variances=variances, budget=budget, bases=bases)
+                if has_many(replace(self.options, predictive="linearised"), plan.shape) and not covariance:
+                    places = _some_places(record, y.to(device), plan.shape, seed=number)
+                    for given, at, rows, targets in _at_places(call, params, inputs, y.to(device), places):
+                        found = ask(at, inputs=given, directions=directions, along=_largest(record))
+                        yield found.mean[rows], _scattered(found)[:, rows], None, targets[rows]
+                    continue
+                found = ask(call, inputs=inputs, covariance=covariance, directions=directions, plan=plan)
                 y = record.matched(y.to(device), found.mean)
                 keep = record.counted(found.mean, y)
                 block = None if found.covariance is None else place_blocks(found.covariance[0], found.mean)[keep]
@@ -106,16 +122,73 @@ class HeldOut:
         least = math.log(COLDEST)
         return _refined(lambda t: self.score(mean, variance, y, temperature=t), start, reach=reach, least=least)
 
-    def nll(self, posterior: Posterior, batches: Batches) -> float:
-        """Mean negative log-likelihood of batches under the predictive that is calibrated."""
-        total, count = 0.0, 0
-        for inputs, y in batches:
+    def predicted(self, posterior: Posterior, batches: Batches) -> Iterator[Predictive]:
+        """The predictive that is calibrated, batch by batch, always with the same random numbers."""
+        for inputs, _ in batches:
             with quietly():
                 generator = torch.Generator().manual_seed(self.seed)
                 found = predictive_of(posterior, inputs, replace(self.options, generator=generator, novelty=False))
-            scores = self.options.record.log_probs(found, y.to(found.mean.device))
-            total, count = total - float(scores.sum(dtype=torch.float64)), count + len(scores)
-        return total / max(count, 1)
+            yield found
+
+
+def cut(batches: Batches, chosen: Tensor) -> Batches:
+    """The examples that are chosen, booleans, over all batches; none of those that have none."""
+    found, first = [], 0
+    for inputs, y in batches:
+        rows = chosen[first : first + len(y)].nonzero().flatten()
+        first += len(y)
+        if len(rows):
+            found.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
+    return found
+
+
+def examples_of(record: Likelihood, batches: Batches) -> Tensor:
+    """The number of the example to which each target that counts belongs, in order."""
+    y = [y.cpu() for _, y in batches]
+    firsts = [sum(map(len, y[:i])) for i in range(len(y))]
+    own = [torch.arange(len(t)) if record.ignored is None else (t != record.ignored).nonzero()[:, 0] for t in y]
+    return torch.cat([first + each for first, each in zip(firsts, own, strict=True)])
+
+
+def _largest(record: Likelihood) -> Asked:
+    """The directions of the largest outputs, alone."""
+    return Asked(Top(), record, None, rest=False, probes=0, seed=0)
+
+
+def _scattered(found: Moments) -> Tensor:
+    """Variances of all outputs, (k, b, c): 0 but for those asked for."""
+    assert found.numbers is not None
+    whole = found.variance.new_zeros(len(found.variance), *found.mean.shape)
+    return whole.scatter(2, found.numbers.expand(len(whole), -1, -1), found.variance)
+
+
+def _some_places(record: Likelihood, y: Tensor, shape: torch.Size, *, seed: int) -> Tensor | None:
+    """Some of the places that count, a mask (batch, places), drawn at random but always the same; None where there is one."""
+    if len(shape) == 1:
+        return None
+    # Their shape alone is looked at.
+    outputs = torch.empty(len(y), *shape, device="meta")
+    counted = record.counted(outputs, record.matched(y, outputs))
+    assert isinstance(counted, Tensor)
+    flat = counted.reshape(len(y), -1)
+    order = torch.rand(flat.shape, generator=torch.Generator().manual_seed(seed)).to(flat.device) * flat
+    few = min(_PLACES, flat.shape[1])
+    return torch.zeros_like(flat).scatter(1, order.topk(few, dim=1).indices, True) & flat
+
+
+def _at_places(
+    call: Call, params: Mapping[str, Tensor], inputs: Any, y: Tensor, places: Tensor | None
+) -> Iterator[tuple[Any, Call, Tensor, Tensor]]:
+    """Inputs, the call for them, which rows count and their targets, place after place."""
+    if places is None:
+        yield inputs, call, torch.ones(len(y), dtype=torch.bool, device=y.device), y
+        return
+    cut, _ = placed(call, params, inputs)
+    order = places.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    for turn in range(int(places.sum(dim=1).max())):
+        place = order[:, turn]
+        rows = places.gather(1, place[:, None]).squeeze(1)
+        yield (inputs, place), cut, rows, y.reshape(len(y), -1).gather(1, place[:, None]).squeeze(1)
 
 
 def _refined(

@@ -1,6 +1,8 @@
 """Scale, prior and temperature (or noise) of the greatest held-out likelihood."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,48 +15,83 @@ from bayesadam.predict.generic import VarianceOf
 
 # Ratios δ/w tried in one pass over the data.
 _RATIOS = 13
-# Steps along scale and prior under a sampling predictive, at most.
-_MOST_STEPS = 8
 # Temperatures tried; rounds of scale and temperature in turn.
 _TEMPERATURES = (COLDEST, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _ROUNDS = 4
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
-def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
-    """One pass over the data for every ratio δ/w; the scale then costs nothing, since it only divides the variances.
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The linearised network on held-out data, ratio δ/w by ratio; the scale then costs nothing, since it only divides.
+
+    Attributes:
+        ratios: δ/w, of δ R/w under a prior of shape R; they do not depend on the data.
+        means: E[f], (k, n, ...), or (1, n, ...) where it is the same for all ratios.
+        variances: w Var[f], (k, n, ...).
+        targets: y, (n, ...).
+        numbers: the example that each of the n belongs to.
+    """
+
+    ratios: Sequence[float]
+    means: Tensor
+    variances: Tensor
+    targets: Tensor
+    numbers: Tensor
+
+    def of(self, chosen: Tensor) -> "Tables":
+        """The rows of the examples that are chosen, booleans."""
+        rows = chosen[self.numbers]
+        if bool(rows.all()):
+            return self
+        here = rows.to(self.targets.device)
+        of_rows = self.means[:, here], self.variances[:, here], self.targets[here], self.numbers[rows]
+        return Tables(self.ratios, *of_rows)
+
+
+def tables_of(posterior: Posterior, data: HeldOut, numbers: Tensor) -> Tables:
+    """One pass over the data for all ratios.
 
     In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each, as it does
     where directions over all weights change with it.
     """
     settings, structure = posterior.settings, posterior.structure
-    curvatures = structure.curvatures(settings.power)
+    curvatures, shape = structure.curvatures(settings.power), settings.prior_shape
     variances: list[VarianceOf]
-    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in curvatures])
+    relative = curvatures if shape is None else structure.curvatures(settings.power, shape)
+    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in relative])
     if not len(positive):
         raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
     low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
     ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
     if settings.form == "map" and not structure.has_directions:
         by_name = dict(zip(structure.second_moment, curvatures, strict=True))
-        variances = [lambda name, r=r: 1 / (by_name[name] + r) for r in ratios]  # type: ignore[misc]
+        variances = [
+            lambda name, r=r: 1 / (by_name[name] + (r if shape is None else r * shape[name]))  # type: ignore[misc]
+            for r in ratios
+        ]
         parts = list(data.moments(posterior, variances))
-        mean, tables = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1)
-        means = mean.expand(len(ratios), *mean.shape)
+        means, tables = torch.cat([p[0] for p in parts])[None], torch.cat([p[1] for p in parts], dim=1)
     else:
         passes = []
         for r in ratios:
-            at = posterior.replace(prior_precision=r * settings.weight)
+            at = posterior.replace(prior_precision=settings.prior_at(r * settings.weight), covariant=settings.covariant)
             variances = [at.coordinate_variance.__getitem__]
             passes.append(list(data.moments(at, variances, directions=[at.directions])))
         parts = passes[0]
         means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
         tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
-    y = torch.cat([p[3] for p in parts])
+    return Tables(ratios, means, tables, torch.cat([p[3] for p in parts]), numbers)
+
+
+def by_validation(posterior: Posterior, data: HeldOut, found: Tables) -> Posterior:
+    """The best of all ratios, and of temperatures or shares of noise, each with its own scale, on the rows of the tables."""
+    settings, ratios, y = posterior.settings, found.ratios, found.targets
+    means, tables = found.means.expand(len(ratios), *found.means.shape[1:]), found.variances
     record = data.options.record
     best: tuple[float, float, float, dict[str, Any]] = (-math.inf, 1.0, ratios[0], {})
     # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
-    largest = 0.1 * min(torch.finfo(c.dtype).max for c in curvatures)
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in posterior.structure.second_moment.values())
     steps = range(-6, 5 if record.tempered else 15)
     for table, ratio, mean in zip(tables, ratios, means, strict=True):
         of_outputs: list[dict[str, Any]] = [{}]
@@ -70,9 +107,9 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
         for each in of_outputs:
             weights = [w for x in steps if (w := middle * 10 ** (x / 2)) <= largest]
             scores = data.scores(mean, torch.stack([table / w for w in weights]), y, **each) if weights else []
-            found = max(zip(scores, weights, strict=True), default=best[:2])
-            if found[0] > best[0]:
-                best = (*found, ratio, each)
+            top = max(zip(scores, weights, strict=True), default=best[:2])
+            if top[0] > best[0]:
+                best = (*top, ratio, each)
     value, weight, ratio, chosen = best
     if not math.isfinite(value):
         raise CalibrationError(
@@ -90,7 +127,8 @@ def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
             chosen = {"temperature": data.best_temperature(mean, scaled, y, start=chosen["temperature"], reach=1.2)}
     unit = posterior.settings.weight / posterior.settings.scale
     outputs = {"noise_variance": None} | chosen
-    return posterior.replace(scale=weight / unit, prior_precision=weight * ratio, **outputs)
+    prior = settings.prior_at(weight * ratio)
+    return posterior.replace(scale=weight / unit, prior_precision=prior, covariant=settings.covariant, **outputs)
 
 
 def _middle(mean: Tensor, table: Tensor) -> float:
@@ -98,32 +136,3 @@ def _middle(mean: Tensor, table: Tensor) -> float:
     scale = float(mean.var()) if mean.numel() > 1 else 1.0
     found = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
     return found if math.isfinite(found) else 0.0
-
-
-def by_repeated_prediction(posterior: Posterior, data: HeldOut) -> Posterior:
-    """Start from what suits the linearised network, then search along the scale and the prior under the real predictive."""
-
-    def score(candidate: Posterior) -> float:
-        value = -data.nll(candidate, data.batches)
-        return value if math.isfinite(value) else -math.inf
-
-    best, value = posterior, score(posterior)
-    # Uphill in ever smaller steps: first along scale and prior together, which is one temperature, then along the prior.
-    for both in (True, False):
-        for factor in (10.0, 10.0**0.5, 10.0**0.25):
-            for step in (factor, 1 / factor):
-                for _ in range(_MOST_STEPS):
-                    prior = {name: step * delta for name, delta in best.prior_precision.items()}
-                    scale = best.settings.scale * (step if both else 1.0)
-                    candidate = best.replace(scale=scale, prior_precision=prior)
-                    found = score(candidate)
-                    # A rise this small is the flat end, where the posterior no longer matters.
-                    if not found > value + 1e-6:
-                        break
-                    best, value = candidate, found
-    if not math.isfinite(value):
-        raise CalibrationError(
-            f"no scale or prior precision gives a finite log-likelihood under predictive={data.options.predictive!r}; the posterior is "
-            "unchanged. Use predictive='linearised'"
-        )
-    return best

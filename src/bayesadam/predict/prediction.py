@@ -116,14 +116,14 @@ def _at_place(options: Options, place: Tensor) -> Outputs | None:
     return at_places(chosen, place) if by_place else options.outputs  # type: ignore[arg-type]
 
 
+def has_many(options: Options, shape: torch.Size) -> bool:
+    """Whether the largest outputs alone are looked at, there being many classes, and nothing else having been asked for."""
+    return _may_be_many(options) and bool(shape) and shape[-1] > MANY_CLASSES
+
+
 def _may_be_many(options: Options) -> bool:
-    """Whether the largest outputs alone are looked at by default, where there are many."""
-    return (
-        options.outputs is None
-        and options.record.coupled
-        and options.predictive == "linearised"
-        and not options.novelty
-    )
+    asked_for_all = options.outputs is not None or options.covariance or bool(options.novelty)
+    return options.record.coupled and options.predictive == "linearised" and not asked_for_all
 
 
 def _chosen(options: Options, shape: torch.Size) -> Top | Tensor | None:
@@ -135,7 +135,7 @@ def _chosen(options: Options, shape: torch.Size) -> Top | Tensor | None:
             )
         if options.chosen is not None:
             return options.chosen
-    if bool(shape) and shape[-1] > MANY_CLASSES and _may_be_many(options) and not options.covariance:
+    if has_many(options, shape):
         return Top()
     return None if options.positions is None else torch.arange(shape[-1] // options.record.outputs_per_target)
 
