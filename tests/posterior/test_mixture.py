@@ -222,9 +222,10 @@ def test_draws_depend_on_the_generator_alone():
     torch.randn(3)
     again = Mixture(members(), WEIGHTS)
     assert_same(again.sample(7, generator=seeded(5)), draws)
-    # Nor on how many there are.
-    assert_same({name: v[:7] for name, v in mixed.sample(12, generator=seeded(5)).items()}, draws)
-    assert_same(mixed.sample(generator=seeded(5)), {name: v[0] for name, v in draws.items()})
+    # Nor on how many there are, but for rounding: processors differ in what they fuse at the ends of a row.
+    more, one = mixed.sample(12, generator=seeded(5)), mixed.sample(generator=seeded(5))
+    torch.testing.assert_close({name: v[:7] for name, v in more.items()}, draws, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(one, {name: v[0] for name, v in draws.items()}, rtol=1e-6, atol=1e-7)
     other = mixed.sample(7, generator=seeded(6))
     assert not any(torch.equal(other[name], draws[name]) for name in draws)
     torch.manual_seed(2)

@@ -228,7 +228,9 @@ def _spread(heads: Tensor) -> Tensor:
     """The covariance between problems, (arms, features, features), with a ridge."""
     apart = (heads - heads.mean(dim=0)).transpose(0, 1)
     found = apart.mT @ apart / len(heads)
-    size = found.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(heads.dtype).tiny)
+    # Problems that are all alike differ by rounding alone.
+    least = (torch.finfo(heads.dtype).eps * heads.square().mean()).clamp(min=1e-100)
+    size = found.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=least)
     return found + (_RIDGE * size)[:, None, None] * torch.eye(found.shape[1]).to(found)
 
 
