@@ -149,6 +149,10 @@ def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
     rows = margin if of_each else margin.expand(4, -1, -1)
     torch.testing.assert_close(found.variance, (rows @ whole @ rows.mT).diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
+    sigma2 = 0.1 * torch.arange(1, 7).double()
+    for kind in ("linearised", "linearised-sampled"):
+        with_noise = posterior.predict(x, outputs=margin, predictive=kind)
+        torch.testing.assert_close(with_noise.noise_variance, rows.square() @ sigma2, rtol=1e-5, atol=0)
 
 
 def test_targets_of_two_outputs_are_chosen_with_both() -> None:
@@ -394,6 +398,21 @@ def test_bad_requests_say_what_is_wanted(options: Any, error: type[Exception], m
     x = numbers()
     with pytest.raises(error, match=message):
         posterior_over(mlp(3, 4, 6), x).predict(x, **options)
+
+
+def test_a_score_takes_a_probe() -> None:
+    torch.manual_seed(0)
+    x = numbers()
+    with pytest.raises(SettingError, match="at least one probe"):
+        posterior_over(mlp(3, 4, 6), x).epistemic(x, probes=0)
+
+
+def test_a_posterior_too_wide_to_be_sampled_is_told_of() -> None:
+    torch.manual_seed(0)
+    x = numbers(40)
+    posterior = posterior_over(mlp(3, 4, 6), x, prior_precision=1e-6)
+    with pytest.warns(ba.CollapsedPredictionWarning):
+        posterior.predict(x, likelihood="classification", predictive="sampled", outputs=[0, 1])
 
 
 def test_at_least_one_is_the_largest() -> None:

@@ -32,7 +32,6 @@ class Task:
     covariance: bool
     budget: int
     bases: Mapping[str, Rotation]
-    fast: bool = True
 
 
 def generic_moments(task: Task, plan: Plan, inputs: Any) -> tuple[Tensor | float, Tensor | float]:

@@ -60,7 +60,6 @@ def moments(
     directions: Sequence[Directions | None] = (),
     along: Along | None = None,
     plan: Plan | None = None,
-    fast: bool = True,
 ) -> Moments:
     """Mean and J S Jᵀ for each S of `variances`, in one pass over the inputs.
 
@@ -78,10 +77,9 @@ def moments(
             a few examples at a time.
         along: the directions in which outputs are asked for; None for each output by itself.
         plan: that of `plan_for` on these inputs, where it is at hand.
-        fast: whether a GPU may round the factors of products to TF32 on the way back; the mean is never rounded.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    task = Task(call, leaves, variances, covariance, budget, bases or {}, fast)
+    task = Task(call, leaves, variances, covariance, budget, bases or {})
     work = _projected if any(each is not None for each in directions) else _in_chunks
     return work(task, plan or plan_for(call, leaves, inputs), inputs, along, directions)
 
@@ -215,7 +213,7 @@ def _every_output(task: Task, passed: _Pass, at_once: int) -> tuple[Tensor, Tens
     for first in range(0, plan.outputs if shares else 0, at_once):
         basis = _cotangents(flat, head, weight, first, min(at_once, plan.outputs - first))
         (blocks if covariance else variance[:, :, first : first + len(basis)]).add_(
-            _contribution(uses, shares, source, basis, fast=task.fast)
+            _contribution(uses, shares, source, basis)
         )
     return blocks.diagonal(dim1=2, dim2=3).clone() if covariance else variance, blocks
 
@@ -227,21 +225,20 @@ def _along_directions(task: Task, passed: _Pass, u: Tensor, at_once: int) -> tup
     for first in range(0, len(u) if shares else 0, at_once):
         basis = u[first : first + at_once].to(passed.flat)
         (blocks if task.covariance else variance[:, :, first : first + len(basis)]).add_(
-            _contribution(passed.uses, shares, passed.flat, basis, fast=task.fast)
+            _contribution(passed.uses, shares, passed.flat, basis)
         )
     return blocks.diagonal(dim1=2, dim2=3).clone() if task.covariance else variance, blocks
 
 
-def _contribution(
-    uses: Sequence[Use], shares: Sequence[_Share], source: Tensor, basis: Tensor, *, fast: bool
-) -> Tensor | float:
+def _contribution(uses: Sequence[Use], shares: Sequence[_Share], source: Tensor, basis: Tensor) -> Tensor | float:
     """The sum of the shares for some cotangents of the source, (d, b, ·).
 
-    D is ∂/∂(layer outputs) for all of them; examples are independent, so their sum separates them.
+    D is ∂/∂(layer outputs) for all of them; examples are independent, so their sum separates them. A GPU rounds the factors of
+    float32 products to TF32 here; the mean was found before.
     """
     active = sorted({index for indices, _ in shares for index in indices})
     total: Tensor | float = 0.0
-    with in_tf32() if fast and basis.is_cuda else nullcontext():
+    with in_tf32() if basis.is_cuda else nullcontext():
         by_use = dict(zip(active, batched_grad(source, [uses[i].output for i in active], basis), strict=True))
         with torch.no_grad():
             for indices, share in shares:

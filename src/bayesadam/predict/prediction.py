@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._alone import alone_with
-from bayesadam._warnings import warn
-from bayesadam.errors import CollapsedPredictionWarning, SettingError
+from bayesadam.errors import SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods.predictive import Novel, Score, average
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
@@ -21,7 +20,14 @@ from bayesadam.predict.linearised import Moments
 from bayesadam.predict.options import Options, PredictOptions
 from bayesadam.predict.places import at_one_place, at_places
 from bayesadam.predict.plan import Plan, plan_for
-from bayesadam.predict.sampled import activation_draws, at_mean, draws_activations, linearised_draws, weight_draws
+from bayesadam.predict.sampled import (
+    activation_draws,
+    at_mean,
+    draws_activations,
+    linearised_draws,
+    warn_of_collapse,
+    weight_draws,
+)
 from bayesadam.predict.selected import epistemic_score, selected_predictive
 from bayesadam.predict.sharded import draws_by_module, fits, gathered
 from bayesadam.predict.statistics import running_deviation
@@ -188,13 +194,8 @@ def _linearised(
 def _moments_of_draws(draws: Tensor, centre: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean, variance and covariance: the mean of the linearised draws is known, that of the others estimated from them."""
     n, sampled = len(draws), options.predictive == "sampled"
-    told = options.record.collapse(draws, centre) if sampled else None
-    if told is not None:
-        warn(
-            f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
-            "prior_precision, or use predictive='linearised'",
-            CollapsedPredictionWarning,
-        )
+    if sampled:
+        warn_of_collapse(options.record, draws, centre)
     mean, count = (draws.mean(dim=0), n - 1) if sampled else (centre, n)
     centred = (draws - mean).reshape(n, len(mean), -1)
     block = torch.einsum("nbc,nbd->bcd", centred, centred) / count if options.covariance else None

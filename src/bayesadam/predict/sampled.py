@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
+from bayesadam._warnings import warn
+from bayesadam.errors import CollapsedPredictionWarning
+from bayesadam.likelihoods import Likelihood
 from bayesadam.predict.call import Call, batch_size, examples, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
@@ -22,6 +25,17 @@ Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]
 # Activations that a CPU works on at a time, in bytes: beyond its cache, every operation waits for the memory.
 _CACHED = 1 << 27
+
+
+def warn_of_collapse(record: Likelihood, draws: Tensor, centre: Tensor) -> None:
+    """Warn where averaging over draws changed the answer of the network at the mean out of recognition."""
+    told = record.collapse(draws, centre)
+    if told is not None:
+        warn(
+            f"{told}: the posterior is too wide to be sampled. Calibrate it with predictive='sampled', raise its "
+            "prior_precision, or use predictive='linearised'",
+            CollapsedPredictionWarning,
+        )
 
 
 def at_mean(call: Call, params: Named, inputs: Any, *, activations: int, budget: int) -> Tensor:

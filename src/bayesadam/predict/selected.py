@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Likelihood, Predictive, RegressionPredictive, SelectedClasses
 from bayesadam.likelihoods.predictive import Novel, Score
 from bayesadam.predict.asked import Asked, Probes, Top, rest_weights
@@ -21,9 +22,12 @@ from bayesadam.predict.linearised import Moments
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import at_places, chosen_places, placed
 from bayesadam.predict.plan import Plan
+from bayesadam.predict.sampled import warn_of_collapse
 from bayesadam.structures.noise import fresh_seed
 
 _DEFAULT_PROBES = 2
+# What has a row for every place.
+_ROWS = ("logits", "numbers", "mean", "variance", "covariance", "rest", "noise")
 # How many numbers of draws are held at once, at most.
 _DRAWN_AT_ONCE = 1 << 28
 # (options) → draws of f, (n, batch, ...), and f(x; μ).
@@ -39,6 +43,7 @@ class _Found:
         numbers: of the outputs asked for; empty for combinations.
         rest: Var[log Σ_rest exp f].
         plan: how they were found.
+        noise: σ² of combinations, where the likelihood has one.
     """
 
     logits: Tensor
@@ -51,6 +56,7 @@ class _Found:
     score: Score | None
     novel: Novel | None
     plan: str
+    noise: Tensor | None = None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> _Found:
         """The same with its rows changed; draws come after their own dimension."""
@@ -64,9 +70,7 @@ class _Found:
         if self.novel is not None:
             parts = (self.novel.mean, self.novel.variance, self.novel.covariance, self.novel.precision)
             novel = Novel(*map(of, parts))
-        changed = {
-            name: of(getattr(self, name)) for name in ("logits", "numbers", "mean", "variance", "covariance", "rest")
-        }
+        changed = {name: of(getattr(self, name)) for name in _ROWS}
         return replace(self, **changed, draws=draws, score=score, novel=novel)
 
 
@@ -112,6 +116,8 @@ def epistemic_score(
     gaussian: Gaussian, call: Call, params: Mapping[str, Tensor], inputs: Any, options: Options, plan: Plan
 ) -> Score:
     """½ tr(H Cov f), summed over the places asked for, by random directions of the outputs."""
+    if options.probes == 0:
+        raise SettingError("a score takes at least one probe: probes=1, or 2 for its standard error")
     places = None
     if options.positions is not None and len(plan.shape) > 1:
         places = chosen_places(options.positions, inputs, plan.shape)
@@ -166,9 +172,10 @@ def _exact(task: _Selection, inputs: Any, place: Tensor | None) -> _Found:
     )
     numbers, logits, k = found.numbers, found.mean, asked.k
     assert numbers is not None
-    mean = logits.gather(1, numbers)
+    mean, noise = logits.gather(1, numbers), None
     if asked.is_combination:
-        mean = torch.einsum("kbc,bc->bk", asked(logits, 0)[0][:k], logits)
+        u = asked(logits, 0)[0][:k]
+        mean, noise = torch.einsum("kbc,bc->bk", u, logits), _noise_of(task, u)
     score = Score.of(found.variance[0][:, k + asked.rest :].T / 2) if asked.probes else None
     novel = _novel(task, found, mean, logits, numbers) if options.novelty else None
     block = None if found.covariance is None or not options.covariance else found.covariance[0][:, :k, :k]
@@ -177,7 +184,15 @@ def _exact(task: _Selection, inputs: Any, place: Tensor | None) -> _Found:
     plan = f"linearised, exact: {asked.count} backward directions of {task.shape[-1]} outputs" + (
         ", at one place of each example" if at_one else ""
     )
-    return _Found(logits, numbers, mean, found.variance[0][:, :k], block, None, rest, score, novel, plan)
+    return _Found(logits, numbers, mean, found.variance[0][:, :k], block, None, rest, score, novel, plan, noise)
+
+
+def _noise_of(task: _Selection, u: Tensor) -> Tensor | None:
+    """Σ u² σ² over outputs, (b, k), of combinations u, (k, b, c)."""
+    noise = task.gaussian.noise_variance
+    if not task.record.noise or noise is None:
+        return None
+    return (u.square() @ noise.to(u).expand(u.shape[-1])).T
 
 
 def _novel(task: _Selection, found: Moments, mean: Tensor, logits: Tensor, numbers: Tensor) -> Novel:
@@ -244,8 +259,7 @@ def _stacked(parts: list[_Found]) -> _Found:
     def join(values: list[Any]) -> Any:
         return None if values[0] is None else torch.stack(values, dim=1)
 
-    names = ("logits", "numbers", "mean", "variance", "covariance", "rest")
-    joined = {name: join([getattr(part, name) for part in parts]) for name in names}
+    joined = {name: join([getattr(part, name) for part in parts]) for name in _ROWS}
     score, novel = None, None
     if parts[0].score is not None:
         score = Score(*(join([getattr(part.score, name) for part in parts]) for name in ("value", "error")))
@@ -260,6 +274,8 @@ def _from_draws(task: _Selection, options: Options, draw: Draw, batch: int) -> _
     asked, n, temperature = task.asked, options.n_samples, task.gaussian.temperature
     at_once = max(2, min(n, _DRAWN_AT_ONCE // (task.shape.numel() * batch)))
     drawn, centre = draw(replace(options, n_samples=at_once))
+    if options.predictive == "sampled":
+        warn_of_collapse(task.record, drawn, centre)
     logits = centre.reshape(-1, centre.shape[-1])
     if isinstance(asked.outputs, Tensor) and asked.outputs.dim() > 1 + asked.is_combination:
         per_place = logits.shape[0] // len(centre)
@@ -310,6 +326,7 @@ def _from_draws(task: _Selection, options: Options, draw: Draw, batch: int) -> _
         Score.of(torch.cat(scores)),
         None,
         f"{options.predictive}: {len(away)} draws of all outputs",
+        None if u is None else _noise_of(task, u),
     )
 
 
@@ -326,13 +343,12 @@ def _assembled(task: _Selection, found: _Found) -> Predictive:
     gaussian, record, options = task.gaussian, task.record, task.options
     given: dict[str, Any] = {"novel": found.novel, "score": found.score, "plan": found.plan}
     parts = (found.mean, found.variance, found.covariance, found.draws)
+    if task.asked.is_combination:
+        own = found.mean.new_zeros(()) if found.noise is None else found.noise
+        return RegressionPredictive(*parts, noise_variance=own, **given)
     noise = gaussian.noise_variance if record.noise else None
     if noise is not None:
         noise = noise.to(found.mean).expand(found.logits.shape[-1])
-    if task.asked.is_combination:
-        u = task.asked(found.logits.flatten(0, -2)[:1], 0)[0][: task.asked.k] if noise is not None else None
-        own = found.mean.new_zeros(()) if noise is None or u is None else (u[:, 0].square() @ noise)
-        return RegressionPredictive(*parts, noise_variance=own, **given)
     if record.coupled:
         return SelectedClasses(
             *parts,
