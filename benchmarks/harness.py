@@ -173,6 +173,15 @@ def _called(call: Callable[[], Result]) -> Result:
 # --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Row:
+    """What it is called in tables, how it is made of a case, and whether of the networks of all seeds."""
+
+    title: str
+    fit: Callable[[Any], Any]
+    joint: bool = False
+
+
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
     """The mean, and its standard error (NaN for a single value)."""
     listed = list(values)

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import scores as measures
-from harness import Cell, arguments, number, read_cell, replaced, setting, write_cell, write_results
+from harness import Cell, Row, arguments, number, read_cell, replaced, setting, write_cell, write_results
 from merging_text import Language, autocast
 
 INSIDE, OUTSIDE = "manual", ("manpages", "dictionary", "python", "german", "french")
@@ -364,15 +364,6 @@ def ours(case: Case, *, posterior_of: Callable[[Case, Trained], ba.Posterior]) -
     posterior = calibrated(each[0] if len(each) == 1 else ba.Mixture(each), case)
     report = posterior.calibration
     return partial(scores, posterior, sizes=case.sizes, budget=case.budget), report.preferred if report else ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What it is called in tables, how it is made, and whether of the networks of all seeds."""
-
-    title: str
-    fit: Callable[[Case], Told]
-    joint: bool = False
 
 
 ROWS: Mapping[str, Row] = {

@@ -56,7 +56,7 @@ from doubt_rows import (
     network_of,
     train,
 )
-from harness import Cell, arguments, class_scores, number, read_cell, replaced, setting, write_cell, write_results
+from harness import Cell, Row, arguments, class_scores, number, read_cell, replaced, setting, write_cell, write_results
 from networks import small_resnet, vit
 
 NETWORKS, PARTS = ("resnet18", "vit"), ("whole", "eight")
@@ -230,15 +230,6 @@ def ours(case: Case, *, posterior_of: Callable[[Case, Trained], ba.Posterior]) -
         return found.probs, {**own, NOVELTY: found.novelty}
 
     return score, told
-
-
-@dataclass(frozen=True)
-class Row:
-    """What it is called in tables, how it is made, and whether of the networks of all seeds."""
-
-    title: str
-    fit: Callable[[Case], Told]
-    joint: bool = False
 
 
 ROWS: Mapping[str, Row] = {

@@ -1,0 +1,75 @@
+"""Calibration of many classes: the largest at some places, as predictions have them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayesadam as ba
+from bayesadam.calibration import data
+from bayesadam.predict.options import Options
+
+
+class Tokens(nn.Module):
+    """(batch, length) to (batch, length, 130)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.head = nn.Embedding(130, 8), nn.Linear(8, 130)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.look(ids).cumsum(dim=1).tanh())
+
+
+def text_posterior() -> tuple[ba.Posterior, Tensor]:
+    torch.manual_seed(0)
+    model, ids = Tokens(), torch.randint(130, (60, 6)) // 5 * 5
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids[:40, :-1]).flatten(0, 1), ids[:40, 1:].flatten()).backward()
+        optimizer.step()
+    return ba.Posterior.from_optimizer(model, optimizer, 200, power=1.0, batch_size=40, prior_precision=1.0), ids[40:]
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
+    posterior, held_out = text_posterior()
+    inputs, targets = held_out[:, :-1], held_out[:, 1:].clone()
+    targets[:, 0] = -100
+    asked = []
+    compute = data.moments
+
+    def counting(*given, **options):
+        found = compute(*given, **options)
+        asked.append((options["along"], found.variance.shape))
+        return found
+
+    monkeypatch.setattr(data, "moments", counting)
+    calibrated = ba.calibrate(posterior, (inputs, targets), likelihood="classification")
+    assert asked
+    assert all(along is not None and shape[2] == 10 for along, shape in asked)
+    before, after = (
+        -q.predict(inputs, likelihood="classification", n_samples=2).log_prob(targets.clamp(min=0))[:, 1:].mean()
+        for q in (posterior, calibrated)
+    )
+    assert float(after) < float(before)
+
+
+def test_rows_of_many_classes_are_what_predictions_have():
+    posterior, text = text_posterior()
+    inputs, targets = text[:, :-1], text[:, 1:]
+    held_out = data.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
+    variance = posterior.variance
+    parts = list(held_out.moments(posterior, [variance.__getitem__]))
+    assert sum(len(y) for *_, y in parts) == 4 * len(inputs)
+    whole = posterior.predict(inputs, likelihood="classification", n_samples=10**6, probes=0)
+    logits, outputs = whole.logits.flatten(0, 1), torch.zeros_like(whole.logits)
+    outputs = outputs.scatter(2, whole.outputs, whole.variance).flatten(0, 1)
+    for mean, variances, _, y in parts:
+        for row, own, label in zip(mean, variances[0], y, strict=True):
+            same = (logits - row).abs().amax(dim=1) < 1e-5
+            torch.testing.assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
+            assert bool((targets.flatten()[same] == label).any())
