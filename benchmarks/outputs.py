@@ -1,6 +1,6 @@
 """What uncertainty costs over one forward pass where outputs are many: ResNet-18, a vision transformer, GPT-2 small.
 
-    python benchmarks/outputs.py [--quick] [--only resnet vit gpt2 growth billion] [--device cuda] [--out out/bench]
+    python benchmarks/outputs.py [--quick] [--only resnet vit gpt2 growth billion sharded] [--device cuda] [--out out/bench]
 
 - resnet, vit: 1,000 classes, 64 images of 32 × 32. gpt2: 50,257 tokens, 8 sequences of 256, at the last place and at all.
 - score: ½ tr(H Cov f) by one random direction of the outputs, `posterior.epistemic(..., probes=1)`; two give its error.
@@ -8,13 +8,18 @@
 - growth: a network with 10 to 50,000 outputs; the slope of log seconds over log outputs.
 - billion: a model of 1.1 billion weights: posterior out of the optimiser, one draw, save, load.
 
-Times are medians; forward is the model's own, in float32 without gradients. Memory is the peak beyond what lay there before the
-call, beside that of a training step (gradients and activations; weights and optimiser lie there before).
+- sharded: the same model over two processes on the CPU (FSDP2).
+
+Times are medians of calls that come again; forward is the model's own, in float32 without gradients. Memory is the peak beyond
+what lay there before the call, not captured, beside that of a training step (gradients and activations; weights and optimiser
+lie there before); what a captured graph keeps is beside it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import resource
 import statistics
 import tempfile
 import time
@@ -26,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
@@ -79,6 +85,14 @@ def peak(call: Callable[[], object], device: str) -> float | None:
     call()
     torch.cuda.synchronize()
     return float(torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def reserved(device: str) -> float:
+    """MiB that torch holds, free blocks given back."""
+    if device != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() / 2**20
 
 
 def _wait(device: str) -> None:
@@ -139,9 +153,9 @@ def gpt2(sizes: Sizes, device: str) -> Subject:
     return subject(model, {"input_ids": ids}, lambda: model(input_ids=ids, labels=ids).loss, 100_000)
 
 
-def calls(one: Subject, positions: Any) -> dict[str, Callable[[], object]]:
+def calls(one: Subject, positions: Any, *, captured: bool = True) -> dict[str, Callable[[], object]]:
     """What is timed beside the forward pass."""
-    asked: Any = {"likelihood": "classification", "positions": positions}
+    asked: Any = {"likelihood": "classification", "positions": positions, "captured": captured}
     many = positions == "all"
     top: Any = {**asked, "outputs": "top", "probes": 0, "n_samples": 3 if many else 30}
     return {
@@ -156,11 +170,17 @@ def costs(one: Subject, device: str, repeats: int, positions: Any = None) -> dic
     forward, step = seconds(one.forward, device, repeats), peak(one.step, device)
     one.model.eval()
     found: dict[str, Any] = {"forward ms": 1e3 * forward, "training step MiB": step}
+    plain = calls(one, positions, captured=False)
     for name, call in calls(one, positions).items():
-        took, memory = seconds(call, device, repeats), peak(call, device)
+        once, memory = seconds(plain[name], device, repeats), peak(plain[name], device)
+        before = reserved(device)
+        took = seconds(call, device, repeats)
         found[name] = {
             "ms": 1e3 * took,
             "forwards": took / forward,
+            "not captured, ms": 1e3 * once,
+            "not captured, forwards": once / forward,
+            "held by the graph, MiB": reserved(device) - before,
             "MiB": memory,
             "of a training step": None if memory is None or step is None else memory / step,
         }
@@ -185,11 +205,7 @@ def growth(sizes: Sizes, device: str) -> dict[str, Any]:
 
 def billion(sizes: Sizes, device: str) -> dict[str, Any]:
     """Posterior, draw, save and load of a large model, in seconds and MiB."""
-    layers, width, heads = sizes.billion
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, vocab_size=sizes.vocabulary, n_positions=64, use_cache=False
-    )
-    model = GPT2LMHeadModel(config).to(device)
+    model = GPT2LMHeadModel(_billion_config(sizes)).to(device)
     ids = torch.randint(sizes.vocabulary, (1, 32), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -218,6 +234,55 @@ def billion(sizes: Sizes, device: str) -> dict[str, Any]:
     return found
 
 
+def sharded(sizes: Sizes) -> dict[str, Any]:
+    """The same over two processes on the CPU: each one's seconds and the most memory that it ever held."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_one_shard, (sizes, folder), nprocs=2)
+        return {f"process {rank}": json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)}
+
+
+def _one_shard(rank: int, sizes: Sizes, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(_billion_config(sizes))
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
+    ids = torch.randint(sizes.vocabulary, (1, 32))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    found: dict[str, Any] = {"MiB before": _most_resident()}
+    kept: dict[str, Any] = {}
+    path = Path(folder) / "posterior"
+    works: dict[str, Callable[[], object]] = {
+        "build": lambda: kept.update(p=ba.Posterior.from_optimizer(model, optimizer, 100_000, prior_precision=1.0)),
+        "draw": lambda: kept["p"].sample(generator=torch.Generator().manual_seed(0)),
+        "save": lambda: kept["p"].save(path),
+        "load": lambda: ba.Posterior.load(path, model),
+    }
+    for name, work in works.items():
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        work()
+        found[name] = {"seconds": time.perf_counter() - began, "most MiB so far": _most_resident()}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _most_resident() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _billion_config(sizes: Sizes) -> GPT2Config:
+    layers, width, heads = sizes.billion
+    return GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=sizes.vocabulary, n_positions=64, use_cache=False
+    )
+
+
 def judged(results: dict[str, Any]) -> list[Target]:
     found: list[Target] = []
     for name in ("resnet", "vit", "gpt2 last", "gpt2 all"):
@@ -233,7 +298,7 @@ def judged(results: dict[str, Any]) -> list[Target]:
 
 
 def main() -> None:
-    names = ("resnet", "vit", "gpt2", "growth", "billion")
+    names = ("resnet", "vit", "gpt2", "growth", "billion", "sharded")
     parser = arguments(__doc__, quick="tiny networks", device=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     options = parser.parse_args()
@@ -252,6 +317,8 @@ def main() -> None:
         results["growth"] = growth(sizes, device)
     if "billion" in options.only:
         results["billion"] = billion(sizes, device)
+    if "sharded" in options.only:
+        results["sharded"] = sharded(sizes)
     targets = judged(results)
     write_results(options.out, "outputs", {**results, "targets": [asdict(target) for target in targets]})
     for name, one in results.items():

@@ -286,10 +286,14 @@ def test_without_bases_it_is_adamw_step_by_step(device, weight_decay, maximize):
             model(x).square().mean().backward()
             optimizer.step()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 if device == "cpu" else 1e-6)
+            torch.testing.assert_close(
+                a, b, rtol=1e-6 if device == "cpu" else 1e-5, atol=1e-7 if device == "cpu" else 1e-6
+            )
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert {"step", "exp_avg", "exp_avg_sq"} == set(soap.state[a])
-        torch.testing.assert_close(soap.state[a]["exp_avg_sq"], adamw.state[b]["exp_avg_sq"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            soap.state[a]["exp_avg_sq"], adamw.state[b]["exp_avg_sq"], rtol=1e-6 if device == "cpu" else 1e-5, atol=0
+        )
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 1), (0, 3), (3, 0)], ids=str)

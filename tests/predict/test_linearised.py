@@ -20,6 +20,7 @@ from bayesadam.errors import BayesAdamError, ImproperError
 from bayesadam.predict import MemoryBudgetError, contract, linearised, plan, predict
 from bayesadam.predict.call import Call, evaluating
 from bayesadam.predict.gaussian import parameters_at_mean
+from bayesadam.predict.layers import MatrixUse
 from bayesadam.predict.plan import Plan, make_plan
 from cases import mlp
 from predict.cases_networks import (
@@ -657,3 +658,14 @@ def test_outputs_that_no_weight_reaches_are_named():
     model = Lambda(lambda self, x: x * 2.0, layer=nn.Linear(3, 2))
     with pytest.raises(BayesAdamError, match="does not depend on the posterior's parameters"):
         predict(posterior_over(model), torch.ones(4, 3))
+
+
+def test_each_projection_of_attention_has_a_place_of_its_own():
+    """Tensors that are gone give their identity to later ones."""
+    attention = nn.MultiheadAttention(4, 2)
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in attention.named_parameters()}
+    call = Call(attention, lambda model, x: model(x, x, x)[0].transpose(0, 1))
+    for _ in range(20):
+        uses, _ = plan.recorded(call, leaves, torch.randn(3, 2, 4))
+        matrices = [use for use in uses if isinstance(use, MatrixUse)]
+        assert len({id(use.output) for use in matrices}) == len(matrices) == 4

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, quietly
 from bayesadam.calibration.evidence import by_evidence
@@ -22,7 +23,7 @@ from bayesadam.likelihoods.conformal import Guarantee
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty
 from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.posterior.report import CalibrationReport
+from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
 from bayesadam.predict.options import Options, PredictiveKind
@@ -106,21 +107,24 @@ def calibrate(
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
     held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
     weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
-    task = _Task(members, weights, options, seed, method or options.record.calibration, held_out)
-    fits = [network.whole for network in task.networks]
-    for fit in fits:
-        fit.posterior.warn_of_limits()
-    report, found = _chosen(task, fits, folds)
+    with Bar("calibrate") as bar:
+        task = _Task(members, weights, options, seed, method or options.record.calibration, held_out, bar.step)
+        _warn_of_doubt(task)
+        fits = [network.whole for network in task.networks]
+        for fit in fits:
+            fit.posterior.warn_of_limits()
+        report, found = _chosen(task, fits, folds)
     if isinstance(posterior, Mixture):
         return Mixture(found, posterior.weights, calibration=report)
     return replace(found[0], calibration=report)
 
 
 class _Fit(NamedTuple):
-    """A posterior with the settings that the data prefer, and the best temperature of the mean network, of classes."""
+    """A posterior with the settings that the data prefer, and what suits the mean network alone: a temperature, or a noise."""
 
     posterior: Posterior
-    temperature: float
+    temperature: float = 1.0
+    noise_variance: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +168,10 @@ class _Network:
         else:
             best = by_validation(data.posterior, data, self.tables.of(chosen))
         if data.options.predictive != "linearised":
-            return _Fit(by_repeated_prediction(best, chosen, self.predictions), 1.0)
+            return _Fit(by_repeated_prediction(best, chosen, self.predictions))
+        if data.options.record.noise:
+            mean, y = data.outputs(best)
+            return _Fit(best, noise_variance=(y - mean).square().mean(dim=0))
         return _Fit(best, data.temperature(best) if data.options.record.tempered else 1.0)
 
 
@@ -178,15 +185,14 @@ class _Task:
     seed: int
     method: CalibrationMethod
     batches: Batches
+    step: Callable[[], object]
 
     @cached_property
     def networks(self) -> list[_Network]:
         """Every member with all that is held out."""
+        plain = [member.replace(temperature=1.0, averaged=True) for member in self.members]
         return [
-            _Network(
-                HeldOut(m.replace(temperature=1.0, averaged=True), self.batches, self.options, self.seed), self.method
-            )
-            for m in self.members
+            _Network(HeldOut(member, self.batches, self.options, self.seed, self.step), self.method) for member in plain
         ]
 
     def fitted(self, chosen: Tensor) -> list[_Fit]:
@@ -203,6 +209,10 @@ class _Task:
             both: Any = list(zip(fits, found, strict=True))
             named[_TEMPERATURE] = [replace(p, temperature=fit.temperature, averaged=False) for fit, p in both]
             named[_ALONE] = [replace(p, temperature=1.0, averaged=False) for _, p in both]
+        elif self.options.record.noise and self.options.predictive == "linearised":
+            moments = [(p.mean, torch.zeros_like(p.mean)) for p in found]
+            alone = zip(moments, fits, strict=True)
+            named[_ALONE] = [self.options.record.predictive(*m, noise_variance=f.noise_variance) for m, f in alone]
         mixed = len(fits) > 1
         return {n: self.options.record.mixture(each, self.weights) if mixed else each[0] for n, each in named.items()}
 
@@ -251,6 +261,7 @@ def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
     for number, part in enumerate(parts):
         own = task.fitted(places != number) if crossed and part else fits
         for inputs, y in part:
+            task.step()
             named = task.candidates(own, inputs)
             y = y.to(next(iter(named.values())).mean.device)
             for name, found in named.items():
@@ -280,7 +291,13 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
     if averaged:
         preferred = "the posterior is in use" + (f", with logits at {at}" if task.options.record.tempered else "")
     else:
-        preferred = f"the data prefer the mean network at {at}: probabilities do not average over the posterior"
+        mean = f"the mean network at {at}"
+        why = (
+            f"what the posterior gains over {mean} may be chance"
+            if nll[_POSTERIOR] < nll[best]
+            else f"the data prefer {mean}"
+        )
+        preferred = f"{why}: probabilities do not average over the posterior"
         warn(
             f"{preferred} (negative log-likelihood {nll[best]:.4f} against {nll[_POSTERIOR]:.4f}). Variances, draws and "
             "novelty are those of the posterior all the same",
@@ -289,7 +306,15 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
     n = sum(len(y) for _, y in task.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
     of_data = task.options.likelihood, task.method, n, n if scores.crossed else 0
-    return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee), chosen
+    before = settings_of(task.members)
+    return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee, before), chosen
+
+
+def _warn_of_doubt(task: _Task) -> None:
+    """Warn where the data look like those of another likelihood; only a noise of any size would hide that."""
+    record, first = task.options.record, task.networks[0].data
+    if record.noise and (doubt := record.doubt(*first.outputs(first.posterior))) is not None:
+        warn(doubt)
 
 
 def _places(total: int, folds: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -93,21 +93,43 @@ class Asked:
         return self.k + self.rest + self.probes
 
     def within(self, outputs: int) -> Asked:
-        """The same of a network with so many outputs, which has no more largest ones."""
-        if not isinstance(self.outputs, Top):
-            return self
+        """The same of a network with so many outputs, which has no more largest ones, and all whose numbers are asked for."""
         most = outputs // self.record.outputs_per_target
-        return self if self.outputs.k <= most else replace(self, outputs=Top(most))
+        if isinstance(self.outputs, Top):
+            return self if self.outputs.k <= most else replace(self, outputs=Top(most))
+        if not self.is_combination and self.outputs.numel():
+            least, largest = int(self.outputs.min()), int(self.outputs.max())
+            if least < 0 or largest >= most:
+                raise MatchError(f"outputs are numbered from 0 to {most - 1}, got {least} to {largest}")
+        return self
 
-    def __call__(self, outputs: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two of them must have in common to be the same work on other tensors."""
+        kind = self.outputs if isinstance(self.outputs, Top) else (self.outputs.dim(), self.outputs.dtype)
+        return Asked, kind, self.record.name, self.rest, self.probes, self.temperature, self.noise_variance is None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it holds."""
+        return tuple(each for each in (self.outputs, self.noise_variance) if isinstance(each, Tensor))
+
+    def over(self, tensors: Sequence[Tensor]) -> Asked:
+        """The same with other tensors in place of `tensors`."""
+        given = iter(tensors)
+        outputs = next(given) if isinstance(self.outputs, Tensor) else self.outputs
+        return replace(self, outputs=outputs, noise_variance=None if self.noise_variance is None else next(given))
+
+    def signs(self, outputs: Tensor, start: int) -> Tensor:
+        """Random signs for outputs of such a shape, (b, c), of the examples from `start` on: (probes, b, c)."""
+        return _signs(self.probes, outputs, self.seed + start)
+
+    def __call__(self, outputs: Tensor, start: int, signs: Tensor) -> tuple[Tensor, Tensor]:
         """(b, c), those of the examples from `start` on → u, (d, b, c), and the numbers of the outputs asked for, (b, k)."""
         b, c = outputs.shape
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.is_combination:
-            assert isinstance(self.outputs, Tensor)
-            own = self._rows(self.outputs, start, b, 2).transpose(0, 1).to(wide)
-            if own.shape[-1] != c:
-                raise MatchError(f"the combinations are of {own.shape[-1]} outputs, and the network has {c}")
+            own = self.combinations(wide, start)
             numbers = torch.zeros(b, 0, dtype=torch.int64, device=outputs.device)
         else:
             numbers = self.numbers(wide, start)
@@ -116,9 +138,16 @@ class Asked:
         if self.rest:
             parts.append(rest_weights(wide, numbers)[None])
         if self.probes:
-            probes = Probes(self.record, self.noise_variance, self.probes, self.seed, self.temperature)
-            parts.append(probes.directions(wide, start))
+            parts.append(_hessian_root(self, wide, signs))
         return torch.cat(parts), numbers
+
+    def combinations(self, outputs: Tensor, start: int) -> Tensor:
+        """The combinations asked for, (k, b, c), of outputs (b, c)."""
+        assert isinstance(self.outputs, Tensor)
+        own = self._rows(self.outputs, start, len(outputs), 2).transpose(0, 1).to(outputs)
+        if own.shape[-1] != outputs.shape[1]:
+            raise MatchError(f"the combinations are of {own.shape[-1]} outputs, and the network has {outputs.shape[1]}")
+        return own
 
     def numbers(self, outputs: Tensor, start: int) -> Tensor:
         """The outputs asked for by number, (b, k), of outputs (b, c)."""
@@ -127,11 +156,6 @@ class Asked:
             targets = self.record.locations(outputs).topk(self.outputs.k, dim=1).indices
         else:
             targets = self._rows(self.outputs, start, b, 1).to(outputs.device, torch.int64)
-            most = c // self.record.outputs_per_target
-            if targets.numel() and not bool(((targets >= 0) & (targets < most)).all()):
-                raise MatchError(
-                    f"outputs are numbered from 0 to {most - 1}, got {int(targets.min())} to {int(targets.max())}"
-                )
         pairs = [
             targets + part * (c // self.record.outputs_per_target) for part in range(self.record.outputs_per_target)
         ]
@@ -163,21 +187,49 @@ class Probes:
     shape: torch.Size | None = None
     places: Tensor | None = None
 
-    def __call__(self, outputs: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two of them must have in common to be the same work on other tensors."""
+        given = self.noise_variance is None, self.places is None
+        return Probes, self.record.name, self.count, self.temperature, self.shape, given
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it holds."""
+        return tuple(each for each in (self.noise_variance, self.places) if each is not None)
+
+    def over(self, tensors: Sequence[Tensor]) -> Probes:
+        """The same with other tensors in place of `tensors`."""
+        given = iter(tensors)
+        noise = None if self.noise_variance is None else next(given)
+        return replace(self, noise_variance=noise, places=None if self.places is None else next(given))
+
+    def signs(self, outputs: Tensor, start: int) -> Tensor:
+        """Random signs for outputs of such a shape, (b, c), of the examples from `start` on: (count, b, c)."""
+        return _signs(self.count, outputs, self.seed + start)
+
+    def __call__(self, outputs: Tensor, start: int, signs: Tensor) -> tuple[Tensor, Tensor]:
         """(b, c) → u, (d, b, c), and no numbers."""
-        shaped = outputs if self.shape is None else outputs.reshape(len(outputs), *self.shape)
-        u = self.directions(shaped.to(torch.promote_types(outputs.dtype, torch.float32)), start)
+        shape = outputs.shape[1:] if self.shape is None else self.shape
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(len(outputs), *shape)
+        u = _hessian_root(self, wide, signs.reshape(self.count, *wide.shape))
         if self.places is not None:
             some = self.places[start : start + len(outputs)].to(u.device)
             u = u * some.reshape(*u.shape[1:-1], 1)
         return u.flatten(2), torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device)
 
-    def directions(self, outputs: Tensor, start: int) -> Tensor:
-        """A r of random signs r, (d, b, ..., c), of outputs (b, ..., c)."""
-        generator = torch.Generator(device=outputs.device).manual_seed(self.seed + start)
-        half = torch.rand(self.count, *outputs.shape, generator=generator, device=outputs.device) < 0.5
-        signs = torch.where(half, -1.0, 1.0).to(outputs)
-        return self.record.hessian_root_times(outputs / self.temperature, signs, self.noise_variance) / self.temperature
+
+def _signs(count: int, outputs: Tensor, seed: int) -> Tensor:
+    """±1, (count, *shape), in float32 or wider."""
+    generator = torch.Generator(device=outputs.device).manual_seed(seed)
+    half = torch.rand(count, *outputs.shape, generator=generator, device=outputs.device) < 0.5
+    return torch.where(half, -1.0, 1.0).to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+def _hessian_root(asked: Asked | Probes, outputs: Tensor, signs: Tensor) -> Tensor:
+    """A r of random signs r, (d, b, ..., c), A Aᵀ the Hessian of −log p at outputs (b, ..., c)."""
+    t = asked.temperature
+    return asked.record.hessian_root_times(outputs / t, signs, asked.noise_variance) / t
 
 
 def rest_weights(outputs: Tensor, numbers: Tensor) -> Tensor:

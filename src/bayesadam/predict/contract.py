@@ -1,12 +1,24 @@
 """Σ_w J_bcw J_bdw S_w over the weights of one parameter, from the factors of its gradients, in bounded memory."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.predict.layers import EmbeddingUse, Layout, MatrixUse, ProductUse, SumUse, Use, batch_first, gathered
+from bayesadam.predict.layers import (
+    EmbeddingUse,
+    Layout,
+    MatrixUse,
+    ProductUse,
+    SumUse,
+    Use,
+    Windows,
+    batch_first,
+    gathered,
+)
 
 # Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on another
 # device they fill it with work.
@@ -26,8 +38,13 @@ def variances(
     first = uses[0]
     variance = [first.of(s) for s in variance]
     if isinstance(first, ProductUse) and all(type(use) is type(first) for use in uses):
+        arranged = [first.arranged(s) for s in variance]
+        if len(uses) == 1 and _can_fuse(ds[0], variance):
+            x, windows = first.views(ds[0], layout[0], size)
+            if x.shape[3] > 1:
+                return _fused_variances(x, windows, arranged)
         x, y = _joined_factors(uses, ds, layout, size, variance[0].dtype)
-        return _product_variances(x, y, [first.arranged(s) for s in variance])
+        return _product_variances(x, y, arranged)
     rows = _looked_up(uses, ds, layout, size, variance[0].dtype)
     if rows is not None:
         own, ids, factors = rows
@@ -72,7 +89,8 @@ def covariances(
 
 def one_position(use: Use, layout: Layout, size: int) -> bool:
     """Whether a weight matrix is used at one place per example, so that its bias can be contracted along with it."""
-    return isinstance(use, MatrixUse) and layout is batch_first and use.output.dim() == 2 and len(use.output) == size
+    shape = use.output.shape
+    return isinstance(use, MatrixUse) and layout is batch_first and len(shape) == 2 and shape[0] == size
 
 
 def total_gradient(
@@ -139,8 +157,26 @@ def _rows_of_product(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
     return torch.einsum("cbpt,bpe->cbte", x.gather(3, index), y)
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _can_fuse(x: Tensor, variance: Sequence[Tensor]) -> bool:
+    """Whether one kernel does it: on CUDA, of float32 variances, where triton is installed."""
+    return x.is_cuda and all(s.dtype == torch.float32 for s in variance) and _has_triton()
+
+
+def _fused_variances(x: Tensor, y: Windows, variance: Sequence[Tensor]) -> Tensor:
+    from bayesadam.predict._triton import product_variance
+
+    return torch.stack([product_variance(x, y, s) for s in variance])
+
+
 def _product_variances(x: Tensor, y: Tensor, variance: Sequence[Tensor]) -> Tensor:
     c, b, g, p, width = x.shape
+    if p > 1 and _can_fuse(x, variance):
+        return _fused_variances(x, Windows(y, 1), variance)
     if p == 1:
         # One position: (x y)² factorises, and Σ S y² comes first.
         squares, inputs = x.squeeze(3).square(), y.squeeze(2).square()

@@ -95,8 +95,9 @@ def moments_of(
     covariance: bool = False,
     along: Along | None = None,
     plan: Plan | None = None,
+    captured: bool = False,
 ) -> Moments:
     """`linearised.moments` under several Gaussians of one mean, in one pass."""
     variances = [each.coordinate_variance.__getitem__ for each in gaussians]
     bases, directions = gaussians[0].structure.bases, [each.directions for each in gaussians]
-    return moments(call, params, variances, inputs, covariance, budget, bases, directions, along, plan)
+    return moments(call, params, variances, inputs, covariance, budget, bases, directions, along, plan, captured)

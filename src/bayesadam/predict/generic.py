@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
@@ -32,6 +33,7 @@ class Task:
     covariance: bool
     budget: int
     bases: Mapping[str, Rotation]
+    captured: bool = False
 
 
 def generic_moments(task: Task, plan: Plan, inputs: Any) -> tuple[Tensor | float, Tensor | float]:
@@ -152,7 +154,9 @@ def one_jacobian(call: Call, mine: dict[str, Tensor], others: dict[str, Tensor],
     }
 
 
-def batched_grad(flat: Tensor, tensors: list[Tensor], basis: Tensor) -> Sequence[Tensor | None]:
+def batched_grad(
+    flat: Tensor, tensors: Sequence[Tensor] | Sequence[GradientEdge], basis: Tensor
+) -> Sequence[Tensor | None]:
     """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None where there is no path."""
 
     def one(row: Tensor) -> Sequence[Tensor | None]:

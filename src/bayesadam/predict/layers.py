@@ -4,6 +4,8 @@ Notation: b examples, c outputs of the network, p positions at which a weight is
 sequence, the places of a convolution), D = ∂f/∂(layer output).
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bayesadam.curvature.rotated import Rotation
 
@@ -30,18 +33,36 @@ def batch_second(tensor: Tensor, size: int, lead: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Output:
+    """A layer's output z as a place in the graph; what it holds may be freed while D is still to be taken there.
+
+    Attributes:
+        edge: where D arrives; None where nothing is differentiated.
+        shape: of z.
+    """
+
+    edge: GradientEdge | None
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, z: Tensor) -> Output:
+        """Of z itself."""
+        return cls(get_gradient_edge(z) if z.requires_grad else None, z.shape)
+
+
+@dataclass(frozen=True, eq=False)
 class Use:
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
         name: the parameter.
-        output: the layer's output z, at which D is taken.
+        output: where the layer's output z is, at which D is taken.
         rows: the rows of the parameter in use, where it is not the whole.
         layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
     """
 
     name: str
-    output: Tensor
+    output: Output
     layouts: tuple[Layout, ...]
     rows: slice | None = None
 
@@ -53,6 +74,19 @@ class Use:
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use of a tensor of the parameter's shape."""
         return tensor if self.rows is None else tensor[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Y, (b, g, p, y), as a view (b, g, places…, features…) whose entries may lie under several windows.
+
+    Attributes:
+        view: the view.
+        places: how many of its dimensions are places.
+    """
+
+    view: Tensor
+    places: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +106,11 @@ class ProductUse(Use, ABC):
     @abstractmethod
     def arranged(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (g, x, y)."""
+
+    def views(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Windows]:
+        """X and Y, Y without a copy where it need not be made."""
+        x, y = self.factors(d, layout, size)
+        return x, Windows(y, 1)
 
     def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         """(..., g, x, y) as (..., *shape), the inverse of `arranged`."""
@@ -110,12 +149,22 @@ class ConvolutionUse(ProductUse):
 
     def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         """X = D and Y the patches of a."""
-        module = self.module
-        image, groups = padded(self.input.detach(), module), module.groups
-        a = patches(image, module.kernel_size, module.stride, module.dilation, d.shape[3:])
-        a = a.reshape(a.shape[0], groups, -1, a.shape[-1]).transpose(2, 3)
+        x, seen = self._of_images(d)
+        return _folded(x, seen.view.flatten(2, 1 + seen.places).flatten(3), layout, size)
+
+    def views(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Windows]:
+        """The same with the patches as a view, where an example is one image."""
+        return self._of_images(d) if len(self.input) == size else super().views(d, layout, size)
+
+    def _of_images(self, d: Tensor) -> tuple[Tensor, Windows]:
+        module, places = self.module, d.shape[3:]
+        dims, groups = len(places), module.groups
+        image = padded(self.input.detach(), module)
+        seen = patches(image, module.kernel_size, module.stride, module.dilation, places)
+        seen = seen.view(len(image), groups, -1, *seen.shape[2:])
         x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
-        return _folded(x, a, layout, size)
+        order = [0, 1, *range(3 + dims, 3 + 2 * dims), *range(2, 3 + dims)]
+        return x, Windows(seen.permute(order), dims)
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
@@ -177,7 +226,7 @@ class TransposedConvolutionUse(ProductUse):
         padding = [side for full, pad, seen in reversed(sizes) for side in (pad, full - pad - seen)]
         flat = F.pad(d.flatten(0, 1), padding)
         u = patches(flat, module.kernel_size, module.stride, module.dilation, spatial)
-        u = u.reshape(*d.shape[:2], groups, -1, u.shape[-1]).transpose(3, 4)
+        u = u.reshape(*d.shape[:2], groups, -1, spatial.numel()).transpose(3, 4)
         a = a.reshape(a.shape[0], groups, a.shape[1] // groups, -1).transpose(2, 3)
         return _folded(u, a, layout, size)
 
@@ -196,19 +245,19 @@ class SumUse(Use):
     """z = w ⊙ x̂ + …, with one weight a feature: biases (x̂ = 1) and the affine parts of norms.
 
     Attributes:
-        scale: x̂, of z's shape; None for a bias.
+        scale: gives x̂, of z's shape, when it is needed; None for a bias.
         channel: whether the features are z's second dimension, as in a convolution, or its last ones.
         rotation: the coordinates that the weight is seen in, where they are not its own.
     """
 
-    scale: Tensor | None = None
+    scale: Callable[[], Tensor] | None = None
     channel: bool = False
     rotation: Rotation | None = None
 
     def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
         """(c, b, *shape): the gradients themselves, which are small."""
         if self.scale is not None:
-            d = d * self.scale
+            d = d * self.scale()
         grads = layout(d, size, 1)
         if self.channel:
             # (c, b, k, channels, places…): a folded batch has k > 1.
@@ -259,13 +308,8 @@ def padded(a: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
 def patches(
     a: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], places: Sequence[int]
 ) -> Tensor:
-    """(n, channels · kernel, places): what a convolution sees at every place, in any number of dimensions."""
-    windows = a
-    for axis, (k, s, dil, n) in enumerate(zip(kernel, stride, dilation, places, strict=True)):
-        index = torch.arange(n, device=a.device)[None, :] * s + torch.arange(k, device=a.device)[:, None] * dil
-        dim = 2 + 2 * axis
-        chosen = windows.index_select(dim, index.flatten())
-        windows = chosen.reshape(*chosen.shape[:dim], k, n, *chosen.shape[dim + 1 :])
-    dims = len(kernel)
-    order = [0, 1, *range(2, 2 + 2 * dims, 2), *range(3, 3 + 2 * dims, 2)]
-    return windows.permute(order).flatten(2 + dims).flatten(1, 1 + dims)
+    """(n, channels, kernel…, places…): what a convolution sees at every place, in any number of dimensions; a view of a."""
+    spatial = a.stride()[2:]
+    along = [step * dil for step, dil in zip(spatial, dilation, strict=True)]
+    across = [step * s for step, s in zip(spatial, stride, strict=True)]
+    return a.as_strided((*a.shape[:2], *kernel, *places), (*a.stride()[:2], *along, *across))

@@ -1,6 +1,8 @@
 """Exact variances of the linearised network, f(x; μ) + J (θ − μ), under a Gaussian posterior: diag or all of J Σ Jᵀ."""
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,21 +10,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.predict import contract
+from bayesadam.predict.arriving import Arriving, Share
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, output_tensor
+from bayesadam.predict.captured import replayed
 from bayesadam.predict.generic import Task, VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
-from bayesadam.predict.plan import Plan, fitted, plan_for, recorded
+from bayesadam.predict.plan import Plan, agree, edges_of, fitted, kind_of, plan_for, recorded
 from bayesadam.structures.structure import Directions
 
 # A GPU has the memory, and small pieces of work would not fill it.
-DEFAULT_BUDGET = (4 if torch.cuda.is_available() else 1) << 30
-# What some uses of layers contribute: their numbers, and a function of D at each of them.
-_Share = tuple[Sequence[int], Callable[[Mapping[int, Tensor]], Tensor]]
+DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
+# Activations of all examples that keep a GPU busy.
+_BUSY = 1 << 24
 
 
 class Along(Protocol):
@@ -32,7 +37,21 @@ class Along(Protocol):
     def count(self) -> int:
         """d, how many."""
 
-    def __call__(self, outputs: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two of them have in common if they are the same work on other tensors."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that they are made of."""
+
+    def over(self, tensors: Sequence[Tensor]) -> Along:
+        """The same with other tensors in place of `tensors`."""
+
+    def signs(self, outputs: Tensor, start: int) -> Tensor:
+        """The random numbers that the directions of the examples from `start` on take; of `outputs`, (b, c), the shape counts."""
+
+    def __call__(self, outputs: Tensor, start: int, signs: Tensor) -> tuple[Tensor, Tensor]:
         """(b, c), those of the examples from `start` on → u, (d, b, c), and the outputs' numbers among them, (b, ·)."""
 
 
@@ -40,13 +59,15 @@ class Along(Protocol):
 class Moments:
     """f(x; μ), (b, ...), and for each variance of the weights its variances, (k, b, ...), and covariances, (k, b, c, c).
 
-    Where directions were asked for, theirs, (k, b, d) and (k, b, d, d), and the numbers of the outputs among them.
+    Where directions were asked for, theirs, (k, b, d) and (k, b, d, d), and the numbers of the outputs among them. `replayed`
+    says whether they came out of a captured graph.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None
     numbers: Tensor | None = None
+    replayed: bool = False
 
 
 def moments(
@@ -60,6 +81,7 @@ def moments(
     directions: Sequence[Directions | None] = (),
     along: Along | None = None,
     plan: Plan | None = None,
+    captured: bool = False,
 ) -> Moments:
     """Mean and J S Jᵀ for each S of `variances`, in one pass over the inputs.
 
@@ -77,9 +99,10 @@ def moments(
             a few examples at a time.
         along: the directions in which outputs are asked for; None for each output by itself.
         plan: that of `plan_for` on these inputs, where it is at hand.
+        captured: whether work that comes again with the same shapes on CUDA may be captured and replayed.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    task = Task(call, leaves, variances, covariance, budget, bases or {})
+    task = Task(call, leaves, variances, covariance, budget, bases or {}, captured)
     work = _projected if any(each is not None for each in directions) else _in_chunks
     return work(task, plan or plan_for(call, leaves, inputs), inputs, along, directions)
 
@@ -93,7 +116,7 @@ def _projected(
         mean = task.call.flat(task.params, inputs)
         if along is None:
             return _shaped(plan, mean, *projected_moments(task, directions, inputs, plan.outputs))
-        u, numbers = along(mean, 0)
+        u, numbers = along(mean, 0, along.signs(mean, 0))
         found = projected_moments(_along(task), directions, (inputs, u.transpose(0, 1)), len(u))
         return replace(_shaped(plan, mean, *found, whole=False), numbers=numbers)
 
@@ -103,35 +126,98 @@ def _in_chunks(
 ) -> Moments:
     """Layer by layer, some examples at a time."""
     size, covariance = batch_size(inputs), task.covariance
-    element = next(iter(task.params.values())).element_size()
+    like = next(iter(task.params.values()))
     outputs = plan.outputs if along is None else along.count
-    per_chunk, at_once = _chunking(plan, outputs, size, element, covariance, task.budget)
-    parts = [
-        _chunk(task, plan, examples(inputs, start, start + per_chunk), at_once, along, start)
-        for start in range(0, size, per_chunk)
-    ]
+    per_chunk, at_once = _chunking(plan, outputs, size, like, covariance, task.budget)
+    whole = _replayed(task, plan, inputs, at_once, along) if per_chunk >= size else None
+    if whole is None and not plan.checked:
+        return _in_chunks(task, plan_for(task.call, task.params, inputs, checked=True), inputs, along, directions)
+    parts = (
+        [whole]
+        if whole
+        else [
+            _chunk(task, plan, examples(inputs, start, start + per_chunk), at_once, along, start)
+            for start in range(0, size, per_chunk)
+        ]
+    )
     means, variance, blocks, each = ([part[i] for part in parts] for i in range(4))
     joined = torch.cat(variance, dim=1), torch.cat(blocks, dim=1) if covariance else None
-    shaped = _shaped(plan, torch.cat(means), *joined, whole=along is None)
+    shaped = replace(_shaped(plan, torch.cat(means), *joined, whole=along is None), replayed=whole is not None)
     return shaped if along is None else replace(shaped, numbers=torch.cat(each))
 
 
-def _chunk(
-    task: Task, plan: Plan, inputs: Any, at_once: int, along: Along | None, start: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, variances, blocks and numbers of some examples."""
+# Mean, variances, blocks and numbers of some examples.
+_Found = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _chunk(task: Task, plan: Plan, inputs: Any, at_once: int, along: Along | None, start: int) -> _Found:
+    size = batch_size(inputs)
+    signs = None if along is None else along.signs(_like_outputs(task, plan, size), start)
+    return _chunk_along(task, plan, inputs, at_once, along, start, signs)
+
+
+def _like_outputs(task: Task, plan: Plan, size: int) -> Tensor:
+    """(b, c) of one number, for its shape and kind."""
+    return next(iter(task.params.values())).detach().new_zeros(()).expand(size, plan.outputs)
+
+
+def _chunk_along(
+    task: Task, plan: Plan, inputs: Any, at_once: int, along: Along | None, start: int, signs: Tensor | None
+) -> _Found:
+    """Of some examples, with random numbers that were drawn before."""
     passed = _forward(task, plan, inputs)
     plan, mean = passed.plan, passed.flat.detach()
     if along is None:
         variance, blocks = _every_output(task, passed, at_once)
         numbers = mean.new_zeros(len(mean), 0)
     else:
-        u, numbers = along(mean, start)
+        assert signs is not None
+        u, numbers = along(mean, start, signs)
         variance, blocks = _along_directions(task, passed, u, at_once)
         task, plan, inputs = _along(task), replace(plan, outputs=len(u)), (inputs, u.transpose(0, 1))
     with torch.no_grad():
         generic = generic_moments(task, plan, inputs)
     return mean, variance + generic[0], blocks + generic[1], numbers
+
+
+def _replayed(task: Task, plan: Plan, inputs: Any, at_once: int, along: Along | None) -> _Found | None:
+    """All examples out of a captured graph; None where there is none, or the first example is not what was found just now."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    like, first = next(iter(task.params.values())), plan.first
+    given = [*(leaves[i] for i in places), *(() if along is None else along.tensors)]
+    if (
+        not task.captured
+        or first is None
+        or plan.generic
+        or plan.silent
+        or not all(each.is_cuda for each in [like, *given])
+    ):
+        return None
+    if along is not None:
+        given.append(along.signs(_like_outputs(task, plan, batch_size(inputs)), 0))
+    fixed = [*task.params.values(), *task.call.model.buffers()]
+    fixed += [variance(name) for variance in task.variances for name in task.params]
+    fixed += [side for base in task.bases.values() for side in (base.left, base.right) if side is not None]
+
+    def work(tensors: Sequence[Tensor]) -> _Found:
+        own = list(leaves)
+        for i, tensor in zip(places, tensors, strict=False):
+            own[i] = tensor
+        asked = None if along is None else along.over(tensors[len(places) : -1])
+        found = pytree.tree_unflatten(own, spec)
+        return _chunk_along(task, plan, found, at_once, asked, 0, None if along is None else tensors[-1])
+
+    def holds(found: Sequence[Tensor]) -> bool:
+        return agree(found[0][:1], first.reshape(1, -1).to(found[0].dtype))
+
+    shapes = tuple((each.shape, each.dtype) for each in given)
+    settings = torch.is_autocast_enabled("cuda"), torch.get_float32_matmul_precision()
+    asked = None if along is None else along.key
+    key = (plan.uses, plan.layouts, shapes, settings, asked, at_once, task.covariance, len(task.variances))
+    kind = kind_of(task.call, inputs)
+    found = replayed(task.call.model, (kind, key), work, given=given, fixed=fixed, holds=holds)
+    return None if found is None else (found[0], found[1], found[2], found[3])
 
 
 def _along(task: Task) -> Task:
@@ -152,12 +238,16 @@ def _shaped(plan: Plan, mean: Tensor, variance: Tensor, covariance: Tensor | Non
     return Moments(mean.reshape(shape).to(variance.dtype), own, covariance)
 
 
-def _chunking(plan: Plan, outputs: int, size: int, element: int, covariance: bool, budget: int) -> tuple[int, int]:
-    """Examples at a time and outputs at a time: about four copies of the activations, and two for each output."""
-    at_once = outputs if covariance else min(outputs, _OUTPUTS_AT_ONCE)
-    unit = plan.activations * element
+def _chunking(plan: Plan, outputs: int, size: int, like: Tensor, covariance: bool, budget: int) -> tuple[int, int]:
+    """Examples at a time and outputs at a time: about four copies of the activations, and two for each output; three for one.
+
+    A GPU that one output of all examples keeps busy takes one at a time, for less memory.
+    """
+    most = max(1, _BUSY // (plan.activations * size)) if like.is_cuda else _OUTPUTS_AT_ONCE
+    at_once = outputs if covariance else min(outputs, most)
+    unit = plan.activations * like.element_size()
     while True:
-        needed = unit * (4 + 2 * at_once)
+        needed = unit * (4 + 2 * at_once if at_once > 1 else 3)
         if needed <= budget:
             return min(budget // needed, size), at_once
         if covariance or at_once == 1:
@@ -230,16 +320,20 @@ def _along_directions(task: Task, passed: _Pass, u: Tensor, at_once: int) -> tup
     return blocks.diagonal(dim1=2, dim2=3).clone() if task.covariance else variance, blocks
 
 
-def _contribution(uses: Sequence[Use], shares: Sequence[_Share], source: Tensor, basis: Tensor) -> Tensor | float:
+def _contribution(uses: Sequence[Use], shares: Sequence[Share], source: Tensor, basis: Tensor) -> Tensor | float:
     """The sum of the shares for some cotangents of the source, (d, b, ·).
 
     D is ∂/∂(layer outputs) for all of them; examples are independent, so their sum separates them. A GPU rounds the factors of
-    float32 products to TF32 here; the mean was found before.
+    float32 products to TF32 here; the mean was found before. Of one cotangent, D is dropped as soon as it was contracted.
     """
-    active = sorted({index for indices, _ in shares for index in indices})
     total: Tensor | float = 0.0
     with in_tf32() if basis.is_cuda else nullcontext():
-        by_use = dict(zip(active, batched_grad(source, [uses[i].output for i in active], basis), strict=True))
+        if len(basis) == 1:
+            waiting = Arriving(uses, shares)
+            waiting.pull(source, basis[0])
+            return waiting.total
+        active = sorted({index for indices, _ in shares for index in indices})
+        by_use = dict(zip(active, batched_grad(source, edges_of([uses[i] for i in active]), basis), strict=True))
         with torch.no_grad():
             for indices, share in shares:
                 mine = {i: d for i in indices if (d := by_use[i]) is not None}
@@ -296,7 +390,7 @@ def _is_plain_sum(use: Use) -> bool:
 
 def _is_direct(use: MatrixUse, output: Tensor) -> bool:
     """Whether the network's output is this layer's, as the recording handed it on, and its input was left as it was."""
-    handed_on, made_by = output.grad_fn, use.output.grad_fn
+    handed_on, made_by = output.grad_fn, use.output.edge and use.output.edge.node
     if handed_on is None or made_by is None or handed_on.name() != "CloneBackward0":
         return False
     same_input = any(before is use.input.grad_fn for before, _ in made_by.next_functions)
@@ -312,7 +406,7 @@ def _affine_scale(use: MatrixUse, bias: Use | None, variance: VarianceOf) -> Ten
 
 def _shares(
     uses: Sequence[Use], layouts: Sequence[Layout | None], variances: Sequence[VarianceOf], size: int, covariance: bool
-) -> list[_Share]:
+) -> list[Share]:
     """Uses of one parameter belong together, since their gradients add before they are squared."""
     groups: dict[tuple[str, int | None], list[int]] = {}
     for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
@@ -333,7 +427,7 @@ def _shares(
 
     alone = {indices[0] for indices in groups.values() if len(indices) == 1}
     biases = {id(uses[i].output): i for i in alone if _is_plain_sum(uses[i])}
-    shares: list[_Share] = []
+    shares: list[Share] = []
     joined: set[int] = set()
     for index in alone:
         use, layout = uses[index], layouts[index]

@@ -31,6 +31,7 @@ class PredictOptions(TypedDict, total=False):
     outputs: Outputs | None
     positions: Positions | None
     probes: int | None
+    captured: bool
     method: PredictiveKind | None
 
 
@@ -53,6 +54,7 @@ class Options:
     outputs: Outputs | None = None
     positions: Positions | None = None
     probes: int | None = None
+    captured: bool = True
     method: InitVar[PredictiveKind | None] = None
     for_novelty: bool = False
     chosen: Top | Tensor | None = field(init=False, default=None)

@@ -82,7 +82,7 @@ def at_one_place(
     if positions is None or several or (isinstance(positions, str) and positions == "all"):
         return None
     cut, shape = placed(call, params, inputs)
-    return cut, (inputs, chosen_places(positions, inputs, shape))
+    return cut, (inputs, chosen_places(positions, inputs, shape).to(next(iter(params.values())).device))
 
 
 def _tried(call: Call, params: Mapping[str, Tensor], one: Any) -> tuple[AtHead | AfterModel, torch.Size]:

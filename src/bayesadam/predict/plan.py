@@ -9,12 +9,14 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, Forward, batch_size, examples, repeated
-from bayesadam.predict.layers import Layout, SumUse, Use, batch_first
+from bayesadam.predict.captured import has_graph
+from bayesadam.predict.layers import Layout, Output, SumUse, Use, batch_first
 from bayesadam.predict.recording import recording
 
 _PLANS_KEPT = 16
@@ -34,6 +36,9 @@ class Plan:
         activations: entries of activations per example.
         outputs: C, the outputs of the network.
         shape: the shape of one example's output.
+        widest: entries per example of the largest of the activations.
+        first: f(x; μ) of the first example, (1, ...), as it was found when the plan was looked up.
+        checked: whether the model was looked at when the plan was looked up; if not, the result must agree with `first`.
     """
 
     uses: tuple[tuple[str, type[Use]], ...]
@@ -44,32 +49,54 @@ class Plan:
     outputs: int
     shape: torch.Size
     repeated: tuple[str, ...] = ()
+    widest: int = 0
+    first: Tensor | None = None
+    checked: bool = True
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+# The last plan for each kind of inputs.
+_latest: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> Plan:
+def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any, *, checked: bool = False) -> Plan:
     """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same.
 
     So must what it computes, which may depend on more than that (a variable that its forward closes over, a list that it
     looks into): the first example is run at every call, and its operations, in order, and the outputs' shape belong to what
-    is remembered. Another dimension that an operation goes along is not seen there.
+    is remembered. Another dimension that an operation goes along is not seen there. Where work on such inputs is captured,
+    the model is not looked at, unless the plan must be `checked`: the replayed result is compared with the first example's.
     """
     flat, spec = pytree.tree_flatten(inputs)
+    known, kind = _plans.setdefault(call.model, {}), kind_of(call, inputs)
+    if not checked and has_graph(call.model, kind) and kind in _latest.get(call.model, {}):
+        with torch.no_grad():
+            alone = call(leaves, examples(inputs, 0, 1))
+        return replace(_latest[call.model][kind], first=alone, checked=False)
     modules = tuple(
         (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
         for m in call.model.modules()
     )
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
-    key = (weakly(call.forward), call.at, modules, str(spec), kinds, tensors, _operations(call, leaves, inputs))
-    known = _plans.setdefault(call.model, {})
+    operations, first = _operations(call, leaves, inputs)
+    key = (weakly(call.forward), call.at, modules, str(spec), kinds, tensors, operations)
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
-    return known[key]
+    latest = _latest.setdefault(call.model, {})
+    if len(latest) >= _PLANS_KEPT:
+        latest.pop(next(iter(latest)))
+    latest[kind] = known[key]
+    return replace(known[key], first=first)
+
+
+def kind_of(call: Call, inputs: Any) -> tuple[Any, ...]:
+    """How the model is called, and the shapes and types of what it is given."""
+    flat, spec = pytree.tree_flatten(inputs)
+    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
+    return weakly(call.forward), call.at, str(spec), kinds
 
 
 def weakly(forward: Forward | None) -> Any:
@@ -83,8 +110,8 @@ def weakly(forward: Forward | None) -> Any:
         return object()
 
 
-def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[Any, ...]:
-    """The first example's output shape and the graph behind it: the kinds of its nodes, down to the parameters.
+def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
+    """The first example's output shape and the graph behind it: the kinds of its nodes, down to the parameters; and the output.
 
     Where a node comes again its number stands for it.
     """
@@ -95,7 +122,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
         raise
     except (RuntimeError, ValueError, IndexError):
         # Reported by `make_plan`.
-        return ()
+        return (), None
     names = {id(leaf): name for name, leaf in leaves.items()}
     seen: dict[Any, int] = {}
     found: list[Any] = [output.shape[1:]]
@@ -109,7 +136,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
         kind = node.name()
         found.append(names.get(id(node.variable)) if kind == "torch::autograd::AccumulateGrad" else kind)
         stack.extend(before for before, _ in node.next_functions)
-    return tuple(found)
+    return tuple(found), output.detach()
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -151,7 +178,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
         weighted = (s[:, None] * r * flat).sum()
         truths = torch.autograd.grad(weighted, list(leaves.values()), retain_graph=True, allow_unused=True)
-        ds = torch.autograd.grad((r * flat).sum(), [use.output for use in uses], allow_unused=True) if uses else ()
+        ds = torch.autograd.grad((r * flat).sum(), edges_of(uses), allow_unused=True) if uses else ()
     layouts: list[Layout | None] = [None] * len(uses)
     generic, silent = [], []
     for name, truth in zip(leaves, truths, strict=True):
@@ -165,13 +192,14 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
             generic.append(name)
         for i, layout in zip(mine, chosen or [], strict=False):
             layouts[i] = layout
-    seen = {id(use.output): use.output.numel() for use in uses}
+    seen = {id(use.output): use.output.shape.numel() for use in uses}
     activations = max(sum(seen.values()), flat.numel()) // size
     more = tuple(name for name in generic if _can_be_repeated(call, leaves, probe, (*shared, name), output))
     if more and not shared:
         return make_plan(call, leaves, inputs, more)
     handled = _kinds(uses), tuple(layouts), tuple(generic), tuple(silent)
-    return Plan(*handled, activations, flat.shape[1], output.shape[1:], shared)
+    widest = max([*seen.values(), flat.numel()]) // size
+    return Plan(*handled, activations, flat.shape[1], output.shape[1:], shared, widest)
 
 
 def _can_be_repeated(
@@ -282,9 +310,14 @@ def recorded(
     copies = {name: _copies(leaves[name], size) for name in shared if name not in tables}
     with recording(call.model, names, dict.fromkeys(tables, size)) as uses:
         output = call({**leaves, **copies}, inputs)
-    uses += [SumUse(name, copy, (batch_first,)) for name, copy in copies.items()]
+    uses += [SumUse(name, Output.of(copy), (batch_first,)) for name, copy in copies.items()]
     # What the model runs without gradients has none.
-    return [use for use in uses if use.output.requires_grad], output
+    return [use for use in uses if use.output.edge is not None], output
+
+
+def edges_of(uses: Sequence[Use]) -> list[GradientEdge]:
+    """Where D arrives for each of them."""
+    return [use.output.edge for use in uses if use.output.edge is not None]
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -14,6 +14,7 @@ from bayesadam.errors import SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods.predictive import Novel, Score, average
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
+from bayesadam.predict.batches import for_model
 from bayesadam.predict.call import Call, evaluating, plain
 from bayesadam.predict.gaussian import Gaussian, moments_of, parameters_at_mean
 from bayesadam.predict.linearised import Moments
@@ -45,7 +46,7 @@ def predict(
     gaussian: Gaussian, inputs: Any, *, likelihood: LikelihoodName = "regression", **options: Unpack[PredictOptions]
 ) -> Predictive:
     """The predictive distribution of a batch: `Posterior.predict`, of anything with a model, a mean and a structure."""
-    return predictive_of(gaussian, inputs, Options(likelihood=likelihood, **options))
+    return predictive_of(gaussian, for_model(inputs, gaussian.model), Options(likelihood=likelihood, **options))
 
 
 def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
@@ -177,7 +178,16 @@ def _linearised(
     together = other is not None and _same(gaussian.mean, other.mean)
     asked = [gaussian, other] if other is not None and together and other is not gaussian else [gaussian]
     covariance = options.covariance or (together and record.coupled)
-    found = moments_of(asked, call, params, inputs, budget=options.memory_budget, covariance=covariance, plan=plan)
+    found = moments_of(
+        asked,
+        call,
+        params,
+        inputs,
+        budget=options.memory_budget,
+        covariance=covariance,
+        plan=plan,
+        captured=options.captured,
+    )
     mean, variance = found.mean, found.variance[0]
     block = found.covariance[0] if options.covariance and found.covariance is not None else None
     if other is None:
@@ -185,7 +195,14 @@ def _linearised(
     if not together:
         params = parameters_at_mean(other)
         found = moments_of(
-            [other], call, params, inputs, budget=options.memory_budget, covariance=record.coupled, plan=plan
+            [other],
+            call,
+            params,
+            inputs,
+            budget=options.memory_budget,
+            covariance=record.coupled,
+            plan=plan,
+            captured=options.captured,
         )
     precision = record.hessian_diagonal(found.mean, gaussian.noise_variance)
     return mean, variance, block, _novel(found, precision, running_deviation(call, params, inputs))
@@ -225,14 +242,16 @@ def _draws(gaussian: Gaussian, call: Call, inputs: Any, options: Options, plan: 
     def draw() -> dict[str, Tensor]:
         return {name: value.to(params[name].device) for name, value in gaussian.sample(generator=generator).items()}
 
-    bounds = {"activations": plan.activations, "budget": options.memory_budget}
+    # Nothing is kept for a way back: what counts is the largest of the activations.
+    bounds = {"activations": plan.widest, "budget": options.memory_budget}
+    centre = at_mean(call, params, inputs, **bounds)
+    centre = centre.to(torch.promote_types(centre.dtype, torch.float32))
     diagonal = not gaussian.structure.bases and gaussian.directions is None
     if kind == "linearised-sampled":
-        drawn = linearised_draws(call, params, draw, inputs, n, **bounds)
+        drawn = centre + linearised_draws(call, params, draw, inputs, n, kept=plan.activations, **bounds)
     elif diagonal and draws_activations(call, plan, params, inputs):
         variances = {name: v.to(params[name]) for name, v in gaussian.coordinate_variance.items()}
         drawn = activation_draws(call, params, variances, inputs, n, seed=fresh_seed(generator), **bounds)
     else:
         drawn = weight_draws(call, draw, inputs, n, **bounds)
-    drawn = drawn.to(torch.promote_types(drawn.dtype, torch.float32))
-    return drawn, at_mean(call, params, inputs, **bounds).to(drawn.dtype)
+    return drawn.to(centre.dtype), centre

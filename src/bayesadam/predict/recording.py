@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from bayesadam.predict.layers import (
     EmbeddingUse,
     Layout,
     MatrixUse,
+    Output,
     SumUse,
     TransposedConvolutionUse,
     TransposedMatrixUse,
@@ -58,9 +60,13 @@ Note = Callable[[Any, Tensor, Tensor, Add], None]
 
 def _hook(note: Note | None, names: dict[int, str], uses: list[Use], shared: Mapping[str, int]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        def add(kind: type[Use], parameter: Tensor | None, **fields: Any) -> None:
+        # With the tensors themselves, so that no other one comes to have their identity.
+        places: dict[int, tuple[Tensor, Output]] = {}
+
+        def add(kind: type[Use], parameter: Tensor | None, *, output: Tensor, **fields: Any) -> None:
             if parameter is not None and id(parameter) in names:
-                uses.append(kind(name=names[id(parameter)], **fields))
+                _, place = places.setdefault(id(output), (output, Output.of(output)))
+                uses.append(kind(name=names[id(parameter)], output=place, **fields))
 
         if isinstance(module, nn.MultiheadAttention):
             replaced = _attention(module, args, kwargs, output, add)
@@ -113,23 +119,30 @@ def _embedding(m: nn.Embedding, ids: Tensor, z: Tensor, add: Add) -> None:
 
 
 def _layer_norm(m: nn.LayerNorm, x: Tensor, z: Tensor, add: Add) -> None:
-    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.layer_norm(x.detach(), m.normalized_shape, eps=m.eps))
+    add(
+        SumUse,
+        m.weight,
+        output=z,
+        layouts=_FREE,
+        scale=partial(F.layer_norm, x.detach(), m.normalized_shape, eps=m.eps),
+    )
     add(SumUse, m.bias, output=z, layouts=_FREE)
 
 
 def _rms_norm(m: nn.RMSNorm, x: Tensor, z: Tensor, add: Add) -> None:
-    add(SumUse, m.weight, output=z, layouts=_FREE, scale=F.rms_norm(x.detach(), m.normalized_shape, None, m.eps))
+    normal = partial(F.rms_norm, x.detach(), m.normalized_shape, None, m.eps)
+    add(SumUse, m.weight, output=z, layouts=_FREE, scale=normal)
 
 
 def _group_norm(m: nn.GroupNorm, x: Tensor, z: Tensor, add: Add) -> None:
-    normal = F.group_norm(x.detach(), m.num_groups, eps=m.eps)
+    normal = partial(F.group_norm, x.detach(), m.num_groups, eps=m.eps)
     add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=normal)
     add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
 
 
 def _batch_norm(m: nn.BatchNorm2d, x: Tensor, z: Tensor, add: Add) -> None:
     if m.running_mean is not None and m.running_var is not None:
-        normal = F.batch_norm(x.detach(), m.running_mean, m.running_var, eps=m.eps)
+        normal = partial(F.batch_norm, x.detach(), m.running_mean, m.running_var, eps=m.eps)
         add(SumUse, m.weight, output=z, layouts=_FIRST, channel=True, scale=normal)
         add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
 

@@ -1,7 +1,7 @@
 """Draws of the network's outputs: from weight draws, from activations, or from the linearised network."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,7 +14,7 @@ from torch.func import jvp, vmap
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning
 from bayesadam.likelihoods import Likelihood
-from bayesadam.predict.call import Call, batch_size, examples, repeated
+from bayesadam.predict.call import Call, batch_size, examples, in_tf32, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.plan import Plan, dense, recorded
@@ -59,30 +59,36 @@ def weight_draws(call: Call, draw: Draw, inputs: Any, n: int, *, activations: in
 
 
 def linearised_draws(
-    call: Call, params: Named, draw: Draw, inputs: Any, n: int, *, activations: int, budget: int
+    call: Call, params: Named, draw: Draw, inputs: Any, n: int, *, activations: int, kept: int, budget: int
 ) -> Tensor:
-    """f(x; μ) + J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...); any architecture."""
+    """J (θ − μ) for n draws of θ, by forward-mode products, (n, batch, ...); any architecture.
+
+    A GPU rounds the factors of float32 products to TF32. `kept` are the entries per example of all activations, which backward
+    passes keep where an operation has no forward mode.
+    """
     means = {name: tensor.detach() for name, tensor in params.items()}
-    at_a_time = _examples_at_a_time(inputs, 8 * activations, next(iter(means.values())), budget)
+    like = next(iter(means.values()))
+    at_a_time = _examples_at_a_time(inputs, 8 * activations, like, budget)
 
     def one_part(theta: dict[str, Tensor], part: Any) -> Tensor:
         tangent = {name: theta[name] - mean for name, mean in means.items()}
-        total: Tensor = sum(jvp(lambda p: call(p, part), (means,), (tangent,)))
-        return total
+        with in_tf32() if like.is_cuda else nullcontext():
+            product: Tensor = jvp(lambda p: call(p, part), (means,), (tangent,))[1]
+        return product
 
     def outputs(theta: dict[str, Tensor]) -> Tensor:
         return torch.cat([one_part(theta, part) for part in _parts(inputs, at_a_time)])
 
     def by_reverse(theta: dict[str, Tensor]) -> Tensor:
         found = []
-        for part in _parts(inputs, at_a_time):
+        for part in _parts(inputs, _examples_at_a_time(inputs, 8 * kept, like, budget)):
             one = _by_two_reverse_passes(call, means, theta, part)
             found.append(_by_single_gradients(call, means, theta, part) if one is None else one)
         return torch.cat(found)
 
     try:
         with torch.no_grad():
-            outputs(means)
+            one_part(means, examples(inputs, 0, 1))
     except (RuntimeError, NotImplementedError):
         # Some operation has no forward mode.
         with torch.no_grad():
@@ -111,7 +117,7 @@ def _by_two_reverse_passes(call: Call, means: Named, theta: Named, inputs: Any) 
     with torch.enable_grad():
         value = call(leaves, inputs)
         if not value.requires_grad:
-            return value
+            return torch.zeros_like(value)
         r = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
         u = torch.zeros_like(value, requires_grad=True)
 
@@ -130,7 +136,7 @@ def _by_two_reverse_passes(call: Call, means: Named, theta: Named, inputs: Any) 
     scale = r.norm() * product.norm() + expected.abs()
     if bool(((r * product).sum() - expected).abs() > 1e-3 * scale):
         return None
-    return value.detach() + product
+    return product
 
 
 def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Named, inputs: Any) -> Tensor:
@@ -142,7 +148,7 @@ def _by_single_gradients(call: Call, means: dict[str, Tensor], theta: Named, inp
         jacobian = one_jacobian(call, means, {}, example)
         away = {name: (theta[name] - mean).flatten() for name, mean in means.items()}
         products = [jacobian[name].unsqueeze(-1).flatten(1) @ step for name, step in away.items()]
-        rows.append(value + torch.stack(products).sum(dim=0).view_as(value))
+        rows.append(torch.stack(products).sum(dim=0).view_as(value))
     return torch.cat(rows)
 
 
@@ -187,7 +193,7 @@ def draws_activations(call: Call, plan: Plan, params: Named, inputs: Any) -> boo
     flat = all(
         isinstance(use, MatrixUse | SumUse)
         and use.rows is None
-        and use.output.dim() == 2
+        and len(use.output.shape) == 2
         and use.output.shape[0] == 2
         and not (isinstance(use, SumUse) and (use.channel or use.scale is not None))
         for use in uses

@@ -120,7 +120,7 @@ def epistemic_score(
         raise SettingError("a score takes at least one probe: probes=1, or 2 for its standard error")
     places = None
     if options.positions is not None and len(plan.shape) > 1:
-        places = chosen_places(options.positions, inputs, plan.shape)
+        places = chosen_places(options.positions, inputs, plan.shape).to(next(iter(params.values())).device)
     along = Probes(
         options.record,
         gaussian.noise_variance,
@@ -130,7 +130,16 @@ def epistemic_score(
         plan.shape,
         places,
     )
-    found = moments_of([gaussian], call, params, inputs, budget=options.memory_budget, along=along, plan=plan)
+    found = moments_of(
+        [gaussian],
+        call,
+        params,
+        inputs,
+        budget=options.memory_budget,
+        along=along,
+        plan=plan,
+        captured=options.captured,
+    )
     return Score.of(found.variance[0].T / 2)
 
 
@@ -168,21 +177,31 @@ def _exact(task: _Selection, inputs: Any, place: Tensor | None) -> _Found:
     known = task.plan if place is None else None
     budget = options.memory_budget
     found = moments_of(
-        gaussians, call, task.params, inputs, budget=budget, covariance=covariance, along=asked, plan=known
+        gaussians,
+        call,
+        task.params,
+        inputs,
+        budget=budget,
+        covariance=covariance,
+        along=asked,
+        plan=known,
+        captured=options.captured,
     )
     numbers, logits, k = found.numbers, found.mean, asked.k
     assert numbers is not None
     mean, noise = logits.gather(1, numbers), None
     if asked.is_combination:
-        u = asked(logits, 0)[0][:k]
+        u = asked.combinations(logits, 0)
         mean, noise = torch.einsum("kbc,bc->bk", u, logits), _noise_of(task, u)
     score = Score.of(found.variance[0][:, k + asked.rest :].T / 2) if asked.probes else None
     novel = _novel(task, found, mean, logits, numbers) if options.novelty else None
     block = None if found.covariance is None or not options.covariance else found.covariance[0][:, :k, :k]
     rest = found.variance[0][:, k] if asked.rest else None
     at_one = place is not None or task.call.at is not None
-    plan = f"linearised, exact: {asked.count} backward directions of {task.shape[-1]} outputs" + (
-        ", at one place of each example" if at_one else ""
+    plan = (
+        f"linearised, exact: {asked.count} backward directions of {task.shape[-1]} outputs"
+        + (", at one place of each example" if at_one else "")
+        + (", replayed from a CUDA graph" if found.replayed else "")
     )
     return _Found(logits, numbers, mean, found.variance[0][:, :k], block, None, rest, score, novel, plan, noise)
 
@@ -226,7 +245,8 @@ def _at_many_places(task: _Selection, inputs: Any, mask: Tensor, draw: Draw) -> 
     parts = [_exact(task, inputs, order[:, j]) for j in range(most)]
     keep = torch.arange(most, device=counts.device)[None] < counts[:, None]
     found = _stacked(parts).mapped(lambda t: t[keep.to(t.device)])
-    return replace(found, plan=f"{parts[0].plan.rsplit(',', 1)[0]}, at each of up to {most} places ({measured})")
+    each = f"linearised, exact: {task.asked.count} backward directions of {task.shape[-1]} outputs"
+    return replace(found, plan=f"{each}, at each of up to {most} places ({measured})")
 
 
 _measured: WeakKeyDictionary[nn.Module, dict[Any, tuple[float, float]]] = WeakKeyDictionary()
@@ -285,7 +305,8 @@ def _from_draws(task: _Selection, options: Options, draw: Draw, batch: int) -> _
             else (asked.outputs.repeat_interleave(per_place, dim=0))
         )
         asked = replace(asked, outputs=outputs)
-    u, numbers = replace(asked, probes=0)(logits, 0) if asked.is_combination else (None, asked.numbers(logits, 0))
+    u = asked.combinations(logits, 0) if asked.is_combination else None
+    numbers = asked.numbers(logits, 0) if u is None else logits.new_zeros(len(logits), 0, dtype=torch.int64)
     weights = rest_weights(logits, numbers) if asked.rest else None
     probs = (logits / temperature).softmax(dim=-1) if task.record.coupled else None
     kept, rest, scores, total = [], [], [], torch.zeros_like(logits)
