@@ -1,8 +1,10 @@
 """The command line: one line an error, the right exit code, and files that are whole or absent."""
 
+import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +16,11 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam import __version__
+from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
 from bayesadam.errors import FileError, SettingError
-from bayesadam.experiments import demo
+from bayesadam.experiments import demo, pruning, regression, report
 from bayesadam.experiments.run import Run
 from processes import PATIENCE, eventually
 
@@ -65,6 +67,174 @@ def test_help_names_the_commands_and_their_options(capsys):
 def test_an_unknown_command_is_refused(capsys):
     assert run("nonsense") == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+from bayesadam.__main__ import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code or 0
+print(code, sorted({"torch", "numpy", "matplotlib", "rich.console"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["inspect", "--help"], 0),
+        (["paper", "bandits", "--help"], 0),
+        (["data", "fetch", "--help"], 0),
+        (["nonsense"], 2),
+        (["paper", "regression", "--methods", "badam,luck"], 2),
+    ],
+    ids=str,
+)
+def test_help_and_errors_in_options_do_not_wait_for_torch(arguments, code):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == f"{code} []"
+
+
+def listed(text: str) -> list[str]:
+    """The commands in a help text, in order."""
+    return re.findall(r"^  ([a-z]+) +[A-Z]", text, flags=re.MULTILINE)
+
+
+def test_the_users_commands_come_first_and_the_papers_are_together(capsys):
+    assert run("--help") == 0
+    commands = listed(capsys.readouterr().out)
+    assert commands == ["inspect", "doctor", "prune", "sample", "merge", "export", "demo", "play", "paper", "data"]
+    assert run("paper", "--help") == 0
+    assert listed(capsys.readouterr().out) == ["regression", "pruning", "bandits", "report"]
+
+
+@pytest.mark.parametrize("name", ["regression", "pruning", "bandits", "report"])
+def test_the_short_names_go_on_working_with_a_hint(name, tmp_path, monkeypatch, capsys):
+    module = importlib.import_module(f"bayesadam.experiments.{name}")
+    calls = []
+    monkeypatch.setattr(module, f"run_{name}", lambda **given: calls.append(given))
+    given = [tmp_path] if name == "report" else ["--out", tmp_path]
+    given += ["--device", "cpu"] if name != "regression" else []
+    assert run("paper", name, *given) == 0
+    assert capsys.readouterr().err == ""
+    assert run(name, *given) == 0
+    assert f"`bayesadam paper {name}`" in capsys.readouterr().err
+    assert run(name, *given, "--quiet") == 0
+    assert capsys.readouterr().err == ""
+    one, other, quiet = calls
+    assert one == other == {**quiet, "quiet": False}
+    assert one["out"] == tmp_path
+
+
+def test_the_names_that_options_take_are_those_of_the_experiments():
+    # In the order of those who do the work.
+    for names, known in (
+        (cli.REGRESSION_METHODS, regression.TITLES),
+        (cli.PRUNING_METHODS, pruning.TITLES),
+        (cli.AGENTS, ba.bandits.AGENTS),
+        (cli.PROBLEMS, ba.bandits.PROBLEMS),
+        (cli.EXPERIMENTS, report.EXPERIMENTS),
+    ):
+        assert names == tuple(known)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "names"),
+    [
+        ("regression", "--methods", cli.REGRESSION_METHODS),
+        ("pruning", "--methods", cli.PRUNING_METHODS),
+        ("bandits", "--agents", cli.AGENTS),
+        ("bandits", "--problems", cli.PROBLEMS),
+    ],
+)
+def test_names_are_listed_in_help_and_in_the_error(command, option, names, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("paper", command, "--help") == 0
+    # Lines may break after a hyphen.
+    assert ",".join(names) in "".join(capsys.readouterr().out.split())
+    assert run("paper", command, option, f"{names[0]},luck") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bayesadam: {option} has no luck: choose from {', '.join(names)}")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("bayesadam ins", ["inspect"]),
+        ("bayesadam regr", []),
+        ("bayesadam paper b", ["bandits"]),
+        ("bayesadam prune --fra", ["--fraction"]),
+        ("bayesadam paper bandits --agents badam,gr", ["badam,greedy"]),
+        ("bayesadam paper bandits --problems s", ["statlog"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(words, expected):
+    position = {"_BAYESADAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bayesadam"],
+        env={**os.environ, **position, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.split() == expected
+
+
+# --- where results go -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters(), weight_decay=0.1, betas=(0.9, 0.99))
+    for _ in range(100):
+        adam.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        adam.step()
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "n_data": 4}, tmp_path / "last.pt")
+    return tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize(
+    ("command", "extra", "usual"),
+    [
+        ("prune", ["--fraction", 0.5], "pruned.pt"),
+        ("sample", [], "sample.safetensors"),
+        ("merge", ["{}"], "merged.safetensors"),
+        ("export", [], "posterior.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--out", "-o"])
+def test_out_is_a_folder_or_a_file_with_an_ending(command, extra, usual, flag, saved, tmp_path, monkeypatch, capsys):
+    given = [command, saved, *(str(each).format(saved) for each in extra), "-q"]
+    # A folder, made if absent; one that is there is a folder whatever its name; a file; and no word of it.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v1.2").mkdir()
+    named = f"net{Path(usual).suffix}"
+    for out, file, record in (
+        ("new/deep", f"new/deep/{usual}", "new/deep/metrics.json"),
+        ("v1.2", f"v1.2/{usual}", "v1.2/metrics.json"),
+        (f"files/{named}", f"files/{named}", "files/net.metrics.json"),
+        (None, f"out/{command}/{usual}", f"out/{command}/metrics.json"),
+    ):
+        assert run(*given, *([] if out is None else [flag, out])) == 0
+        assert capsys.readouterr().out.splitlines() == [file, record]
+        assert Path(file).stat().st_size
+        assert json.loads(Path(record).read_text())["command"] == command
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------
@@ -150,11 +320,11 @@ def test_every_option_that_an_error_names_is_there(command, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        (("regression",), "--methods"),
-        (("pruning",), "--methods"),
-        (("bandits",), "--agents"),
+        (("paper", "regression"), "--methods"),
+        (("paper", "pruning"), "--methods"),
+        (("paper", "bandits"), "--agents"),
         (("bandits",), "--problems"),
-        (("report", "folder"), "--only"),
+        (("paper", "report", "folder"), "--only"),
     ],
 )
 def test_a_list_that_names_nothing_is_refused(command, option, given, tmp_path, monkeypatch, capsys):

@@ -61,8 +61,19 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_library_needs_torch_numpy_and_safetensors_only():
     # A refusal that was caught counts too: what is optional is asked for when it is needed, not on import.
-    done = python("-c", BARE + "import bayesadam\nprint(bayesadam.__version__, refused)")
-    assert done.stdout == f"{__version__} []\n", done.stderr
+    done = python("-c", BARE + "from bayesadam import *\nprint(Posterior.__name__, refused)")
+    assert done.stdout == "Posterior []\n", done.stderr
+
+
+def test_torch_is_imported_with_the_first_name_and_not_before():
+    lines = (
+        "import sys, bayesadam",
+        "print('torch' in sys.modules)",
+        "bayesadam.Posterior",
+        "print('torch' in sys.modules)",
+    )
+    done = python("-c", "\n".join(lines))
+    assert done.stdout == "False\nTrue\n", done.stderr
 
 
 def test_the_refusal_above_is_real():
@@ -99,6 +110,13 @@ def test_no_public_name_is_a_function_and_a_module():
     for name in bayesadam.__all__:
         is_module = f"bayesadam.{name}" in public_modules()
         assert isinstance(getattr(bayesadam, name), ModuleType) == is_module, name
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'bayesadam' has no attribute 'Posteriour'"):
+        _ = bayesadam.Posteriour
+    assert not hasattr(bayesadam, "__wrapped__")
+    assert set(bayesadam.__all__) <= set(dir(bayesadam))
 
 
 def test_public_names_are_sorted_and_complete():
@@ -152,8 +170,8 @@ def test_extras_agree_with_the_packaging():
 # Lowest first; "" is the package's own __init__. A module may import from floors below its own, and from itself.
 FLOORS = (
     {"errors", "_version"},
-    {"_alone", "_extras", "_files", "_kinds", "_shards", "_warnings"},
-    {"_storage", "curvature", "data"},
+    {"_alone", "_extras", "_files", "_kinds", "_options", "_progress", "_shards", "_warnings"},
+    {"_plots", "_storage", "curvature", "data"},
     {"checkpoint", "structures"},
     {"likelihoods", "lora"},
     {"engine", "predict"},
@@ -163,6 +181,7 @@ FLOORS = (
     {"auditing", "calibration"},
     {"methods"},
     {"bandits", "sklearn", "trainers"},
+    {"_public"},
     {""},
     {"experiments", "play"},
     {"cli_data"},

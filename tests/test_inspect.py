@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from bayesadam import inspect
 from bayesadam.__main__ import main
 from bayesadam.checkpoint import CheckpointOptions, read_checkpoint
 from bayesadam.checkpoint.resolve import explain
-from bayesadam.errors import SettingError
+from bayesadam.errors import FileError, SettingError
 from bayesadam.experiments import inspection as command
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
 from cases import mlp, train
@@ -159,6 +161,96 @@ def test_it_prints_as_a_table(path: Path) -> None:
     assert len({len(line) for line in (heading, row, total)}) == 1
 
 
+def test_the_columns_are_explained(path: Path) -> None:
+    known, unknown = inspect_checkpoint(path, n_data=500, snr=2.0), inspect_checkpoint(path)
+    for found in (known, unknown):
+        for heading in ("v = 0:", "5 %, median, 95 %:"):
+            assert heading in str(found)
+    assert "\n< 2: the share of weights with |μ|/σ below that" in str(known)
+    assert "\n<" not in str(unknown)
+
+
+# --- saved posteriors -----------------------------------------------------------------------------------------------
+
+
+def agrees(found: inspect.Inspection, expected: Mapping[str, torch.Tensor]) -> None:
+    assert [row.name for row in found.parameters] == list(expected)
+    for row in found.parameters:
+        values = expected[row.name].double()
+        levels = torch.quantile(values, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
+        torch.testing.assert_close(torch.tensor(row.quantiles, dtype=torch.float64), levels, rtol=1e-5, atol=1e-9)
+        assert row.shape == tuple(values.shape)
+        assert row.below == (int((values < 1.0).sum()) if found.has_weights else None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scale": 0.25, "prior_precision": 3.0},
+        {"power": 1.0, "batch_size": 8, "form": "likelihood"},
+        {"prior_precision": {f"{layer}.{kind}": 1.0 + layer for layer in (0, 2, 4) for kind in ("weight", "bias")}},
+    ],
+    ids=str,
+)
+def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_path: Path, changes: Any) -> None:
+    posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500).replace(**changes)
+    posterior.save(tmp_path / "p.safetensors")
+    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    assert (found.n_data, found.threshold, found.has_weights, found.optimizer) == (500, 1.0, True, "AdamW")
+    agrees(found, posterior.snr())
+    assert found.dead == 20
+    assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
+    assert {"few-steps", "zero-curvature"} <= set(found.diagnosis.codes())
+    # Another N than the file's.
+    agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
+
+
+def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, tmp_path: Path) -> None:
+    posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500)
+    posterior.save(tmp_path / "p.safetensors", weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ba.export_checkpoint(path, tmp_path / "e.safetensors", 500)
+    for file in ("p.safetensors", "e.safetensors"):
+        found = inspect_checkpoint(tmp_path / file)
+        assert (found.has_weights, found.quantity, found.threshold) == (False, "σ", None)
+        agrees(found, posterior.stddev)
+        assert found.dead == 20
+        assert "--optimizer-file" in found.scale_note
+        written = found.to_dict()["parameters"]["2.weight"]
+        assert "snr_q50" not in written
+        assert written["std_q50"] == pytest.approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "low-rank+diagonal"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_richer_structures_the_marginals_are_told(structure: str, weights: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp(3, 4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=30)
+    train(model, optimizer, steps=40)
+    given: Any = {"n_data": 200, "structure": structure, "prior_precision": 2.0, "recorder": recorder}
+    posterior = ba.Posterior.from_optimizer(model, optimizer, **given)
+    posterior.save(tmp_path / "p.safetensors", weights=weights)
+    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    agrees(found, posterior.snr() if weights else posterior.stddev)
+    assert structure in found.scale_note
+
+
+def test_a_prior_for_each_weight_and_a_mixture(trained_pair: Any, tmp_path: Path) -> None:
+    posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500)
+    posterior = posterior.replace(prior_precision={n: 1 + t.abs() for n, t in posterior.mode.items()})
+    posterior.save(tmp_path / "p.safetensors")
+    found = inspect_checkpoint(tmp_path / "p.safetensors")
+    agrees(found, posterior.snr())
+    assert "δ = one for each weight" in found.scale_note
+    ba.Mixture([posterior, posterior]).save(tmp_path / "m.safetensors")
+    with pytest.raises(FileError, match="a mixture of posteriors"):
+        inspect_checkpoint(tmp_path / "m.safetensors")
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +268,68 @@ def test_the_command_writes_a_picture_and_metrics(path: Path, tmp_path: Path, ca
     found = inspect_checkpoint(path, n_data=500)
     assert metrics["results"]["dead"] == 20
     assert metrics["results"]["parameters"]["2.bias"]["snr_q50"] == found.parameters[3].snr_q50
+
+
+def test_nothing_is_written_unless_it_is_asked_for(path: Path, monkeypatch: Any, capsys: Any) -> None:
+    here = path.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert run("inspect", path, "--n-data", 500) == 0
+    printed = capsys.readouterr().out
+    assert list(here.iterdir()) == []
+    assert "0.weight" in printed
+    # The columns are explained below the table.
+    assert printed.index("5 %, median, 95 %:") > printed.index("total")
+    assert run("inspect", path, "--json", "-q") == 0
+    assert json.loads(capsys.readouterr().out)["dead"] == 20
+    assert list(here.iterdir()) == []
+
+
+def test_plot_draws_to_a_file_that_is_told(path: Path, monkeypatch: Any, capsys: Any) -> None:
+    here = path.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert run("inspect", path, "--plot", "-q") == 0
+    assert capsys.readouterr().out == "c-snr.png\n"
+    assert run("inspect", path, "--plot", "-q", "--out", "layers.png") == 0
+    assert capsys.readouterr().out.splitlines() == ["layers.png", "layers.metrics.json"]
+    for name in ("c-snr.png", "layers.png"):
+        assert (here / name).read_bytes().startswith(b"\x89PNG")
+    assert run("inspect", path, "--out", "layers.svg") == 2
+    assert "a file that ends in .png" in capsys.readouterr().err
+
+
+def test_the_picture_has_the_medians_of_the_table(path: Path) -> None:
+    found = inspect_checkpoint(path, n_data=500)
+    drawn = [line.get_xdata() for line in command.picture(found).axes[0].lines if len(line.get_ydata()) == 2]
+    medians = [float(x[0]) for x in drawn if len(x) == 2 and x[0] == x[1]]
+    assert medians[: len(found.parameters)] == [row.snr_q50 for row in found.parameters]
+
+
+def test_the_doctor_is_a_command(path: Path, tmp_path: Path, trained_pair: Any, capsys: Any) -> None:
+    model, optimizer = trained_pair
+    live = ba.doctor(model, optimizer, n_data=500)
+    assert run("doctor", path, "--n-data", 500, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["code"], each["message"]) for each in found["findings"]] == [
+        (each.code, each.message) for each in live.findings
+    ]
+    assert found["healthy"] is False
+    assert run("doctor", path, "--out", tmp_path / "out") == 0
+    assert "zero-curvature" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["summary"] == found["summary"]
+
+
+def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
+    trained_pair: Any, tmp_path: Path, capsys: Any
+) -> None:
+    torch.save(trained_pair[0].state_dict(), tmp_path / "w.pt")
+    assert run("doctor", tmp_path / "w.pt") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "✗ unreadable" in told
+    assert "--optimizer-file" in told
+    assert run("doctor", tmp_path / "nowhere.pt") == 2
+    assert capsys.readouterr().err.startswith("bayesadam: no file at")
 
 
 def test_quiet_prints_the_paths_alone(path: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,120 +1,24 @@
 """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
 
-from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
-from bayesadam._version import __version__
-from bayesadam.anchoring import Anchor, anchor
-from bayesadam.auditing import Audit, Suspect, audit
-from bayesadam.calibration import calibrate, log_marginal_likelihood
-from bayesadam.curvature.recorder import Recorder
-from bayesadam.diagnosis import Diagnosis, Finding, doctor
-from bayesadam.errors import (
-    BayesAdamError,
-    BayesAdamWarning,
-    CalibrationError,
-    CollapsedPredictionWarning,
-    DataError,
-    DivergedError,
-    FileError,
-    ImproperError,
-    MatchError,
-    MemoryBudgetError,
-    MissingExtraError,
-    MissingFileError,
-    NoPosteriorWarning,
-    OverlapWarning,
-    SettingError,
-    StateError,
-    StructureWarning,
-    UnusedPosteriorWarning,
-)
-from bayesadam.inspect import inspect_checkpoint
-from bayesadam.lora import LoraPrior
-from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
-from bayesadam.optim import Badam
-from bayesadam.posterior import Mixture, Posterior
-from bayesadam.predict import Predictive, Top
-from bayesadam.pruning import (
-    PruningReport,
-    from_torch_prune,
-    keep_pruned,
-    load_masks,
-    neuron_masks,
-    path_scores,
-    prune,
-    prune_checkpoint,
-    pruning_masks,
-    pruning_report,
-    save_masks,
-    shrink,
-    to_torch_prune,
-)
-from bayesadam.publish import export_checkpoint
-from bayesadam.sample import sample_checkpoint
-from bayesadam.sparse_tuning import tune_only, tuning_masks
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Anchor",
-    "Audit",
-    "Badam",
-    "BayesAdamError",
-    "BayesAdamWarning",
-    "CalibrationError",
-    "CollapsedPredictionWarning",
-    "DataError",
-    "Diagnosis",
-    "DivergedError",
-    "FileError",
-    "Finding",
-    "ImproperError",
-    "LoraPrior",
-    "MatchError",
-    "MemoryBudgetError",
-    "MergeReport",
-    "MissingExtraError",
-    "MissingFileError",
-    "Mixture",
-    "NoPosteriorWarning",
-    "OverlapWarning",
-    "Posterior",
-    "Predictive",
-    "PruningReport",
-    "Recorder",
-    "SettingError",
-    "StateError",
-    "StructureWarning",
-    "Suspect",
-    "Top",
-    "UnusedPosteriorWarning",
-    "__version__",
-    "anchor",
-    "audit",
-    "bandits",
-    "calibrate",
-    "checkpoint",
-    "curvature",
-    "doctor",
-    "export_checkpoint",
-    "from_torch_prune",
-    "inspect_checkpoint",
-    "keep_pruned",
-    "load_masks",
-    "log_marginal_likelihood",
-    "merge",
-    "merge_checkpoints",
-    "methods",
-    "neuron_masks",
-    "optim",
-    "path_scores",
-    "prune",
-    "prune_checkpoint",
-    "pruning_masks",
-    "pruning_report",
-    "sample_checkpoint",
-    "save_masks",
-    "scores",
-    "shrink",
-    "similarity",
-    "to_torch_prune",
-    "tune_only",
-    "tuning_masks",
-]
+from bayesadam._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from bayesadam._public import *  # noqa: F403
+else:
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    def __getattr__(name: str) -> Any:
+        """A module of this package, or a public name: torch is imported with the first of them and not before."""
+        if not name.startswith("__") and find_spec(f"bayesadam.{name}") is not None:
+            return import_module(f"bayesadam.{name}")
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("bayesadam._public")
+            if name == "__all__" or name in public.__all__:
+                return globals().setdefault(name, getattr(public, name))
+        raise AttributeError(f"module 'bayesadam' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module("bayesadam._public").__all__})

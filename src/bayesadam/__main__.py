@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,24 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from bayesadam._extras import require
+from bayesadam._options import in_options
 from bayesadam.errors import BayesAdamError, BayesAdamWarning
-
-# Keywords in error messages, and the options of the command line for them.
-_OPTIONS = {
-    "n_data=": "--n-data",
-    "batch_size=": "--batch-size",
-    "base=": "--base",
-    "method=": "--method",
-    "weights=": "--weight",
-    "prior_precision=": "--prior-precision",
-    "exclude=": "--exclude",
-    "optimizer=": "--optimizer",
-    "optimizer_path=": "--optimizer-file",
-    "optimizer_key=": "--optimizer-key",
-    "weights_key=": "--weights-key",
-    "groups_in_order=True": "--groups-in-order",
-    "param_names=[...]": "param_names=[...] in Python",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require("bayesadam.cli").app(arguments, prog_name="bayesadam")
     except BayesAdamError as error:
         # A list of what to choose from has an indented line for each.
-        message = "\n  ".join(" ".join(line.split()) for line in _in_options(str(error)).split("\n  "))
+        message = "\n  ".join(" ".join(line.split()) for line in in_options(str(error)).split("\n  "))
         print("bayesadam:", message, file=sys.stderr)
         if "--json" in (sys.argv if arguments is None else arguments):
             print(json.dumps({"error": message}, ensure_ascii=False))
@@ -65,28 +48,13 @@ def _plain_warnings() -> Iterator[None]:
     def plain(message: Any, category: type[Warning], *place: Any, **others: Any) -> str:
         if not issubclass(category, BayesAdamWarning):
             return usual(message, category, *place, **others)
-        return f"bayesadam: warning: {_in_options(str(message))}\n"
+        return f"bayesadam: warning: {in_options(str(message))}\n"
 
     warnings.formatwarning = plain
     try:
         yield
     finally:
         warnings.formatwarning = usual
-
-
-def _in_options(message: str) -> str:
-    """An error's message with the library's keywords as options.
-
-    >>> _in_options("pass n_data=, or say which with weights_key='ema'")
-    "pass --n-data, or say which with --weights-key 'ema'"
-    >>> _in_options("weights_key='a,b', optimizer_key='o'")
-    "--weights-key 'a,b' --optimizer-key 'o'"
-    """
-    for keyword, option in _OPTIONS.items():
-        spaced = re.sub(rf"(?<!\w){re.escape(keyword)}(?=['\"])", f"{option} ", message)
-        message = re.sub(rf"(?<!\w){re.escape(keyword)}", option, spaced)
-    # Options that are given together, as on a command line.
-    return re.sub(r"', (?=--)", "' ", message)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""The command line. A command parses its options here and does its work in `bayesadam.experiments`."""
+"""The command line. A command parses its options here and does its work in `bayesadam.experiments`.
+
+Nothing here imports torch before a command has begun, so that help, errors in options and completion are immediate.
+"""
 
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +16,39 @@ from typer.core import TyperGroup
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
-from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.cli_data import app as data_app
 from bayesadam.errors import SettingError
 
+# The names that options take. Those who do the work have them too, and a test holds both together.
+REGRESSION_METHODS = (
+    *("gp", "badam", "mc-dropout", "bbb", "vadam"),
+    *("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble"),
+)
+PRUNING_METHODS = ("badam", "mc-dropout", "bbb", "vadam", "swag", "ivon", "laplace-diagonal")
+PROBLEMS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census", "wheel")
+AGENTS = (
+    *("hybrid", "badam", "badam-map", "mc-dropout", "bbb", "vadam", "greedy", "uniform"),
+    *("epsilon-greedy", "ivon", "neural-linear", "linear", "bootstrap"),
+)
+EXPERIMENTS = ("regression", "pruning", "bandits")
+
+_FILES = "On a file of yours (no model and no data needed)"
+_LOOK = "To look at"
+_PAPER = "The paper's experiments, and data"
+
 
 class _Group(TyperGroup):
-    """Ends Ctrl-C in one line and exit code 130; typer's own handling differs between its versions."""
+    """Lists its commands panel by panel, and ends Ctrl-C in one line and exit code 130, which differs in typer's versions."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                panels.setdefault(panel, []).append((name, command.get_short_help_str(formatter.width)))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -28,22 +58,49 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    name="bayesadam",
-    cls=_Group,
-    no_args_is_help=True,
-    # An error of ours is one line, printed by `main`; any other is a bug, whose plain traceback belongs in a report.
-    pretty_exceptions_enable=False,
-)
+# Plain help: rich's would take longer to import than all else. An error of ours is one line, printed by `main`; any other is
+# a bug, whose plain traceback belongs in a report.
+_LOOKS: Any = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"max_content_width": 120},
+}
 
-app.add_typer(data_app, name="data")
+app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
+paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
+app.add_typer(paper, rich_help_panel=_PAPER)
+app.add_typer(data_app, name="data", rich_help_panel=_PAPER)
+
+
+def _among(names: Sequence[str]) -> Any:
+    """Completes a list of names, the last of which is being typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        given = before.split(",")
+        found = [before + comma + name for name in names if name not in given]
+        return [text for text in found if text.startswith(incomplete)]
+
+    return complete
+
+
+def _list_of(what: str, names: Sequence[str], default: str) -> Any:
+    listed = ", ".join(names)
+    return Option(help=f"{what}, separated by commas: {listed}. By default {default}.", autocompletion=_among(names))
+
 
 Seed = Annotated[int, Option(help="Fixes every random number: same seed, same results.")]
-Out = Annotated[Path, Option(help="The folder to write to; made if absent.")]
+Out = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the results go: a folder, made if absent.")]
+OutFile = Annotated[
+    Path,
+    Option(
+        "--out", "-o", metavar="PATH", help="Where the result goes: a folder, or a file's name, which has an ending."
+    ),
+]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
 Device = Annotated[str, Option(help="cpu or cuda; by default cuda where there is one.")]
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
-Methods = Annotated[str | None, Option(help="Which methods, separated by commas; all by default.")]
 Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
 _OptimizerFile = Option(help="The optimiser's state, where it has a file of its own.")
 _InOrder = Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
@@ -61,8 +118,10 @@ def _checkpoint_options(
     groups_in_order: Annotated[bool, _InOrder] = False,
     weights_key: Annotated[list[str] | None, _WeightsKey] = None,
     optimizer_key: Annotated[str | None, _OptimizerKey] = None,
-) -> CheckpointOptions:
+) -> Any:
     """The options of every command that reads a checkpoint."""
+    from bayesadam.checkpoint import CheckpointOptions
+
     weights = ",".join(weights_key) if weights_key else None
     return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights, optimizer_key)
 
@@ -92,12 +151,22 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _chosen(**options: str | None) -> dict[str, Any]:
-    """The names given to each option, without the options that were left out, which stand for their defaults."""
-    found = {option: _names(text) for option, text in options.items() if text is not None}
-    for option in (option for option, names in found.items() if not names):
-        raise SettingError(f"--{option} names nothing: leave it out for the default, or give names separated by commas")
-    return found
+def _chosen(option: str, text: str | None, known: Sequence[str]) -> dict[str, Any]:
+    """The names given to an option, by its own; nothing where it was left out, which stands for its default."""
+    if text is None:
+        return {}
+    names = _names(text)
+    # A wheel has its δ after a colon.
+    unknown = [name for name in names if name.partition(":")[0] not in known]
+    if not names:
+        raise SettingError(
+            f"--{option} names nothing: leave it out for the default, or give some of {', '.join(known)}, separated by commas"
+        )
+    if unknown:
+        raise SettingError(
+            f"--{option} has no {', '.join(unknown)}: choose from {', '.join(known)}, separated by commas"
+        )
+    return {option: names}
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
@@ -137,129 +206,93 @@ _Version = Option("--version", callback=_print_version, is_eager=True, help="Pri
 
 @app.callback()
 def bayesadam(version: Annotated[bool, _Version] = False) -> None:
-    """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it."""
+    """A Gaussian posterior over a network's weights, read off the adaptive optimiser that trained it.
+
+    --help after a command lists its options; --install-completion makes the shell complete commands, options and names.
+    """
 
 
-@app.command()
-def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> None:
-    """Train a small network with AdamW, read its posterior, calibrate, predict, prune: one picture, one table."""
-    # Before any training, so that a missing package costs no time.
-    require("matplotlib")
-    from bayesadam.experiments.demo import run_demo
+_NData = Option(help="Training examples; without them only the order of the signal-to-noise ratios means something.")
+_Json = Option("--json", help='Print what was found, or {"error": …}, as one JSON object and nothing else.')
+_Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
+_Plot = Option("--plot", help="Draw the ratios parameter by parameter: to --out, or to NAME-snr.png here.")
+_MayWrite = Option(
+    "--out",
+    "-o",
+    metavar="PATH",
+    help="Write metrics.json and the picture to this folder, or the picture to this .png; without it nothing is written.",
+)
+_Record = Option("--out", "-o", metavar="DIR", help="Write metrics.json to this folder; without it nothing is written.")
 
-    run_demo(seed=seed, out=out, quiet=quiet)
 
-
-@app.command()
-def regression(
-    methods: Methods = None,
-    epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
-    seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
-    gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
-    quick: Annotated[bool, Option("--quick", help="Two seeds and 500 epochs.")] = False,
-    jobs: Jobs = 2,
+@app.command(rich_help_panel=_FILES)
+@_reads_checkpoint
+def inspect(
+    checkpoint: Checkpoint,
+    n_data: Annotated[float | None, _NData] = None,
+    snr: Annotated[float | None, Option(min=0, help="Count weights below this; 1 where N is known.")] = None,
+    plot: Annotated[bool, _Plot] = False,
+    as_json: Annotated[bool, _Json] = False,
+    why: Annotated[bool, _Why] = False,
     seed: Seed = 0,
-    out: Out = Path("out/regression"),
+    out: Annotated[Path | None, _MayWrite] = None,
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Figure 1: the paper's toy regression with every method."""
+    """Signal-to-noise ratio and dead weights, layer by layer.
+
+    CHECKPOINT is what a trainer saved, or a posterior of ours: what Posterior.save or `bayesadam export` wrote.
+    """
     require("matplotlib")
-    from bayesadam.experiments.regression import RegressionSettings, run_regression
+    from bayesadam.experiments.inspection import run_inspect
 
-    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **_chosen(methods=methods))
-    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
+    settings: Any = {"plot": plot, "json": as_json, "why": why, "n_data": n_data, "snr": snr}
+    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, **settings)
 
 
-@app.command()
-def pruning(
-    data: Annotated[str, Option(help="mnist, fashion-mnist or digits.")] = "mnist",
-    methods: Methods = None,
-    epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
-    seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
-    activation: Annotated[str, Option(help="relu or sigmoid.")] = "relu",
-    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
-    device: Device = "",
-    jobs: Jobs = 2,
-    seed: Seed = 0,
-    out: Out = Path("out/pruning"),
+@app.command(rich_help_panel=_FILES)
+@_reads_checkpoint
+def doctor(
+    checkpoint: Checkpoint,
+    n_data: Annotated[
+        float | None, Option(help="Training examples: the prior that weight decay implies needs them.")
+    ] = None,
+    as_json: Annotated[bool, _Json] = False,
+    out: Annotated[Path | None, _Record] = None,
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Figure 2: accuracy after pruning by signal-to-noise ratio, with every method."""
+    """What is wrong or notable about a saved optimiser state.
+
+    To know before a posterior is trusted. Ends with code 1 where none can be read.
+    """
     require("matplotlib")
-    from bayesadam.experiments import pruning as experiment
+    from bayesadam.experiments.inspection import run_doctor
 
-    where = _device(device)
-    asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs}
-    own: Any = {} if sparse else {"activation": activation, **_chosen(methods=methods)}
-    settings = experiment.SparseSettings(**asked) if sparse else experiment.PruningSettings(**asked, **own)
-    shared: Any = {"device": where, "jobs": jobs if where == "cpu" else 1}
-    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, **shared)
+    if not run_doctor(out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, json=as_json):
+        raise typer.Exit(1)
 
 
-_Set = Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable.")
-
-
-@app.command()
-def bandits(
-    problems: Annotated[str | None, Option(help="Which problems, separated by commas; the paper's by default.")] = None,
-    agents: Annotated[str | None, Option(help="Which agents, separated by commas; the paper's by default.")] = None,
-    runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
-    rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
-    settings: Annotated[str, Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
-    change: Annotated[list[str] | None, _Set] = None,
-    engine: Annotated[str, Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
-    device: Device = "",
-    seed: Seed = 0,
-    out: Out = Path("out/bandits"),
-    quiet: Quiet = False,
-) -> None:
-    """Table 1: Thompson sampling on the bandit problems with every agent."""
-    require("matplotlib")
-    from bayesadam.experiments.bandits import BanditSettings, run_bandits
-
-    chosen = _chosen(problems=problems, agents=agents)
-    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []), **chosen)
-    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
-
-
-_Quick = Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine.")
-_Only = Option(help="What to run where missing: regression, pruning, bandits; all by default.")
-
-
-@app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
-    quick: Annotated[bool, _Quick] = False,
-    only: Annotated[str | None, _Only] = None,
-    settings: Annotated[str, Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
-    device: Device = "",
-    jobs: Jobs = 2,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Figure 1, Figure 2 and Table 1 on one HTML page: runs in DIR are taken as they are, missing ones are run."""
-    require("matplotlib")
-    require("jinja2")
-    from bayesadam.experiments.report import ReportSettings, run_report
-
-    asked = ReportSettings(quick=quick, settings=settings or None, **_chosen(only=only))
-    run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
-
-
-@app.command()
+@app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
-    out: Annotated[Path, Option("--out", "-o", help="The file to write; .safetensors for the weights alone.")],
-    options: CheckpointOptions,
     ranking: Annotated[str, Option(help="snr, magnitude or saliency.")] = "snr",
     scope: Annotated[str, Option(help="global, or layer for the same share of each parameter.")] = "global",
     exclude: Annotated[str, Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
     seed: Seed = 0,
+    out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Prune a saved network by its optimiser's state, without the model and without data."""
+    """Set a share of the weights to zero, lowest ratio first.
+
+    All else in the file stays as it was; without --out it goes to out/prune/pruned.*.
+    """
     from bayesadam.experiments.saved_file import run_prune
 
     settings: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _names(exclude)}
@@ -269,45 +302,26 @@ def prune(
 _Prior = Option(min=0, help="Of the prior; N × the weight decay by default.")
 
 
-@app.command()
+@app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def sample(
     checkpoint: Checkpoint,
-    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
-    options: CheckpointOptions,
     n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
     prior_precision: Annotated[float | None, _Prior] = None,
     seed: Seed = 0,
+    out: OutFile = Path("out/sample"),
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Draw weights from the posterior of a saved network, tensor by tensor, without the model and without data."""
+    """Draw the weights from their posterior.
+
+    Tensor by tensor, as a safetensors file; without --out it is out/sample/sample.safetensors.
+    """
     from bayesadam.experiments.saved_file import run_sample
 
     settings: Any = {"n_data": n_data, "prior_precision": prior_precision}
     run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
-
-
-_Compress = Option(help="8bit, a quarter of the bytes; factored, next to none and much coarser; float32 if absent.")
-
-
-@app.command()
-@_reads_checkpoint
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write, to lie beside the weights.")],
-    options: CheckpointOptions,
-    n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
-    batch_size: Annotated[int | None, Option(min=1, help="Examples behind one gradient.")] = None,
-    compress: Annotated[str | None, _Compress] = None,
-    structure: Annotated[str, Option(help="diagonal, or kronecker for a SOAP's state.")] = "diagonal",
-    seed: Seed = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Write the posterior of a saved network as a small file to publish beside its weights, without the model and data."""
-    from bayesadam.experiments.saved_file import run_export
-
-    settings: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
-    run_export(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
 _Base = Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights alone.")
@@ -320,57 +334,196 @@ _Merged = typer.Argument(
 )
 
 
-@app.command()
+@app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def merge(
     checkpoints: Annotated[list[Path], _Merged],
-    out: Annotated[Path, Option("--out", "-o", help="The safetensors file to write.")],
-    options: CheckpointOptions,
     base: Annotated[Path | None, _Base] = None,
     method: Annotated[str | None, _Method] = None,
     weight: Annotated[list[float] | None, _Count] = None,
+    out: OutFile = Path("out/merge"),
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Make one network of several that were fine-tuned from one start, without the model and without data."""
+    """Make one network of several fine-tuned from one start.
+
+    Weighted by their second moments, as a safetensors file; without --out it is out/merge/merged.safetensors.
+    """
     from bayesadam.experiments.merging import run_merge
 
     settings: Any = {"base": base, "method": method, "weights": weight or None}
     run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **settings)
 
 
-_NData = Option(help="Training examples; without them only the order of SNR means something.")
-_Json = Option("--json", help='Print the inspection, or {"error": …}, as one JSON object and nothing else.')
-_Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
+_Compress = Option(help="8bit, a quarter of the bytes; factored, next to none and much coarser; float32 if absent.")
 
 
-@app.command()
+@app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
-def inspect(
+def export(
     checkpoint: Checkpoint,
-    options: CheckpointOptions,
-    n_data: Annotated[float | None, _NData] = None,
-    snr: Annotated[float | None, Option(min=0, help="Count weights below this; 1 where N is known.")] = None,
-    as_json: Annotated[bool, _Json] = False,
-    why: Annotated[bool, _Why] = False,
+    n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Examples behind one gradient.")] = None,
+    compress: Annotated[str | None, _Compress] = None,
+    structure: Annotated[str, Option(help="diagonal, or kronecker for a SOAP's state.")] = "diagonal",
     seed: Seed = 0,
-    out: Out = Path("out/inspect"),
+    out: OutFile = Path("out/export"),
     quiet: Quiet = False,
+    *,
+    options: Any,
 ) -> None:
-    """Report what a saved optimiser state says about the weights, without the model and without data."""
+    """Write the posterior as a small file to publish beside the weights.
+
+    Without --out it is out/export/posterior.safetensors.
+    """
+    from bayesadam.experiments.saved_file import run_export
+
+    settings: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
+    run_export(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
+
+
+@app.command(rich_help_panel=_LOOK)
+def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> None:
+    """Train a small network, read its posterior, calibrate, predict, prune.
+
+    In ten seconds, on embedded data: one picture, one table.
+    """
+    # Before any training, so that a missing package costs no time.
     require("matplotlib")
-    from bayesadam.experiments.inspection import run_inspect
+    from bayesadam.experiments.demo import run_demo
 
-    settings: Any = {"json": as_json, "why": why, "n_data": n_data, "snr": snr}
-    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, **settings)
+    run_demo(seed=seed, out=out, quiet=quiet)
 
 
-@app.command()
+@app.command(rich_help_panel=_LOOK)
 def play(
     port: Annotated[int, Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")] = 8765,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Show the page in a browser.")] = True,
     quiet: Quiet = False,
 ) -> None:
-    """A page on this machine: click data onto a plane and watch the bands of five methods change."""
+    """Click data onto a plane and watch the methods' bands change.
+
+    A page on this machine, served to it alone.
+    """
     from bayesadam.play.server import run_play
 
     run_play(port=port, open_browser=open_browser, quiet=quiet)
+
+
+def _of_the_paper(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of `bayesadam paper`, which still runs without that word, hidden and with a hint."""
+
+    @wraps(command)
+    def hinting(**given: Any) -> None:
+        command(**given)
+        if not given["quiet"]:
+            name = command.__name__
+            typer.echo(f"bayesadam: {name} is now `bayesadam paper {name}`; the short name goes on working", err=True)
+
+    app.command(hidden=True)(hinting)
+    paper.command()(command)
+    return command
+
+
+@_of_the_paper
+def regression(
+    methods: Annotated[str | None, _list_of("Which methods", REGRESSION_METHODS, "all")] = None,
+    epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
+    seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
+    gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Two seeds and 500 epochs.")] = False,
+    jobs: Jobs = 2,
+    seed: Seed = 0,
+    out: Out = Path("out/regression"),
+    quiet: Quiet = False,
+) -> None:
+    """Figure 1: the paper's toy regression with every method."""
+    chosen = _chosen("methods", methods, REGRESSION_METHODS)
+    require("matplotlib")
+    from bayesadam.experiments.regression import RegressionSettings, run_regression
+
+    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **chosen)
+    run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
+
+
+@_of_the_paper
+def pruning(
+    data: Annotated[str, Option(help="mnist, fashion-mnist or digits.")] = "mnist",
+    methods: Annotated[str | None, _list_of("Which methods", PRUNING_METHODS, "all")] = None,
+    epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
+    seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
+    activation: Annotated[str, Option(help="relu or sigmoid.")] = "relu",
+    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
+    device: Device = "",
+    jobs: Jobs = 2,
+    seed: Seed = 0,
+    out: Out = Path("out/pruning"),
+    quiet: Quiet = False,
+) -> None:
+    """Figure 2: accuracy after pruning, with every method."""
+    chosen = _chosen("methods", methods, PRUNING_METHODS)
+    require("matplotlib")
+    from bayesadam.experiments import pruning as experiment
+
+    where = _device(device)
+    asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs}
+    own: Any = {} if sparse else {"activation": activation, **chosen}
+    settings = experiment.SparseSettings(**asked) if sparse else experiment.PruningSettings(**asked, **own)
+    shared: Any = {"device": where, "jobs": jobs if where == "cpu" else 1}
+    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, **shared)
+
+
+_Problems = _list_of("Which problems (wheel:0.95 is the wheel with δ = 0.95)", PROBLEMS, "the paper's")
+_Set = Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable.")
+
+
+@_of_the_paper
+def bandits(
+    problems: Annotated[str | None, _Problems] = None,
+    agents: Annotated[str | None, _list_of("Which agents", AGENTS, "the paper's")] = None,
+    runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
+    rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
+    settings: Annotated[str, Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
+    change: Annotated[list[str] | None, _Set] = None,
+    engine: Annotated[str, Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
+    device: Device = "",
+    seed: Seed = 0,
+    out: Out = Path("out/bandits"),
+    quiet: Quiet = False,
+) -> None:
+    """Table 1: Thompson sampling on the bandit problems."""
+    chosen = _chosen("problems", problems, PROBLEMS) | _chosen("agents", agents, AGENTS)
+    require("matplotlib")
+    from bayesadam.experiments.bandits import BanditSettings, run_bandits
+
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []), **chosen)
+    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
+
+
+_Quick = Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine.")
+_Only = _list_of("What to run where missing", EXPERIMENTS, "all")
+
+
+@_of_the_paper
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
+    quick: Annotated[bool, _Quick] = False,
+    only: Annotated[str | None, _Only] = None,
+    settings: Annotated[str, Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
+    device: Device = "",
+    jobs: Jobs = 2,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Figure 1, Figure 2 and Table 1 on one HTML page.
+
+    Runs in DIR are taken as they are, missing ones are run.
+    """
+    chosen = _chosen("only", only, EXPERIMENTS)
+    require("matplotlib")
+    require("jinja2")
+    from bayesadam.experiments.report import ReportSettings, run_report
+
+    asked = ReportSettings(quick=quick, settings=settings or None, **chosen)
+    run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)

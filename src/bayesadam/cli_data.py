@@ -1,27 +1,36 @@
 """`bayesadam data`: which data sets there are, where they are, and whether they are whole."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bayesadam.data import DataSet, data_set, data_sets, fetch, find, verify
-from bayesadam.data.fetching import CACHE_VARIABLE, DATA_VARIABLE, FileCheck, cache_folder, data_folder
 from bayesadam.errors import BayesAdamError
+
+# Numbers and tensors are imported by a command that has begun, and not for its help.
+if TYPE_CHECKING:
+    from bayesadam.data import DataSet, FileCheck
 
 app = typer.Typer(
     name="data",
-    help="Data sets: list them, fetch them, verify their checksums.",
+    help="The data sets of the paper: list them, fetch them, verify their checksums.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
+_Folder = typer.Option("--out", "-o", metavar="DIR", help="A folder to bring them to, for use as BAYESADAM_DATA.")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one per line.")]
 
 
 @app.command("list")
 def list_() -> None:
     """Show every data set, and where it was found."""
+    from bayesadam.data import data_sets
+    from bayesadam.data.fetching import CACHE_VARIABLE, DATA_VARIABLE, cache_folder, data_folder
+
     typer.echo(f"{DATA_VARIABLE}: {data_folder() or 'not set'}")
     typer.echo(f"cache: {cache_folder() or f'none: name a folder in {CACHE_VARIABLE}'}")
     typer.echo("")
@@ -34,10 +43,12 @@ def list_() -> None:
 @app.command("fetch")
 def fetch_(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, or `all`.")],
-    out: Annotated[Path | None, typer.Option(help=f"A folder to bring them to, for use as {DATA_VARIABLE}.")] = None,
+    out: Annotated[Path | None, _Folder] = None,
     quiet: Quiet = False,
 ) -> None:
     """Bring data sets to this machine: what BAYESADAM_DATA or the cache has is checked, the rest is downloaded."""
+    from bayesadam.data import fetch
+
     failed = False
     for record in _chosen(names):
         try:
@@ -69,6 +80,8 @@ def verify_(
 
     Ends with code 1 where a checksum is wrong, and where a file is missing of a set that was named or begun.
     """
+    from bayesadam.data import verify
+
     failed = False
     asked = names or ["all"]
     for record in _chosen(asked):
@@ -85,10 +98,14 @@ def verify_(
 
 def _chosen(names: list[str]) -> tuple[DataSet, ...]:
     """The records, every name checked before any work."""
+    from bayesadam.data import data_set, data_sets
+
     return data_sets() if names == ["all"] else tuple(data_set(name) for name in names)
 
 
 def _where(record: DataSet) -> str:
+    from bayesadam.data import find
+
     if record.embedded:
         return "embedded"
     found = find(record.name)

@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 from typer.testing import CliRunner
 
 import bayesadam as ba
-from bayesadam.__main__ import _in_options
+from bayesadam._options import in_options
 from bayesadam.checkpoint import read_checkpoint, read_curvature
 from bayesadam.checkpoint.resolve import explain
 from bayesadam.cli import app
@@ -191,7 +191,7 @@ def test_a_gan_is_shown_as_a_table_of_its_pairs(tmp_path: Path) -> None:
         "weights_key='G', optimizer_key='optG' (every shape fits)",
         "weights_key='D', optimizer_key='optD' (every shape fits)",
     ]
-    assert "--weights-key 'G' --optimizer-key 'optG'" in _in_options(str(caught.value))
+    assert "--weights-key 'G' --optimizer-key 'optG'" in in_options(str(caught.value))
     for key, model in models.items():
         named = dict(model.named_parameters())
         check(read_checkpoint(path, weights_key=key), named, live[f"opt{key}"])

@@ -1,21 +1,23 @@
-"""The `inspect` command: a checkpoint's weights by signal-to-noise ratio, as a table and a picture."""
+"""`bayesadam inspect` and `doctor`: a checkpoint's weights by signal-to-noise ratio, and what is wrong with its state."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
+from bayesadam._options import in_options
 from bayesadam.checkpoint import CheckpointOptions
+from bayesadam.errors import SettingError
 from bayesadam.experiments import plots
-from bayesadam.experiments.run import Run, as_json
+from bayesadam.experiments.run import Run, Target, as_json
 from bayesadam.experiments.saved_file import plain_settings
-from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, inspect_checkpoint
+from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, diagnose_checkpoint, inspect_checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +30,8 @@ _ROWS = 40
 def table(inspection: Inspection) -> Table:
     """One row per parameter, and the total."""
     heading, *rows, total = inspection.rows()
-    view = Table(title="Signal-to-noise ratio |μ|/σ of the weights", title_justify="left", show_footer=True)
+    what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
+    view = Table(title=f"{what} of the weights", title_justify="left", show_footer=True)
     for number, (title, footer) in enumerate(zip(heading, total, strict=True)):
         view.add_column(title, footer, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
     for row in rows:
@@ -37,7 +40,7 @@ def table(inspection: Inspection) -> Table:
 
 
 def picture(inspection: Inspection) -> Figure:
-    """A histogram of log₁₀ |μ|/σ for each parameter, and how many weights it has, the dead ones marked."""
+    """A histogram of log₁₀ |μ|/σ, or of log₁₀ σ, for each parameter, and how many weights it has, the dead ones marked."""
     largest = {row.name for row in sorted(inspection.parameters, key=lambda row: -row.weights)[:_ROWS]}
     shown = [row for row in inspection.parameters if row.name in largest]
     few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
@@ -61,7 +64,7 @@ def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: I
             # Upwards is towards smaller numbers: the first parameter is on top.
             base, shade = number + 0.4, plots.colour("snr")
             axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
-            axes.plot([row.snr_q50] * 2, [number - 0.4, number + 0.4], color=plots.INK, linewidth=1.4)
+            axes.plot([row.quantiles[1]] * 2, [number - 0.4, number + 0.4], color=plots.INK, linewidth=1.4)
     axes.plot([], [], color=plots.INK, linewidth=1.4, label="median")
     if inspection.threshold:
         axes.axvline(inspection.threshold, color=plots.colour("magnitude"), linewidth=1, linestyle=(0, (4, 3)))
@@ -74,7 +77,8 @@ def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: I
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
-    axes.set(title="Signal-to-noise ratio of the weights", xlabel=f"|μ|/σ  ({scale})")
+    title = "Signal-to-noise ratio of the weights" if inspection.has_weights else "Standard deviation of the weights"
+    axes.set(title=title, xlabel=f"{inspection.quantity}  ({scale})")
     axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)
 
 
@@ -96,30 +100,60 @@ def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
 def run_inspect(
     *,
     seed: int,
-    out: Path,
+    out: Path | None,
     quiet: bool,
     path: Path,
     options: CheckpointOptions,
+    plot: bool = False,
     json: bool = False,
     why: bool = False,
     **settings: Any,
 ) -> tuple[Path, ...]:
     """The `inspect` command; the settings are those of `inspect_checkpoint`.
 
-    With `json` the inspection is one JSON object, alone on standard output; with `why` the report begins with how the file
-    was read.
+    It prints. To `out` it writes the picture and `metrics.json`, too; with `plot` and no `out` the picture alone, as
+    `NAME-snr.png` in the current folder. With `json` the inspection is one JSON object, alone on standard output; with `why`
+    the report begins with how the file was read.
     """
-    run = Run("inspect", seed, out, plain_settings({"path": path, **settings}, options), quiet=quiet)
-    run.prepare()
+    target = Target.of(out or Path(f"{path.resolve().stem}-snr.png"), "inspect.png")
+    if target.file.suffix != ".png":
+        raise SettingError(f"--out {target.file}: the picture is a PNG, name a file that ends in .png, or a folder")
+    run = Run("inspect", seed, target.file.parent, plain_settings({"path": path, **settings}, options), quiet=quiet)
+    if out is not None:
+        run.prepare()
     with run.progress() as track:
         inspection = inspect_checkpoint(path, seed=seed, track=track, **settings, **vars(options))
-        figure = picture(inspection)
-    files, results = {"inspect.png": plots.png(figure)}, inspection.to_dict()
+    results = inspection.to_dict()
+    if not json:
+        reasons = ["\n".join(inspection.why)] if why else []
+        notes = f"{inspection.legend}\n{inspection.scale_note}"
+        run.show(*reasons, str(inspection.diagnosis), table(inspection), notes)
+    paths: tuple[Path, ...] = ()
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        if out is not None:
+            paths = run.finish({target.file.name: plots.png(picture(inspection))}, results, name=target.record)
+        elif plot:
+            paths = run.write({target.file.name: plots.png(picture(inspection))})
     if json:
-        with redirect_stdout(sys.stderr):
-            paths = run.finish(files, results)
         print(as_json(results))
-        return paths
-    reasons = ["\n".join(inspection.why)] if why else []
-    run.show(*reasons, str(inspection.diagnosis), table(inspection), inspection.scale_note)
-    return run.finish(files, results)
+    return paths
+
+
+def run_doctor(
+    *, out: Path | None, quiet: bool, path: Path, options: CheckpointOptions, n_data: float | None, json: bool = False
+) -> bool:
+    """The `doctor` command: what `diagnose_checkpoint` says, and to `out` `metrics.json`; whether a posterior can be read."""
+    run = Run("doctor", 0, out or Path(), plain_settings({"path": path, "n_data": n_data}, options), quiet=quiet)
+    if out is not None:
+        run.prepare()
+    with run.busy("reading the state"):
+        diagnosis = diagnose_checkpoint(path, n_data=n_data, **vars(options))
+    results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
+    if not json:
+        run.show(in_options(str(diagnosis)))
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        if out is not None:
+            run.finish({}, results)
+    if json:
+        print(as_json(results))
+    return all(finding.severity != "error" for finding in diagnosis.findings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.errors import SettingError
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, Target
 from bayesadam.experiments.saved_file import plain_settings
 from bayesadam.merging import merge_checkpoints
 
@@ -24,9 +24,10 @@ def run_merge(
             f"--weight takes one number, and is given once for each checkpoint: write --weight {numbers[0]} as well"
         )
     named = {"checkpoints": list(map(str, checkpoints)), **settings}
-    run = Run("merge", 0, out.parent, plain_settings(named, options), quiet=quiet)
+    target = Target.of(out, "merged.safetensors")
+    run = Run("merge", 0, target.file.parent, plain_settings(named, options), quiet=quiet)
     run.prepare()
-    report = merge_checkpoints(checkpoints, out, **settings, **vars(options))
+    with run.busy("merging"):
+        report = merge_checkpoints(checkpoints, target.file, **settings, **vars(options))
     run.show(str(report))
-    print(out)
-    return (out, *run.finish({}, report.to_dict(), name=f"{out.stem}.metrics.json"))
+    return run.finish_file(target, report.to_dict())

@@ -13,7 +13,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from bayesadam._files import replacing
@@ -43,6 +51,28 @@ def require_known(option: str, names: Sequence[str], known: Collection[str]) -> 
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise SettingError(f"{option} must be among {', '.join(known)}; got {', '.join(unknown) or 'none'}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a command of one result writes it, and the record of how it was made.
+
+    What `--out` names is a file where it has an ending and is no folder, and a folder otherwise.
+    """
+
+    file: Path
+    record: str
+
+    @classmethod
+    def of(cls, out: Path, usual: str) -> Target:
+        """The file `out` with `NAME.metrics.json` beside it, or in the folder `out` the usual name with `metrics.json`.
+
+        >>> Target.of(Path("small/net.pt"), "pruned.pt").record, str(Target.of(Path("small"), "pruned.pt").file)
+        ('net.metrics.json', 'small/pruned.pt')
+        """
+        if out.suffix and not out.is_dir():
+            return cls(out, f"{out.stem}.metrics.json")
+        return cls(out / usual, "metrics.json")
 
 
 def text(content: str) -> Writer:
@@ -112,6 +142,15 @@ class Run:
 
             yield track
 
+    @contextmanager
+    def busy(self, description: str) -> Iterator[None]:
+        """That something is under way whose steps nobody counts, with the time it takes; on a terminal alone."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=self.quiet or not console.is_terminal) as bars:
+            bars.add_task(description, total=None)
+            yield
+
     def show(self, *reports: RenderableType) -> None:
         """Print tables and text, unless quiet; square brackets are text, not markup."""
         if not self.quiet:
@@ -145,7 +184,10 @@ class Run:
         By name, `files` has what writes each to the path it is given (see `plots.png`). Of the results, what is not finite
         becomes null, as JSON has no word for it.
         """
-        writers: dict[str, Writer] = {**files, name: self._metrics_writer(results)}
+        return self.write({**files, name: self._metrics_writer(results)})
+
+    def write(self, writers: Mapping[str, Writer]) -> tuple[Path, ...]:
+        """Write files by name, all or none, then print and return their paths."""
         paths = tuple(self.out / name for name in writers)
         with ExitStack() as stack:
             # None takes its place before the last is complete.
@@ -155,6 +197,11 @@ class Run:
         for path in paths:
             print(path)
         return paths
+
+    def finish_file(self, target: Target, results: Mapping[str, Any]) -> tuple[Path, ...]:
+        """Write the record beside the one file that is written already, then print and return both paths."""
+        print(target.file)
+        return (target.file, *self.finish({}, results, name=target.record))
 
 
 def as_json(found: Mapping[str, Any]) -> str:

@@ -8,10 +8,13 @@ from typing import Any
 from bayesadam._files import keep_apart
 from bayesadam.checkpoint import CheckpointOptions
 from bayesadam.errors import SettingError
-from bayesadam.experiments.run import Run
+from bayesadam.experiments.run import Run, Target
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.publish import export_checkpoint
 from bayesadam.sample import sample_checkpoint
+
+# Endings of files that are written again as they are; of any other the weights alone are written.
+_REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def plain_settings(settings: dict[str, Any], options: CheckpointOptions) -> dict[str, Any]:
@@ -23,42 +26,48 @@ def run_prune(
     *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
 ) -> tuple[Path, ...]:
     """The `prune` command: the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
-    run = Run("prune", seed, out.parent, plain_settings({"checkpoint": checkpoint, **settings}, options), quiet=quiet)
-    _prepare(run, out, checkpoint, options)
+    again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
+    target = Target.of(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
+    named = plain_settings({"checkpoint": checkpoint, **settings}, options)
+    run = Run("prune", seed, target.file.parent, named, quiet=quiet)
+    _prepare(run, target.file, checkpoint, options)
     if settings["scope"] not in ("global", "layer"):
         raise SettingError(f"--scope must be one of global, layer, got {settings['scope']!r}")
-    report = prune_checkpoint(checkpoint, out, **settings, **vars(options))
+    with run.busy("pruning"):
+        report = prune_checkpoint(checkpoint, target.file, **settings, **vars(options))
     run.show(str(report))
-    return _finished(run, out, report.to_dict())
+    return run.finish_file(target, report.to_dict())
 
 
 def run_sample(
     *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
 ) -> tuple[Path, ...]:
     """The `sample` command: the file with the draw, and a record next to it; see `sample_checkpoint`."""
-    run = Run("sample", seed, out.parent, plain_settings({"checkpoint": checkpoint, **settings}, options), quiet=quiet)
-    _prepare(run, out, checkpoint, options)
-    sample_checkpoint(checkpoint, out, seed=seed, **settings, **vars(options))
-    return _finished(run, out, {})
+    target = Target.of(out, "sample.safetensors")
+    named = plain_settings({"checkpoint": checkpoint, **settings}, options)
+    run = Run("sample", seed, target.file.parent, named, quiet=quiet)
+    _prepare(run, target.file, checkpoint, options)
+    with run.busy("drawing"):
+        sample_checkpoint(checkpoint, target.file, seed=seed, **settings, **vars(options))
+    return run.finish_file(target, {})
 
 
 def run_export(
     *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
 ) -> tuple[Path, ...]:
     """The `export` command: the posterior's file, and a record next to it; see `export_checkpoint`."""
-    run = Run("export", seed, out.parent, plain_settings({"checkpoint": checkpoint, **settings}, options), quiet=quiet)
-    _prepare(run, out, checkpoint, options)
-    export_checkpoint(checkpoint, out, **settings, **vars(options))
-    run.show(f"{out.stat().st_size:,} bytes")
-    return _finished(run, out, {"bytes": out.stat().st_size})
+    target = Target.of(out, "posterior.safetensors")
+    named = plain_settings({"checkpoint": checkpoint, **settings}, options)
+    run = Run("export", seed, target.file.parent, named, quiet=quiet)
+    _prepare(run, target.file, checkpoint, options)
+    with run.busy("writing the posterior"):
+        export_checkpoint(checkpoint, target.file, **settings, **vars(options))
+    size = target.file.stat().st_size
+    run.show(f"{size:,} bytes")
+    return run.finish_file(target, {"bytes": size})
 
 
 def _prepare(run: Run, out: Path, checkpoint: Path, options: CheckpointOptions) -> None:
     second = options.optimizer_path
     keep_apart(out, checkpoint, None if second is None else Path(second))
     run.prepare()
-
-
-def _finished(run: Run, out: Path, results: dict[str, Any]) -> tuple[Path, ...]:
-    print(out)
-    return (out, *run.finish({}, results, name=f"{out.stem}.metrics.json"))
