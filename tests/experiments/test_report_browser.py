@@ -8,6 +8,7 @@ import pytest
 
 from bayesadam.experiments.reporting.page import Report, page
 from bayesadam.experiments.reporting.runs import Finished
+from processes import eventually
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -37,6 +38,7 @@ def browser(tmp_path):
 
 
 def test_values_show_at_the_pointer_and_at_keys(browser):
+    browser.execute_script("document.querySelector('#pruning .fold').open = true")
     chart = browser.find_element("css selector", ".chart svg")
     tip = browser.find_element("css selector", ".chart .tip")
     assert not tip.is_displayed()
@@ -50,6 +52,37 @@ def test_values_show_at_the_pointer_and_at_keys(browser):
     chart.send_keys(webdriver.Keys.ESCAPE)
     assert not tip.is_displayed()
     assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def resize(browser, width):
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def test_a_phone_folds_what_is_long_and_a_wide_screen_shows_it(browser):
+    folds = "return [...document.querySelectorAll('details.fold')].map((one) => one.open)"
+    height = "return document.documentElement.scrollHeight"
+    resize(browser, 390)
+    eventually(lambda: not any(browser.execute_script(folds)))
+    assert browser.execute_script(folds)
+    folded = browser.execute_script(height)
+    browser.execute_script("for (const one of document.querySelectorAll('details.fold')) one.open = true")
+    assert browser.execute_script(height) > 1.3 * folded
+    resize(browser, 1280)
+    eventually(lambda: all(browser.execute_script(folds)))
+    assert not any(one.is_displayed() for one in browser.find_elements("css selector", ".fold > summary"))
+    resize(browser, 390)
+    eventually(lambda: not any(browser.execute_script(folds)))
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert all(browser.execute_script(folds))
+
+
+def test_charts_and_tables_use_the_width(browser):
+    resize(browser, 1280)
+    chart, table = (browser.find_element("css selector", f"#pruning {name}") for name in (".chart", "table"))
+    assert table.rect["x"] > chart.rect["x"] + chart.rect["width"]
+    assert table.rect["x"] + table.rect["width"] > 1200
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 1280
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

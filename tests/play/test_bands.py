@@ -9,13 +9,23 @@ import torch
 from torch.func import functional_call, jacrev
 
 from bayesadam.engine.gradients import loss_and_slope
-from bayesadam.engine.network import flatten, forward, initial, unflatten
+from bayesadam.engine.network import flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules import IVON, RULES
 from bayesadam.engine.stack import Stack, train
-from bayesadam.play.bands import _SIGNALS, LENGTHSCALES, Kernel, badam_posterior, gp_bands, linearised_bands, reach_of
+from bayesadam.play.bands import (
+    _SIGNALS,
+    LENGTHSCALES,
+    Kernel,
+    curvature_of,
+    gp_bands,
+    kronecker_posterior,
+    linearised_bands,
+    posterior_at,
+    reach_of,
+)
 from bayesadam.play.learners import PANELS, Panel
 from bayesadam.play.request import Request
-from bayesadam.posterior import Posterior
+from bayesadam.posterior import Mixture, Posterior
 
 GRID = torch.linspace(-3, 3, 41)
 POINTS = tuple((round(-2 + 0.2 * i, 3), round(math.sin(-2 + 0.2 * i), 3)) for i in range(20))
@@ -89,9 +99,13 @@ def trained():
 
 
 def jacobian(model, x):
+    return torch.cat(list(jacobian_by_name(model, x).values()), dim=1)
+
+
+def jacobian_by_name(model, x):
     params = {name: p.detach().double() for name, p in model.named_parameters()}
     parts = jacrev(lambda p: functional_call(model, p, (x.double(),)).squeeze(1))(params)
-    return torch.cat([part.flatten(1) for part in parts.values()], dim=1)
+    return {name: part.flatten(1) for name, part in parts.items()}
 
 
 def test_badams_bands_are_those_of_the_full_jacobian(trained):
@@ -137,9 +151,77 @@ def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_
 
 def test_a_posterior_given_from_outside_is_not_changed(trained):
     read = Posterior.from_optimizer(*_module_and_adam(), n_data=7)
-    found = badam_posterior(read, reach_of(read, trained.x), n_data=3.0, prior_precision=2.0, noise=0.3)
+    found = posterior_at(read, reach_of(read, trained.x), n_data=3.0, prior_precision=2.0, noise=0.3)
     assert (read.n_data, found.n_data) == (7, 3.0)
     assert linearised_bands(found, GRID).finite
+
+
+def test_the_kronecker_band_of_one_point_is_that_of_the_exact_blocks():
+    """One gradient's matrix is of rank one, and its Kronecker factors are then exact, parameter by parameter."""
+    learner = learner_of("kronecker")
+    learner.accept(replace(REQUEST, points=((0.7, 0.3),)))
+    for _ in range(20):
+        learner.step()
+    model = learner.posterior().model.double()
+    at, grid = jacobian_by_name(model, learner.x), jacobian_by_name(model, GRID[:, None])
+    expected = torch.zeros(len(GRID), dtype=torch.float64)
+    for name, j in at.items():
+        curvature = REQUEST.n_data / REQUEST.noise**2 * (j.T @ j)
+        covariance = torch.linalg.inv(curvature + REQUEST.prior_precision * torch.eye(j.shape[1]))
+        expected += ((grid[name] @ covariance) * grid[name]).sum(dim=1)
+    model.float()
+    torch.testing.assert_close(learner.bands(GRID).std.double(), expected.sqrt(), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 5, 25, 50])
+def test_the_kronecker_curvature_is_the_gauss_newton_matrixs(n):
+    model, _ = _module_and_adam()
+    x = torch.randn(n, 1, generator=torch.Generator().manual_seed(n))
+    found = kronecker_posterior(model, x, keep=50)
+    expected = float(jacobian(model.double(), x).square().sum(dim=1).mean())
+    assert curvature_of(found) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_sliders_move_the_kronecker_band_and_train_nothing():
+    learner = learner_of("kronecker")
+    learner.accept(REQUEST)
+    for _ in range(50):
+        learner.step()
+    before, base = (learner.left, learner.taken), learner.bands(GRID)
+    for change in ({"n_data": 200.0}, {"prior_precision": 50.0}, {"noise": 0.05}):
+        learner.accept(replace(REQUEST, **change))
+        assert (learner.left, learner.taken) == before
+        assert bool((learner.bands(GRID).std < base.std).all())
+
+
+# --- the ensemble ---------------------------------------------------------------------------------------------------
+
+
+def test_the_ensembles_band_is_that_of_the_mixture_of_its_networks():
+    learner = learner_of("ensemble")
+    learner.accept(REQUEST)
+    for _ in range(50):
+        learner.step()
+    stack = learner.stack
+    members = []
+    for index in range(5):
+        params = member(stack.params, index)
+        model = stack.network.build(params)
+        nearly_sure = {name: torch.full_like(theta, 1e-12) for name, theta in params.items()}
+        members.append(Posterior.from_moments(model, params, nearly_sure, 1.0).replace(noise_variance=1.0))
+    expected = Mixture(members).predict(GRID[:, None], likelihood="regression", novelty=False)
+    found = learner.bands(GRID)
+    torch.testing.assert_close(found.mean, expected.mean.squeeze(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.std, expected.variance.sqrt().squeeze(1), rtol=1e-3, atol=1e-4)
+
+
+def test_a_network_of_the_ensemble_learns_as_it_would_alone():
+    learner, alone = learner_of("ensemble"), learner_of("ensemble", networks=1)
+    for each in (learner, alone):
+        each.accept(REQUEST)
+        for _ in range(40):
+            each.step()
+    torch.testing.assert_close(learner.stack.weights[:1], alone.stack.weights, rtol=1e-4, atol=1e-5)
 
 
 def _module_and_adam():
@@ -152,9 +234,9 @@ def _module_and_adam():
 
 # --- learners -------------------------------------------------------------------------------------------------------
 
-NETWORKS = ["badam", "mc-dropout", "bbb", "vadam", "ivon"]
+NETWORKS = ["badam", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble", "ivon"]
 LISTENS_TO = {
-    "badam": {"points"},
+    **{kind: {"points"} for kind in ("badam", "kronecker", "ensemble")},
     "mc-dropout": {"points", "dropout"},
     **{kind: {"points", "n_data", "prior_precision", "noise"} for kind in ("bbb", "vadam", "ivon")},
 }

@@ -14,7 +14,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not both installed")
-METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam")
+METHODS = ("badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble")
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +157,44 @@ def test_clear_and_examples(page):
     # Not `settle`: the answer to the clearing may come after its mark was taken away.
     eventually(lambda: points(page) == 40 and (bands(page, "gp")[0] or "").startswith("M"))
     settle(page)
+
+
+def test_reset_brings_back_points_sliders_and_fresh_networks(page):
+    slide(page, "prior_precision", 900)
+    page.find_element("css selector", "#units option[value=relu]").click()
+    page.execute_script("document.documentElement.dataset.last = ''")
+    page.find_element("id", "reset").click()
+    eventually(lambda: points(page) == 40 and page.execute_script(SHOWN) == ["5", "50", "tanh", "40"])
+    settle(page)
+
+
+SHOWN = (
+    "const text = (id) => document.getElementById(id).textContent;"
+    " return [text('prior_precision-value'), text('width-value'), document.getElementById('units').value, text('n_data-value')]"
+)
+
+
+def test_a_laptop_shows_the_whole_page_at_once(server, browser):
+    metrics = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get("about:blank")
+        browser.get(f"{server.url}#p=0,0;1,1&w=10")
+        settle(browser)
+        whole = "const e = document.documentElement; return [e.scrollWidth, e.scrollHeight]"
+        assert browser.execute_script(whole) == [1280, 800]
+        assert not browser.execute_script(CUT_OFF)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Elements that reach beyond the box around them, or beyond the window.
+CUT_OFF = """
+return [...document.querySelectorAll('.panel > *, .head > *, #legend > *, #buttons *, .slider > *')].filter((e) => {
+  const own = e.getBoundingClientRect(), around = e.closest('.panel, #legend, #controls').getBoundingClientRect();
+  return own.right > around.right + 1 || own.bottom > around.bottom + 1 || own.bottom > innerHeight;
+}).map((e) => e.outerHTML.slice(0, 90))
+"""
 
 
 def test_many_clicks_at_once_end_in_the_bands_of_the_last(page):

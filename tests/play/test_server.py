@@ -20,7 +20,7 @@ from bayesadam.errors import SettingError
 from bayesadam.play import learners, session
 from bayesadam.play import server as module
 from bayesadam.play.bands import LENGTHSCALES
-from bayesadam.play.learners import BadamLearner, Panel
+from bayesadam.play.learners import EnsembleLearner, Panel
 from bayesadam.play.request import MOST_BYTES, N_GRID, parse
 from bayesadam.play.server import HOST, Server
 from bayesadam.play.session import Sessions
@@ -123,7 +123,7 @@ def test_every_method_answers_and_badam_first(server):
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
     found = lines(raw)
     order = list(dict.fromkeys(m["method"] for m in found if m["type"] == "bands"))
-    assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam"]
+    assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble"]
     assert found[-1]["type"] == "done"
     for message in found[:-1]:
         assert len(message["mean"]) == len(message["std"]) == N_GRID
@@ -136,6 +136,8 @@ def test_every_method_answers_and_badam_first(server):
         "mc-dropout": 20,
         "bbb": 20,
         "vadam": 20,
+        "kronecker": 20,
+        "ensemble": 20,
     }
 
 
@@ -164,8 +166,9 @@ def test_another_page_knows_nothing_of_the_first(server):
 def test_a_rule_with_a_panel_is_on_the_page(server, monkeypatch):
     monkeypatch.setattr(learners, "PANELS", (*learners.PANELS, Panel("ivon", "IVON", rule=IVON, budget=20)))
     told = json.loads(request(server, path="/config")[1])["panels"]
-    assert [panel["method"] for panel in told] == ["badam", "gp", "mc-dropout", "bbb", "vadam", "ivon"]
-    assert [panel["exact"] for panel in told] == [False, True, False, False, False, False]
+    methods = [panel["method"] for panel in told]
+    assert methods == ["badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble", "ivon"]
+    assert [panel["exact"] for panel in told] == [method == "gp" for method in methods]
     assert "ivon" in {m["method"] for m in lines(post(server, ask())[1])[:-1]}
 
 
@@ -306,7 +309,7 @@ def test_a_learner_that_fails_is_said_and_restarts(server, short, monkeypatch):
     def broken(self, grid):
         raise RuntimeError("the matrix is singular")
 
-    monkeypatch.setattr(BadamLearner, "bands", broken)
+    monkeypatch.setattr(EnsembleLearner, "bands", broken)
     found = lines(post(server, ask())[1])
     assert [m["error"] for m in found if m["type"] == "failed"] == ["the matrix is singular"]
     assert found[-1]["type"] == "done"

@@ -14,6 +14,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
+from bayesadam._plots import FAINT as FAINT
+from bayesadam._plots import INK as INK
+from bayesadam._plots import MUTED as MUTED
+
 # Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {
     **dict.fromkeys(("badam", "badam-map", "snr"), "#0072B2"),
@@ -35,9 +39,6 @@ METHOD_TITLES = {
     "ivon": "IVON",
     "laplace-diagonal": "Laplace, diagonal GGN",
 }
-INK = "#222222"
-MUTED = "#767676"
-FAINT = "#D9D9D9"
 
 _STYLE: dict[Any, Any] = {
     "figure.dpi": 150,

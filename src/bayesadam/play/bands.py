@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bayesadam.curvature.recorder import Recorder
 from bayesadam.posterior import Posterior
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
@@ -71,7 +72,7 @@ def _unit_kernel(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
     return torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
 
 
-# --- Badam ----------------------------------------------------------------------------------------------------------
+# --- posteriors of a trained network ----------------------------------------------------------------------------------
 
 
 def reach_of(posterior: Posterior, x: Tensor) -> float:
@@ -81,17 +82,37 @@ def reach_of(posterior: Posterior, x: Tensor) -> float:
     return float(unit.predict(x, likelihood="regression", novelty=False).variance.mean())
 
 
-def badam_posterior(read: Posterior, reach: float, *, n_data: float, prior_precision: float, noise: float) -> Posterior:
-    """The posterior N(θ, 1/(s N √v̂ + δ)) at the sliders' values; nothing is trained.
+def curvature_of(read: Posterior) -> float:
+    """Σ B^(2p−1) v̂ᵖ over all weights: the total curvature of an example, in the units it was read in."""
+    settings = read.settings
+    total = sum(float(c.sum(dtype=torch.float64)) for c in read.structure.curvatures(settings.power))
+    return total * settings.weight / (settings.scale * settings.n_data)
 
-    Adam's c = √v̂ has the loss's units and shrinks as training goes on. s takes both out, so that N counts examples: the
-    total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ². It is what `bayesadam.calibrate`
-    does for a regression, where the noise is known. `read` is read off the optimiser, whatever its settings; `reach` is
-    `reach_of` the training inputs.
+
+def posterior_at(read: Posterior, reach: float, *, n_data: float, prior_precision: float, noise: float) -> Posterior:
+    """The posterior of precision s N c + δ, c = v̂ᵖ, at the sliders' values; nothing is trained.
+
+    c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out, so that N
+    counts examples: the total curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ². It is what
+    `bayesadam.calibrate` does for a regression, where the noise is known. `read` is as it was read, whatever its N, δ and s;
+    `reach` is mean_n Σ J_n².
     """
-    total = sum(float(v.sqrt().sum(dtype=torch.float64)) for v in read.structure.second_moment.values())
-    scale = reach / (noise**2 * max(total, 1e-30))
+    scale = reach / (noise**2 * max(curvature_of(read), 1e-30))
     return read.replace(n_data=n_data, prior_precision=prior_precision, scale=scale, noise_variance=noise**2)
+
+
+def kronecker_posterior(model: nn.Module, x: Tensor, *, keep: int = 25) -> Posterior:
+    """The Kronecker-factored posterior of the Gauss-Newton matrix at a network's weights, for inputs x, (n, 1).
+
+    The gradient of ½(f − y)² at a residual of 1 is J, whose squares are the matrix's: the recorder is given `keep` single
+    inputs with that residual, spread evenly over the sorted ones. Its curvature is their mean Σ J².
+    """
+    inputs = x[x.squeeze(1).argsort()[torch.arange(keep) * len(x) // keep]].unsqueeze(1)
+    with torch.no_grad():
+        targets = model(inputs) - 1
+    batches = zip(inputs, targets, strict=True)
+    recorder = Recorder.from_batches(model, batches, lambda f, y: 0.5 * (f - y).square().mean(), keep=keep)
+    return Posterior.from_recorder(model, recorder, len(x), structure="kronecker")
 
 
 def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
@@ -22,10 +22,12 @@ from bayesadam.play.bands import (
     LENGTHSCALES,
     Bands,
     Kernel,
-    badam_posterior,
     best_signal,
+    curvature_of,
     gp_bands,
+    kronecker_posterior,
     linearised_bands,
+    posterior_at,
     reach_of,
 )
 from bayesadam.play.request import Request
@@ -97,7 +99,7 @@ class GaussianProcess(Learner):
 
 
 class RuleLearner(Learner):
-    """A network under one of the engine's rules; its band is that of functions drawn from what the rule has learnt.
+    """Networks under one of the engine's rules; the band is that of functions drawn from what the rule has learnt.
 
     δ becomes the rule's prior precision, N the stack's, σ the scale 1/(2σ²) of the squared error's gradient and the
     dropout rate the network's, each where the rule has a use for it: no other slider trains anything.
@@ -126,9 +128,10 @@ class RuleLearner(Learner):
         if not changed:
             return
         self.x, self.y = columns(request)
-        self._rows, self._prepared = Streams([0], "rows"), 0
+        seeds = range(self.panel.networks)
+        self._rows, self._prepared = Streams(seeds, "rows"), 0
         if restart:
-            self.stack = Stack(network, rule, [0], self._batch, n_data=request.n_data)
+            self.stack = Stack(network, rule, seeds, self._batch, n_data=request.n_data)
             self.left = self.panel.budget
         self.stack.network, self.stack.rule = network, rule
         self.stack.n_data.fill_(request.n_data)
@@ -141,7 +144,7 @@ class RuleLearner(Learner):
         """One step of the rule."""
         if not self._prepared:
             n, size = len(self.x), self.batch_size
-            rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(1, _BLOCK, n)
+            rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(len(self._rows), _BLOCK, n)
             done, left, budget = self.stack.done, self.left, self.panel.budget
             falling = _RATES[1] / _RATES[0]
             self.stack.prepare(
@@ -164,9 +167,19 @@ class RuleLearner(Learner):
         return Bands(draws.mean(dim=0), draws.std(dim=0))
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
-        """Inputs, and the slope 2 (f − y)/n of their mean squared error."""
+        """Inputs, and the slope 2 (f − y)/n of each network's mean squared error."""
         y = self.y[rows]
-        return self.x[rows], lambda f: (f - y).mul_(2 / f.numel())
+        return self.x[rows], lambda f: (f - y).mul_(2 / rows.shape[1])
+
+
+class EnsembleLearner(RuleLearner):
+    """Several networks from different starts, trained side by side; the band is how far they disagree."""
+
+    def bands(self, grid: Tensor) -> Bands:
+        """Mean and standard deviation of their equal mixture."""
+        with torch.no_grad():
+            each = forward(self.stack.network, self.stack.params, grid[:, None]).squeeze(2)
+        return Bands(each.mean(dim=0), each.std(dim=0, correction=0))
 
 
 class BadamLearner(RuleLearner):
@@ -184,17 +197,21 @@ class BadamLearner(RuleLearner):
         """At most half the points: v̂ is the square of a batch's gradients, which must not vanish at the optimum."""
         return max(1, min(_LARGEST_BATCH, len(self.x) // 2))
 
-    def posterior(self) -> Posterior:
-        """Read off Adam's state, at the sliders' N, δ and σ."""
-        stack, request = self.stack, self.request
+    def read(self, model: nn.Module) -> tuple[Posterior, float]:
+        """The trained network's posterior, out of Adam's state, and its mean_n Σ J_n²."""
+        stack = self.stack
         assert isinstance(stack.rule, Adam)
+        state = optimizer_state_dict(stack.network, stack.state, 0, stack.rule, lr=_RATES[0])
+        found = Posterior.from_state_dict(model, state, self.request.n_data)
+        return found, reach_of(found, self.x)
+
+    def posterior(self) -> Posterior:
+        """What was read, at the sliders' N, δ and σ."""
+        stack, request = self.stack, self.request
         if self._read is None:
-            module = stack.network.build(member(stack.params, 0))
-            state = optimizer_state_dict(stack.network, stack.state, 0, stack.rule, lr=_RATES[0])
-            read = Posterior.from_state_dict(module, state, request.n_data)
-            self._read = read, reach_of(read, self.x)
+            self._read = self.read(stack.network.build(member(stack.params, 0)))
         read, reach = self._read
-        return badam_posterior(
+        return posterior_at(
             read, reach, n_data=request.n_data, prior_precision=request.prior_precision, noise=request.noise
         )
 
@@ -203,11 +220,20 @@ class BadamLearner(RuleLearner):
         return linearised_bands(self.posterior(), grid)
 
 
+class KroneckerLearner(BadamLearner):
+    """The same network, with the posterior of gradients that a recorder takes at its weights."""
+
+    def read(self, model: nn.Module) -> tuple[Posterior, float]:
+        """Its Kronecker-factored posterior, whose curvature is the Gauss-Newton matrix's own."""
+        found = kronecker_posterior(model, self.x)
+        return found, curvature_of(found)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plane of the page: its name in messages and its title, what trains and predicts there, in how many steps.
 
-    The Gaussian process has no use for a rule.
+    The Gaussian process has no use for a rule; `networks` trained side by side are an ensemble.
     """
 
     method: str
@@ -215,6 +241,7 @@ class Panel:
     learner: type[Learner] = RuleLearner
     rule: type[Rule] = Adam
     budget: int = 1200
+    networks: int = 1
 
     def describe(self) -> dict[str, str | bool]:
         """What the page must know of it."""
@@ -228,6 +255,8 @@ PANELS = (
     Panel("mc-dropout", "MC dropout", rule=Dropout),
     Panel("bbb", "Bayes by Backprop", rule=BayesByBackprop, budget=2000),
     Panel("vadam", "Vadam", rule=Vadam, budget=2000),
+    Panel("kronecker", "Kronecker", KroneckerLearner),
+    Panel("ensemble", "Ensemble of 5", EnsembleLearner, networks=5),
 )
 
 

@@ -4,15 +4,14 @@ const EXAMPLES = { paper: "The paper's", gap: "A gap", cubic: "A cubic", few: "A
 const KEYS = { n_data: "n", prior_precision: "d", noise: "s", dropout: "o", width: "w" };
 const SVG = "http://www.w3.org/2000/svg";
 const UNIT = 100; // user units a unit of the plane
-const REACH = 13; // CSS pixels within which a point is meant
+const REACH = { mouse: 13, pen: 13, touch: 22 }; // CSS pixels within which a point is meant
 const RETRIES = 5;
 const page = Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 
 const config = await (await fetch("/config")).json();
 const [left, right] = config.x, [bottom, top] = config.y;
 const across = Array.from({ length: config.grid }, (_, i) => left + ((right - left) * i) / (config.grid - 1));
-const state = { points: [], follow: true, units: config.units[0] };
-for (const slider of config.sliders) state[slider.name] = slider.default;
+const state = {};
 const panels = new Map();
 
 // --- small things ----------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ function draw(method, { mean, std }) {
 function showPoints() {
   for (const { dots, hint } of panels.values()) {
     dots.replaceChildren();
-    for (const [x, y] of state.points) make("circle", { class: "dot", cx: px(x), cy: py(y), r: 6 }, dots);
+    for (const [x, y] of state.points) make("circle", { class: "dot", cx: px(x), cy: py(y), r: 7 }, dots);
     hint.style.visibility = state.points.length ? "hidden" : "visible";
   }
 }
@@ -141,7 +140,7 @@ function place(event, svg) {
   const box = svg.getBoundingClientRect();
   const x = left + ((event.clientX - box.left) / box.width) * (right - left);
   const y = top - ((event.clientY - box.top) / box.height) * (top - bottom);
-  return { at: inside(x, y), reach: (REACH / box.width) * (right - left) };
+  return { at: inside(x, y), reach: ((REACH[event.pointerType] ?? REACH.mouse) / box.width) * (right - left) };
 }
 
 const inside = (x, y) => [+clamp(x, left, right).toFixed(2), +clamp(y, bottom, top).toFixed(2)];
@@ -303,11 +302,12 @@ function take(message, own) {
   if (message.type !== "bands" && message.type !== "failed") return;
   const { box, said, bar } = panels.get(message.method);
   box.classList.remove("stale");
+  box.classList.toggle("failed", message.type === "failed");
   if (message.type === "failed") { said.textContent = message.error; return; }
   draw(message.method, message);
   const whole = message.steps + message.left;
   bar.style.transform = `scaleX(${whole ? message.steps / whole : 1})`;
-  said.textContent = `${told(message)} · ${message.seconds < 0.01 ? "<0.01" : message.seconds.toFixed(2)} s`;
+  said.textContent = `${told(message)} · ${message.seconds < 0.1 ? "<0.1" : message.seconds.toFixed(1)} s`;
   box.dataset.steps = message.steps;
   box.dataset.updates = 1 + +(box.dataset.updates ?? 0);
   if (message.method === config.panels[0].method && !own.first) box.dataset.latency = Math.round((own.first = performance.now() - own.began));
@@ -315,8 +315,8 @@ function take(message, own) {
 
 function told({ method, steps, left }) {
   if (panels.get(method).exact) return "exact";
-  const count = `${steps.toLocaleString("en")} steps`;
-  return left ? `${count}, ${left.toLocaleString("en")} to go` : count;
+  const [taken, whole] = [steps, steps + left].map((n) => n.toLocaleString("en"));
+  return left ? `${taken} of ${whole}` : `${taken} steps`;
 }
 
 function clearCurves() {
@@ -333,6 +333,11 @@ function tell(trouble) {
   byId("trouble").hidden = !trouble;
 }
 
+function atStart() {
+  Object.assign(state, { points: config.examples.paper.map(([x, y]) => inside(x, y)), follow: true, units: config.units[0] });
+  for (const slider of config.sliders) state[slider.name] = slider.default;
+}
+
 // --- begin -----------------------------------------------------------------------------------------------------------
 
 buildSliders();
@@ -345,6 +350,8 @@ for (const [name, points] of Object.entries(config.examples)) {
 byId("units").addEventListener("change", (event) => { state.units = event.target.value; changed(); });
 byId("clear").addEventListener("click", () => { state.points = []; changed(); });
 byId("restart").addEventListener("click", () => { restart = true; changed(); });
+byId("reset").addEventListener("click", () => { restart = true; atStart(); changed(); });
 addEventListener("hashchange", () => { if (readHash()) changed(); });
-if (!readHash()) state.points = config.examples.paper.map(([x, y]) => inside(x, y));
+atStart();
+readHash();
 changed();

@@ -57,8 +57,17 @@ class Slider:
 
 
 SLIDERS = (
-    Slider("n_data", "N", 1, 10_000, 40, True, True, "data the posterior counts: Badam at once; BBB, Vadam retrain"),
-    Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, "prior precision: Badam at once; BBB, Vadam retrain"),
+    Slider("n_data", "N", 1, 10_000, 40, True, True, "data counted: Badam, Kronecker at once; BBB, Vadam retrain"),
+    Slider(
+        "prior_precision",
+        "δ",
+        0.01,
+        1000,
+        5,
+        True,
+        False,
+        "prior precision: Badam, Kronecker at once; BBB, Vadam retrain",
+    ),
     Slider("noise", "σ", 0.02, 0.5, 0.1, True, False, "noise of an observation, known to all methods"),
     Slider("dropout", "dropout", 0.01, 0.6, 0.1, False, False, "share of units switched off: MC dropout retrains"),
     Slider("width", "width", 5, 100, 50, False, True, "units in each of two layers: every network restarts"),

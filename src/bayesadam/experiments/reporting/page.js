@@ -1,4 +1,13 @@
 "use strict";
+// On a phone what is long is folded until it is asked for; paper and wide screens show all of it.
+{
+  const phone = matchMedia("(max-width: 40rem)");
+  const fold = (open) => { for (const part of document.querySelectorAll("details.fold")) part.open = open; };
+  phone.addEventListener("change", () => fold(!phone.matches));
+  addEventListener("beforeprint", () => fold(true));
+  fold(!phone.matches);
+}
+
 // Each chart holds its stops as JSON: [place, heading, [[colour class, name, value], ...]].
 for (const chart of document.querySelectorAll(".chart")) {
   const svg = chart.querySelector("svg"), cursor = chart.querySelector(".cursor"), tip = chart.querySelector(".tip");

@@ -15,7 +15,16 @@ from bayesadam._version import __version__
 from bayesadam.data.registry import DATA_SETS
 from bayesadam.experiments.bandits import PAPER as PAPERS_TABLE
 from bayesadam.experiments.reporting import charts, tables
-from bayesadam.experiments.reporting.claims import CLAIMS, Judged, Verdict, departures, judge_run, judged
+from bayesadam.experiments.reporting.claims import (
+    CLAIMS,
+    Judged,
+    Verdict,
+    departures,
+    judge_run,
+    judged,
+    settings_note,
+    with_papers_settings,
+)
 from bayesadam.experiments.reporting.numbers import duration
 from bayesadam.experiments.reporting.runs import EXPERIMENTS, Finished
 
@@ -51,8 +60,14 @@ class Report:
 
     @property
     def claims(self) -> tuple[Judged, ...]:
-        """Every claim, by the main run of its experiment."""
-        return tuple(judged(claim, next(iter(self.runs.get(claim.experiment, ())), None)) for claim in CLAIMS)
+        """Every claim, by the main run of its experiment; Table 1's by that with the paper's settings, too."""
+        main = {experiment: next(iter(runs), None) for experiment, runs in self.runs.items()}
+        return tuple(judged(claim, main.get(claim.experiment), self.papers_own) for claim in CLAIMS)
+
+    @property
+    def papers_own(self) -> Finished | None:
+        """Table 1's run with the settings that the paper states."""
+        return with_papers_settings(self.runs.get("bandits", ()))
 
     @property
     def every_run(self) -> list[Finished]:
@@ -102,6 +117,8 @@ def page(report: Report) -> str:
         signs=_SIGNS,
         outcomes=_OUTCOMES,
         judge_run=judge_run,
+        settings_note=settings_note,
+        abreast=_abreast,
         described=_described,
         provenance=_provenance,
         duration=duration,
@@ -110,6 +127,15 @@ def page(report: Report) -> str:
         style=style,
         script=script,
     )
+
+
+def _abreast(panels: int) -> int:
+    """How many panels stand in a row: three or four, whichever leaves fewer places empty.
+
+    >>> _abreast(6), _abreast(11), _abreast(5)
+    (3, 4, 3)
+    """
+    return min((4, 3), key=lambda columns: -panels % columns)
 
 
 def _count(number: int, what: str) -> str:
@@ -132,7 +158,7 @@ def _described(run: Finished) -> str:
         what = f"{title}; {units}{_count(asked['epochs'], 'epoch')}, {_count(asked['n_seeds'], 'seed')}"
     else:
         length = "all rounds of each problem" if asked["rounds"] is None else f"{asked['rounds']:,} rounds"
-        how = "one setting for all problems" if asked["settings"] == "tuned" else "the paper's"
+        how = "one setting for all problems, ours" if asked["settings"] == "tuned" else "those that the paper states"
         what = f"{_count(asked['runs'], 'run')} of {length}; settings “{asked['settings']}”: {how}"
     extra = departures(run)
     return f"{what}; {_took(run)}." + (f" This differs from the paper: {extra}." if extra else "")

@@ -189,7 +189,8 @@ def rewards(run: Finished) -> Table:
         rows.append((bandits.TITLES.get(agent, agent), tuple(cells)))
     runs = f"{run.settings['runs']} run{'s' * (run.settings['runs'] > 1)}"
     title = (
-        f"Total reward over the optimum's, mean ± standard error of {runs}; beneath, the paper's ± standard deviation"
+        f"Total reward over the optimum's, settings “{run.settings['settings']}”, mean ± standard error of {runs}; beneath, "
+        "the paper's ± standard deviation"
     )
     note = "The best of ours in each column in bold."
     return Table(f"{run.name}/rewards", title, "agent", tuple(problems), tuple(rows), note)
