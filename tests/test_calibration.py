@@ -421,13 +421,6 @@ def test_the_marginal_likelihood_of_a_linear_model_is_exact_in_both_forms(form: 
     )
 
 
-def test_arrays_are_told_to_become_tensors():
-    x, y = torch.zeros(5, 2), torch.zeros(5, 1)
-    for batches in ((x.numpy(), y.numpy()), [(x.numpy(), y.numpy())]):
-        with pytest.raises(MatchError, match=r"torch\.from_numpy"):
-            calibrate(posterior_over(mlp(2, 3, 1)), batches, likelihood="regression")
-
-
 def test_the_marginal_likelihood_is_of_one_network():
     members = [posterior_over(mlp(2, 3, 1)).replace(noise_variance=1.0) for _ in range(2)]
     with pytest.raises(SettingError, match="a Mixture has 2"):
@@ -734,8 +727,8 @@ def test_data_that_is_none_is_named(classification):
         calibrate(posterior, [x], likelihood="classification")
     with pytest.raises(MatchError, match=r"no targets in a batch with keys \['input'\]"):
         calibrate(posterior, [{"input": x}], likelihood="classification")
-    for batch in ((x, y.tolist()), {"input": x, "labels": y.numpy()}, (x, {"labels": y})):
-        with pytest.raises(MatchError, match=r"targets of a batch must be a tensor, got (list|ndarray|dict)"):
+    for batch in ((x, y.tolist()), (x, {"labels": y})):
+        with pytest.raises(MatchError, match=r"targets of a batch must be a tensor, got (list|dict)"):
             calibrate(posterior, [batch], likelihood="classification")
     with pytest.raises(MatchError, match="empty"):
         calibrate(posterior, (x[:0], y[:0]), likelihood="classification")

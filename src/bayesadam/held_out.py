@@ -1,12 +1,11 @@
-"""Held-out data: what a batch may look like, and which target belongs to which output."""
+"""Held-out data: which target belongs to which output."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -17,23 +16,13 @@ from bayesadam.likelihoods import LikelihoodName
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import IGNORED, Classification
 from bayesadam.posterior import Posterior
-from bayesadam.predict.call import Call, Forward, evaluating, plain, to_device
+from bayesadam.predict.batches import batches_of
+from bayesadam.predict.call import Call, Forward, evaluating, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 
-# As a model's own loss takes them, and as they belong to the outputs.
-_OWN_LABELS = ("labels", "label", "label_ids")
-_LABELS = (*_OWN_LABELS, "targets", "target", "y")
 # By so much of itself may a model's own loss differ from ours: bfloat16 leaves it that much.
 _SAME = 0.01
 _CLASSES = Classification()
-
-
-class Batch(NamedTuple):
-    """Inputs, their targets, and whether these are a model's own labels, out of a mapping with its inputs."""
-
-    inputs: Any
-    targets: Tensor
-    own: bool
 
 
 def aligned(
@@ -45,7 +34,7 @@ def aligned(
     mapping are moved where the model's own loss moves them, and the inputs of a decoder are made from them.
     """
     posterior.require_whole("calibration")
-    split = list(batches_of(batches))
+    split = list(batches_of(batches, posterior.model))
     if not split:
         raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
     ignored = record_of(likelihood).ignored
@@ -91,39 +80,6 @@ def _moves(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -> bool:
         "each. A language model's output is for the next token: forward=lambda model, batch: model(**batch).logits[:, :-1] "
         "and labels[:, 1:]"
     )
-
-
-def batches_of(batches: Any) -> Iterator[Batch]:
-    """What a loader of tuples or mappings gives, or a single one of these, as it was put there."""
-    pair = isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[1], Tensor | np.ndarray)
-    if pair or isinstance(batches, Mapping):
-        batches = [batches]
-    if not isinstance(batches, Iterable):
-        raise MatchError(f"batches must be a loader of (inputs, targets), got {type(batches).__name__}")
-    for batch in batches:
-        inputs: Any
-        if isinstance(batch, Batch):
-            yield batch
-            continue
-        if isinstance(batch, Mapping):
-            key = next((key for key in _LABELS if key in batch), None)
-            if key is None:
-                keys = sorted(map(str, batch))
-                raise MatchError(f"no targets in a batch with keys {keys}: name them one of {_LABELS}")
-            inputs, y, own = {k: v for k, v in batch.items() if k != key}, batch[key], key in _OWN_LABELS
-        elif isinstance(batch, tuple | list) and len(batch) >= 2:
-            # The fields of a named tuple say which it is; else it is the last.
-            names = getattr(batch, "_fields", ())
-            place = next((names.index(key) for key in _LABELS if key in names), len(batch) - 1)
-            others = (*batch[:place], *batch[place + 1 :])
-            inputs, y, own = others[0] if len(others) == 1 else others, batch[place], False
-        else:
-            raise MatchError(f"a batch must be (inputs, targets) or a mapping with labels, got {type(batch).__name__}")
-        if not isinstance(y, Tensor):
-            array = isinstance(y, np.ndarray)
-            remedy = "pass torch.from_numpy(...) of inputs and targets" if array else "collate the examples first"
-            raise MatchError(f"the targets of a batch must be a tensor, got {type(y).__name__}: {remedy}")
-        yield Batch(plain(inputs), y, own)
 
 
 def _next_places(labels: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def run(folder: Path, model: nn.Module, seed: int, steps: int, resume: Any = Non
     trainer = transformers.Trainer(
         model=model, args=transformers.TrainingArguments(**settings), train_dataset=rows(seed)
     )
-    callback = PosteriorCallback(trainer, **options)
+    callback = PosteriorCallback(**options)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, callback

@@ -75,7 +75,7 @@ def trainer(folder: Path, *, train: Any = None, model: Any = None, **options: An
 
 def trained(folder: Path, callback_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
     run = trainer(folder, **options)
-    callback = PosteriorCallback(run, **(callback_options or {}))
+    callback = PosteriorCallback(**(callback_options or {}))
     run.add_callback(callback)
     run.train()
     return run, callback
@@ -136,19 +136,10 @@ def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path)
     assert logged["posterior/nll"] <= logged["posterior/network_nll"] + 1e-6
 
 
-def test_signal_to_noise_every_few_evaluations(tmp_path):
-    run, _ = trained(
-        tmp_path,
-        {"every_n_evaluations": 2},
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_on_start=True,
-        report_to="tensorboard",
-    )
-    assert [step for step, _ in scalars(tmp_path)["train/posterior/snr_median"]] == [4, 8, 10]
-    before = len(run.state.log_history)
-    run.evaluate()
-    assert len(run.state.log_history) == before + 1
+def test_signal_to_noise_every_few_epochs(tmp_path):
+    # Five steps to an epoch, of which the last is cut short.
+    trained(tmp_path, {"every_n_epochs": 2}, report_to="tensorboard", max_steps=23, eval_strategy="epoch")
+    assert [step for step, _ in scalars(tmp_path)["train/posterior/snr_median"]] == [10, 20, 23]
 
 
 def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):
@@ -156,7 +147,7 @@ def test_resumed_training_gives_the_posterior_of_all_of_it(tmp_path):
     recorded = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
     assert recorded["stateful_callbacks"]["bayesadam"] == {"n_data": N}
     run = trainer(tmp_path, max_steps=8, restore_callback_states_from_checkpoint=True)
-    callback = PosteriorCallback(run)
+    callback = PosteriorCallback()
     run.add_callback(callback)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert {int(state["step"]) for state in run.optimizer.state.values()} == {8}
@@ -182,7 +173,7 @@ def test_the_best_model_comes_with_the_state_that_its_optimiser_had(tmp_path):
         # The later, the "better" the loss would be; asking for the greatest makes an early step the best.
         greater_is_better=True,
     )
-    callback = PosteriorCallback(run)
+    callback = PosteriorCallback()
     run.add_callback(callback)
     run.add_callback(Watch())
     run.train()
@@ -194,7 +185,7 @@ def test_the_best_model_comes_with_the_state_that_its_optimiser_had(tmp_path):
 
 def test_n_that_cannot_be_told_is_asked_for_before_the_first_step(tmp_path):
     run = trainer(tmp_path, train=Endless())
-    run.add_callback(PosteriorCallback(run))
+    run.add_callback(PosteriorCallback())
     with pytest.raises(SettingError, match=r"PosteriorCallback\(n_data="):
         run.train()
     assert run.state.global_step == 0
@@ -205,14 +196,16 @@ def test_n_that_cannot_be_told_is_asked_for_before_the_first_step(tmp_path):
 def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path):
     run = trainer(tmp_path)
     with pytest.raises(SettingError, match="needs likelihood="):
-        PosteriorCallback(run, calibrate=True)
-    with pytest.raises(SettingError, match="every_n_evaluations must be at least 1, got 0"):
-        PosteriorCallback(run, every_n_evaluations=0)
+        PosteriorCallback(calibrate=True)
+    with pytest.raises(SettingError, match="every_n_epochs must be at least 1, got 0"):
+        PosteriorCallback(every_n_epochs=0)
     run.eval_dataset = None
+    run.add_callback(PosteriorCallback(calibrate=True, likelihood="classification"))
     with pytest.raises(SettingError, match="held_out="):
-        PosteriorCallback(run, calibrate=True, likelihood="classification").on_train_begin(
-            run.args, run.state, run.control, model=run.model, train_dataloader=run.get_train_dataloader()
-        )
+        run.train()
+    assert run.state.global_step == 0
+    with pytest.raises(SettingError, match="none has called it"):
+        PosteriorCallback().on_train_begin(run.args, run.state, run.control)
     with pytest.raises(SettingError, match="save_only_model=False"):
         trained(
             tmp_path,
@@ -242,7 +235,7 @@ def test_a_language_model_is_scored_as_its_own_loss_scores_it(tmp_path, moved):
     run = trainer(tmp_path, train=rows, model=model)
     run.eval_dataset = rows[:30]
     held_out = None if moved else [run.data_collator(rows[:20]), run.data_collator(rows[20:30])]
-    callback = PosteriorCallback(run, 100, calibrate=True, likelihood="classification", held_out=held_out)
+    callback = PosteriorCallback(100, calibrate=True, likelihood="classification", held_out=held_out)
     run.add_callback(callback)
     run.train()
     logged = {key: value for entry in run.state.log_history for key, value in entry.items()}
@@ -272,6 +265,15 @@ def test_an_adapter_alone(tmp_path):
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(callback.posterior.mode) == trainable
     assert set(ba.Posterior.load(tmp_path / "posterior.safetensors", model).mode) == trainable
+
+
+def test_the_old_form_with_the_trainer_still_works(tmp_path):
+    run = trainer(tmp_path, max_steps=2)
+    with pytest.warns(DeprecationWarning, match=r"PosteriorCallback\(trainer, \.\.\.\) is now"):
+        callback = PosteriorCallback(run)
+    run.add_callback(callback)
+    run.train()
+    assert callback.posterior.n_data == N
 
 
 def test_a_missing_package_names_its_extra():

@@ -17,16 +17,17 @@ from torch.utils.data import (
 )
 
 from bayesadam._extras import require
+from bayesadam._progress import progress as tracked
 from bayesadam.auditing.measures import MEASURES, Rows, regression, robust_variance
 from bayesadam.auditing.table import Audit, joined
 from bayesadam.curvature.origin import warn_of_few
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.held_out import batches_of
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.predictive import like, rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
+from bayesadam.predict.batches import batches_of
 from bayesadam.predict.call import Call, Forward, batch_size, evaluating, examples, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.linearised import DEFAULT_BUDGET
@@ -82,7 +83,7 @@ def audit(
         likelihood: of the targets. Class indices of −100 are left out.
         forward: `forward(model, inputs)` for models whose call is unusual.
         memory_budget: bytes that activations, gradients and covariances may take; work is cut to fit.
-        progress: whether to show a bar on standard error.
+        progress: whether to show a bar on standard error from the start; a loader's comes after two seconds by itself.
     """
     require_posterior(posterior, "an audit")
     posterior.require_whole("an audit")
@@ -113,7 +114,7 @@ def _predictions(posterior: Posterior, batches: Any, options: Any) -> Iterator[t
     """Predictives with covariances at both settings, so many examples at a time as fit the budget, and their targets."""
     at_once = 0
     device = next(iter(parameters_at_mean(posterior).values())).device
-    for batch in batches_of(batches):
+    for batch in batches_of(batches, posterior.model):
         inputs, targets = to_device(batch.inputs, device), batch.targets.to(device)
         size = batch_size(inputs)
         if targets.dim() == 0 or len(targets) != size:
@@ -197,9 +198,9 @@ def _is_random(sampler: Sampler[Any] | Iterable[Any] | None) -> bool:
 
 
 def _shown(batches: Any, progress: bool) -> Any:
-    """The batches, with a bar on standard error if so asked for."""
+    """The batches, with a bar on standard error: at once if so asked for, else a loader's after two seconds."""
     if not progress:
-        return batches
+        return tracked(batches, "audit") if isinstance(batches, DataLoader) else batches
     console = require("rich.console").Console(stderr=True)
     total = len(batches) if isinstance(batches, DataLoader) else None
     return require("rich.progress").track(batches_of(batches), "audit", total, console=console)

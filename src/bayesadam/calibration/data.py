@@ -43,12 +43,13 @@ def quietly() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Held-out data and how the model is called on it."""
+    """Held-out data and how the model is called on it; `step` is told of every batch that the model has seen."""
 
     posterior: Posterior
     batches: Batches
     options: Options
     seed: int
+    step: Callable[[], object] = lambda: None
 
     def moments(
         self,
@@ -70,6 +71,7 @@ class HeldOut:
         device = next(iter(params.values())).device
         with evaluating(self.posterior.model):
             for number, (inputs, y) in enumerate(self.batches):
+                self.step()
                 inputs = to_device(inputs, device)
                 plan = plan_for(call, {name: t.detach().requires_grad_() for name, t in params.items()}, inputs)
                 ask = partial(moments, params=params, variances=variances, budget=budget, bases=bases)
@@ -97,8 +99,8 @@ class HeldOut:
         """The same under one set of variances, (n, ...)."""
         return self.scores(mean, variance[None], y, **of_outputs)[0]
 
-    def temperature(self, posterior: Posterior) -> float:
-        """T of the greatest log-likelihood of the mean network."""
+    def outputs(self, posterior: Posterior) -> tuple[Tensor, Tensor]:
+        """Outputs of the mean network and the targets that count, (n, ...)."""
         record, params, parts = self.options.record, parameters_at_mean(posterior), []
         call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
         with evaluating(posterior.model), torch.no_grad():
@@ -108,7 +110,13 @@ class HeldOut:
                 targets = record.matched(targets.to(device), outputs)
                 keep = record.counted(outputs, targets)
                 parts.append((outputs[keep], targets[keep]))
+                self.step()
         mean, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        return mean, y
+
+    def temperature(self, posterior: Posterior) -> float:
+        """T of the greatest log-likelihood of the mean network."""
+        mean, y = self.outputs(posterior)
         return self.best_temperature(mean, torch.zeros_like(mean), y, start=1.0, reach=math.log(HOTTEST))
 
     def best_weight(
@@ -128,6 +136,7 @@ class HeldOut:
             with quietly():
                 generator = torch.Generator().manual_seed(self.seed)
                 found = predictive_of(posterior, inputs, replace(self.options, generator=generator, novelty=False))
+            self.step()
             yield found
 
 

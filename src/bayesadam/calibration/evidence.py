@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._progress import progress
 from bayesadam.calibration.data import HeldOut
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.held_out import aligned
@@ -115,7 +116,7 @@ def log_marginal_likelihood(
     device = next(iter(params.values())).device
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(posterior.model), torch.no_grad():
-        for inputs, y in data:
+        for inputs, y in progress(data, "log_marginal_likelihood"):
             mean = call(params, to_device(inputs, device))
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
             found = options.record.predictive(

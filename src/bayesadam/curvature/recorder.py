@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
 from bayesadam._kinds import require_kind
+from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.curvature.match import Match, listed_optimizers, match_optimizers
 from bayesadam.curvature.read import Curvature, working_dtype
@@ -79,7 +80,7 @@ class Recorder:
         recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)
         device = parameters[0].device
         with in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():
-            for batch in batches:
+            for batch in progress(batches, "recording gradients"):
                 batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
                 inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
                 size = next(len(leaf) for leaf in pytree.tree_leaves(dict(batch) if targets is batch else batch))

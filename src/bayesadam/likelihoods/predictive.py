@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from bayesadam._extras import require
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import (
     Guarantee,
@@ -149,6 +150,40 @@ class Predictive:
         precision = average(weights, [member.precision for member in members])
         return 0.5 * rows(torch.log1p(variance * precision)).sum(dim=1)
 
+    def plot(
+        self,
+        x: Any = None,
+        *,
+        targets: Any = None,
+        other: Predictive | None = None,
+        kind: Literal["bands", "probabilities", "reliability", "novelty"] | None = None,
+        level: float = 0.95,
+        ax: Any = None,
+    ) -> Any:
+        """A picture of the prediction, with matplotlib; returns its axes.
+
+        | kind              | shows                                                                   | the default             |
+        |-------------------|-------------------------------------------------------------------------|-------------------------|
+        | `"bands"`         | mean and intervals of numbers over x, or example by example             | of numbers              |
+        | `"probabilities"` | of classes over x, or their means                                       | of classes              |
+        | `"reliability"`   | accuracy against confidence, and the expected calibration error         | of classes with targets |
+        | `"novelty"`       | a histogram of `novelty`; of `other` too, with the AUROC between the two | with `other`            |
+
+        Where the noise of a regression is not known, its bands are of the function alone.
+
+        Args:
+            x: one number for each example, such as a column of the inputs.
+            targets: what was observed.
+            other: a predictive of other inputs, such as out-of-distribution ones.
+            kind: see the table; None takes the default.
+            level: of the intervals.
+            ax: axes to draw on; None for those of a new figure.
+        """
+        require("matplotlib")
+        from bayesadam.likelihoods.pictures import draw
+
+        return draw(self, x, targets, other, kind, level, ax)
+
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y), one number per example."""
         raise NotImplementedError
@@ -200,7 +235,8 @@ class NumericPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y), one number per example; outputs are taken as independent unless the covariance is known."""
-        return self._log_density()(self._targets(y))
+        y = self._targets(y)
+        return self._log_density()(y)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of each output: at most (1 − level)/2 of the probability lies on either side of it."""

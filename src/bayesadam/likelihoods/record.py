@@ -87,11 +87,11 @@ class Likelihood(ABC):
         temperature: float = 1.0,
         averaged: bool = True,
     ) -> Predictive:
-        """Moments and draws of f as a predictive distribution of y; σ² is 0 where it is not given."""
+        """Moments and draws of f as a predictive distribution of y; σ² counts as 0 where it is not given, with a warning."""
         self.locations(mean)
         noise = mean.new_zeros(()) if noise_variance is None else noise_variance.to(mean)
         given: dict[str, Any] = {"link": link, "noise_variance": noise, "novel": novel, "guarantee": guarantee}
-        given |= {"temperature": temperature, "averaged": averaged}
+        given |= {"temperature": temperature, "averaged": averaged, "noise_known": noise_variance is not None}
         own = {field.name for field in fields(self.kind)}
         return self.kind(mean, variance, covariance, draws, **{key: given[key] for key in given.keys() & own})
 
@@ -131,6 +131,10 @@ class Likelihood(ABC):
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Targets in the shape that goes with the outputs, (batch, ...)."""
         return like(targets, self.locations(outputs))
+
+    def doubt(self, outputs: Tensor, targets: Tensor) -> str | None:
+        """Why held-out data look like those of another likelihood, in words; None where they do not."""
+        return None
 
     def locations(self, outputs: Tensor) -> Tensor:
         """Those outputs that say where the targets are; refuses outputs that no network of this likelihood has."""

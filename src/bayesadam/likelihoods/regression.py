@@ -10,12 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.predictive import (
     NumericMixture,
     NumericPredictive,
     Predictive,
     level_quantile,
+    like,
     nodes_like,
     normal_like,
     normal_mass,
@@ -33,16 +35,32 @@ _NODES_PER_UNIT = 2
 class RegressionPredictive(NumericPredictive):
     """y = f + N(0, σ²), a Gaussian for every output.
 
+    Where σ² is not known, whatever depends on it warns: `stddev`, `interval`, `log_prob`, `entropy` and `sample` are then of
+    f alone.
+
     Attributes:
         noise_variance: σ² by output, or 0 where it is not known: see `calibrate`.
+        noise_known: whether it is.
     """
 
     noise_variance: Tensor = field(default_factory=lambda: torch.zeros(()))
+    noise_known: bool = True
 
     @property
     def total_variance(self) -> Tensor:
         """Var[y] = Var[f] + σ²."""
-        return self.variance + self.noise_variance
+        return self.variance + self._noise
+
+    @property
+    def _noise(self) -> Tensor:
+        """σ², with a warning where it is not known."""
+        if not self.noise_known:
+            warn(
+                "the noise of the observations is not known and counts as 0, so this is the network's uncertainty alone: "
+                "calibrate(posterior, held_out, likelihood='regression') estimates it, posterior.replace(noise_variance=...) "
+                "gives it, and predictive.variance is that of the function without a warning"
+            )
+        return self.noise_variance
 
     def _epistemic(self) -> Tensor | None:
         """½ Σ Var[f]/σ² over outputs; None where σ² is not known."""
@@ -54,8 +72,8 @@ class RegressionPredictive(NumericPredictive):
         """The central interval that holds y with probability `level`."""
         if not 0 < level < 1:
             raise SettingError(f"level must lie between 0 and 1, got {level!r}")
-        z = level_quantile(level)
-        return self.mean - z * self.stddev, self.mean + z * self.stddev
+        reach = level_quantile(level) * self.stddev
+        return self.mean - reach, self.mean + reach
 
     def entropy(self) -> Tensor:
         """The differential entropy of y in nats, one number per example; of the joint outputs where the covariance is known."""
@@ -67,7 +85,7 @@ class RegressionPredictive(NumericPredictive):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y, (n, batch, ...)."""
         noise = normal_like(self.mean, n, generator)
-        return self._function_draws(n, generator) + noise * self.noise_variance.sqrt()
+        return self._function_draws(n, generator) + noise * self._noise.sqrt()
 
     def _log_density(self) -> Callable[[Tensor], Tensor]:
         if self.covariance is None:
@@ -89,7 +107,10 @@ class RegressionPredictive(NumericPredictive):
         return joint
 
     def _total_covariance(self, covariance: Tensor) -> Tensor:
-        return covariance + torch.diag_embed(rows(self.noise_variance.expand(self.mean.shape)))
+        return covariance + torch.diag_embed(rows(self._noise.expand(self.mean.shape)))
+
+    def _targets(self, y: Tensor) -> Tensor:
+        return _regressed(y, self.mean)
 
     def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
         mean, stddev = self.mean.double(), self.stddev.double()
@@ -125,6 +146,41 @@ class Regression(Likelihood):
         """1/σ², σ² = 1 where it is not given."""
         ones = torch.ones_like(outputs)
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
+
+    def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Targets in the outputs' shape; the error knows networks of other likelihoods by theirs."""
+        return _regressed(targets, outputs)
+
+    def doubt(self, outputs: Tensor, targets: Tensor) -> str | None:
+        """Counts to which the exponentials of the outputs are nearer than the outputs: these are log-rates."""
+        counts = bool(((targets >= 0) & (targets == targets.floor())).all()) and bool((targets > 1).any())
+        if not counts:
+            return None
+        away, away_of_rates = ((targets - f).double().square().mean() for f in (outputs, outputs.exp()))
+        if not bool(away_of_rates < away):
+            return None
+        return (
+            f"the targets are counts, and exp(output) is nearer to them than the output is (root mean squared error "
+            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained for "
+            "log-rates: use likelihood='poisson'"
+        )
+
+
+def _regressed(y: Tensor, outputs: Tensor) -> Tensor:
+    """Targets in the outputs' shape, one for each."""
+    try:
+        return like(y, outputs)
+    except MatchError as error:
+        if y.dim() == 0 or not len(y) == len(outputs) > 0:
+            raise
+        k = outputs[0].numel()
+        if k == 2 * y[0].numel():
+            hint = "means and log-variances are likelihood='heteroscedastic'"
+        elif y[0].numel() == 1 and not y.is_floating_point() and k > 1:
+            hint = "class indices are likelihood='classification'"
+        else:
+            raise
+        raise MatchError(f"{error}. One output per target is likelihood='regression'; {hint}") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import LogitMixture, Score, average
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.posterior import Posterior, read_report
-from bayesadam.posterior.report import CalibrationReport
+from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import chosen_places
 from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
@@ -163,6 +163,10 @@ class Mixture(
         """The members' curvatures under the settings of novelty."""
         return Mixture([member.for_novelty for member in self.members], self.weights)
 
+    @property
+    def _network(self) -> nn.Module:
+        return self.members[0].model
+
     def _predict(self, inputs: Any, options: Options) -> Predictive:
         """p(y) = Σ π_m p_m(y); `n_samples` are drawn from each member, from a stream of its own."""
         self.require_proper()
@@ -275,6 +279,18 @@ class Mixture(
             f"Mixture({len(self)} x {type(first.model).__name__}, {kinds}, {self.n_weights:,} weights in "
             f"{len(first.mode)} parameters, weights=({shares}))"
         )
+
+    def __str__(self) -> str:
+        first, report = self.members[0], self.calibration
+        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        lines = [
+            ("structure", f"{kinds}, {self.n_weights:,} weights in {len(first.mode)} parameters"),
+            ("members", f"{len(self)}, weights {', '.join(f'{weight:.3g}' for weight in self.weights)}"),
+            ("data", "N = " + " / ".join(dict.fromkeys(f"{member.n_data:,.10g}" for member in self.members))),
+            *shown(settings_of(self.members), {} if report is None else report.before),
+            *described(report),
+        ]
+        return table(f"Mixture over {type(first.model).__name__}", lines)
 
     def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Σ π_m x_m by name."""

@@ -34,7 +34,7 @@ from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
-from bayesadam.posterior.report import CalibrationReport
+from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
 from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of, score_of
@@ -354,13 +354,33 @@ class Posterior(
 
     @property
     def n_data(self) -> float:
-        """N."""
+        """N, the number of training examples."""
         return self.settings.n_data
 
     @property
     def prior_precision(self) -> Mapping[str, Precision]:
-        """δ by parameter name."""
+        """δ by parameter name: what the prior adds to every weight's precision."""
         return self.settings.prior_precision
+
+    @property
+    def scale(self) -> float:
+        """s, the factor on N that calibration finds; 1 before."""
+        return self.settings.scale
+
+    @property
+    def power(self) -> float:
+        """p of the curvature c = v̂ᵖ; the paper's is 1/2."""
+        return self.settings.power
+
+    @property
+    def batch_size(self) -> int | None:
+        """B, the number of examples behind one gradient; None where it was not given."""
+        return self.settings.batch_size
+
+    @property
+    def form(self) -> Form:
+        """`"map"`, the mean is θ, or `"likelihood"`, it is shrunk by the prior."""
+        return self.settings.form
 
     @property
     def n_weights(self) -> int:
@@ -452,6 +472,10 @@ class Posterior(
             parameters = self.parameters()
             for name, mu in self.mean.items():
                 own_part(parameters[name]).copy_(own_part(mu))
+
+    @property
+    def _network(self) -> nn.Module:
+        return self.model
 
     def _predict(self, inputs: Any, options: Options) -> Predictive:
         found = predictive_of(self, inputs, options)
@@ -597,6 +621,18 @@ class Posterior(
             f"Posterior({type(self.model).__name__}, {self.structure.kind}, {self.n_weights:,} weights in "
             f"{len(self.mode)} parameters, N={self.n_data:g}, power={self.settings.power:g}, form={self.settings.form!r})"
         )
+
+    def __str__(self) -> str:
+        batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
+        report = self.calibration
+        lines = [
+            ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
+            ("data", f"N = {self.n_data:,.10g}{batch}"),
+            ("curvature", f"v̂^{self.power:g}, {self.form} form"),
+            *shown(settings_of([self]), {} if report is None else report.before),
+            *described(report),
+        ]
+        return table(f"Posterior over {type(self.model).__name__}", lines)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, which must still be those of the posterior."""

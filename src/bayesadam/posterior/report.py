@@ -2,13 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.structures.settings import Precision, Settings
+
+# Least and greatest of a setting, over parameters, outputs and the members of a mixture.
+Range = tuple[float, float]
+_SYMBOLS = {"scale": "s", "prior_precision": "δ", "temperature": "T", "noise_variance": "σ²"}
+
+
+class Tuned(Protocol):
+    """What has the settings that calibration changes."""
+
+    @property
+    def settings(self) -> Settings:
+        """N, δ, p and the rest."""
+
+    @property
+    def temperature(self) -> float:
+        """T."""
+
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """σ², where it is known."""
+
+
+def settings_of(posteriors: Iterable[Tuned]) -> dict[str, Range]:
+    """The settings that calibration changes, as ranges over some posteriors; without those that are not known."""
+    found: dict[str, list[Precision]] = {name: [] for name in _SYMBOLS}
+    for each in posteriors:
+        found["scale"].append(each.settings.scale)
+        found["prior_precision"].extend(each.settings.prior_precision.values())
+        found["temperature"].append(each.temperature)
+        found["noise_variance"].extend([] if each.noise_variance is None else [each.noise_variance])
+    return {name: _range(values) for name, values in found.items() if values}
+
+
+def _range(values: Iterable[Precision]) -> Range:
+    ends = [(float(v.min()), float(v.max())) if isinstance(v, Tensor) else (float(v), float(v)) for v in values]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+def shown(now: Mapping[str, Range], before: Mapping[str, Range]) -> list[tuple[str, str]]:
+    """Names and values of settings for a reader, `before → now` where calibration changed them; no temperature of 1.
+
+    >>> shown({"scale": (0.5, 0.5), "prior_precision": (0.0, 6.0)}, {"scale": (1.0, 1.0), "prior_precision": (0.0, 6.0)})
+    [('scale', 's = 1 → 0.5'), ('prior precision', 'δ = 0 to 6')]
+    """
+    lines = []
+    for name, value in now.items():
+        old = before.get(name, value) if before else value
+        if name == "temperature" and {*old, *value} == {1.0}:
+            continue
+        change = [_words(each) for each in dict.fromkeys((tuple(old), tuple(value)))]
+        first = ["not known"] if before and name not in before else []
+        lines.append((name.replace("_", " "), f"{_SYMBOLS[name]} = {' → '.join([*first, *change])}"))
+    return lines
+
+
+def _words(value: tuple[float, ...]) -> str:
+    low, high = (f"{end:.3g}" for end in value)
+    return low if low == high else f"{low} to {high}"
+
+
+def table(title: str, lines: Iterable[tuple[str, str]]) -> str:
+    """A title above lines whose second column is aligned.
+
+    >>> print(table("Posterior", [("data", "N = 10"), ("scale", "s = 1")]))
+    Posterior
+      data   N = 10
+      scale  s = 1
+    """
+    lines = list(lines)
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +98,7 @@ class CalibrationReport:
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.
         guarantee: the scores.
+        before: the settings as they were, least and greatest of each; none in files of versions before 0.2.
     """
 
     likelihood: str
@@ -37,21 +110,37 @@ class CalibrationReport:
     averaged: bool
     preferred: str
     guarantee: Guarantee = field(default_factory=Guarantee, repr=False)
+    before: Mapping[str, Range] = field(default_factory=dict)
+
+    @property
+    def fitted(self) -> str:
+        """By what, and to how much, in words."""
+        scored = "each scored under a fit to others" if self.n_scored else "scored on the same"
+        return f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, {scored}"
 
     def __str__(self) -> str:
-        scored = "each scored under a fit to others" if self.n_scored else "scored on the same"
-        lines = [f"{self.likelihood}: fitted by {self.method} to {self.n_fitted} held-out examples, {scored}"]
+        lines = [self.fitted]
         lines += [f"  negative log-likelihood, {name}: {value:.4f}" for name, value in self.nll.items()]
         return "\n".join([*lines, f"  {self.preferred}"])
 
     def header(self) -> dict[str, Any]:
         """Its plain data."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("guarantee", "nll")} | {
-            "nll": dict(self.nll)
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "guarantee"} | {
+            "nll": dict(self.nll),
+            "before": dict(self.before),
         }
 
     @classmethod
     def of(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CalibrationReport:
         """From its plain data and the tensors of its guarantee."""
-        plain = {**header, "temperatures": tuple(header["temperatures"])}
+        before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
+        plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
         return cls(**plain, guarantee=Guarantee.of(tensors))
+
+
+def described(report: CalibrationReport | None) -> list[tuple[str, str]]:
+    """What calibration did, line by line."""
+    if report is None:
+        return [("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
+    nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
+    return [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from bayesadam._alone import unwrap
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import is_first_rank
+from bayesadam._warnings import warn
 from bayesadam.checkpoint.files import load_tree
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
@@ -19,8 +22,10 @@ from bayesadam.posterior import Posterior
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
 
 if TYPE_CHECKING:
+    Trainer = object
     TrainerCallback = object
 else:
+    Trainer = require("transformers").Trainer
     TrainerCallback = require("transformers").TrainerCallback
 
 ANCHOR_FILE = "anchor.pt"
@@ -29,9 +34,8 @@ ANCHOR_FILE = "anchor.pt"
 class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     """Reads the posterior off the trainer's optimiser when training ends, logs it and saves it.
 
-        trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=validation)
-        callback = PosteriorCallback(trainer, calibrate=True, likelihood="classification")
-        trainer.add_callback(callback)
+        callback = PosteriorCallback(calibrate=True, likelihood="classification")
+        trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=validation, callbacks=[callback])
         trainer.train()
         callback.posterior.predict({"input_ids": …, "attention_mask": …}, likelihood="classification")
 
@@ -45,21 +49,19 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     without those of −100. Pass `n_data` there, for the loss averages over tokens.
 
     Args:
-        trainer: the trainer, for its loggers and data, which a callback does not get otherwise.
         n_data: N; None takes the length of the training data set.
-        every_n_evaluations: log the signal-to-noise ratio during training too, without calibrating or saving.
-        **options: see `PosteriorKeeper`.
+        **options: see `PosteriorKeeper`; the callback for Lightning takes the same.
     """
 
-    def __init__(
-        self, trainer: Any, n_data: float | None = None, *, every_n_evaluations: int | None = None, **options: Any
-    ) -> None:
+    def __init__(self, n_data: float | None = None, **options: Any) -> None:
+        if isinstance(n_data, Trainer):
+            warn(
+                "PosteriorCallback(trainer, ...) is now PosteriorCallback(...): it finds the trainer",
+                DeprecationWarning,
+            )
+            n_data = None
         super().__init__(n_data, **options)
-        if every_n_evaluations is not None and every_n_evaluations < 1:
-            raise SettingError(f"every_n_evaluations must be at least 1, got {every_n_evaluations!r}")
-        self.trainer = trainer
-        self.every_n_evaluations = every_n_evaluations
-        self._evaluations = 0
+        self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find N, and attach the anchor, before the first step."""
@@ -68,8 +70,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
                 "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
                 "without a posterior: set save_only_model=False"
             )
+        self.trainer = _calling_trainer()
         self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
-        self._evaluations = 0
         state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
@@ -84,14 +86,10 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
             with replacing(_anchor_file(args, state)) as temporary:
                 torch.save(self._held.state_dict(), temporary)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the signal-to-noise ratio every few evaluations."""
-        # An evaluation may come before the first step, or without any training.
-        if not self.every_n_evaluations or not self.trainer.is_in_train or not state.global_step:
-            return
-        self._evaluations += 1
-        if self._evaluations % self.every_n_evaluations == 0:
-            self._log(self.trainer.log, self._read(kwargs["model"], kwargs["optimizer"]))
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the signal-to-noise ratio every few epochs."""
+        read = partial(self._read, kwargs["model"], kwargs["optimizer"])
+        self._end_epoch(round(state.epoch), read, self.trainer.log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""
@@ -128,6 +126,16 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
             param_names=[names[id(parameter)] for group in live.param_groups for parameter in group["params"]],
             **options,
         )
+
+
+def _calling_trainer() -> Any:
+    """The trainer whose event this is: it hands its callbacks neither its loggers nor its data, but it is what calls them."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(caller := frame.f_locals.get("self"), Trainer):
+            return caller
+    raise SettingError("PosteriorCallback is for the Trainer of transformers, and none has called it")
 
 
 def _anchor_file(args: Any, state: Any) -> Path:

@@ -1,4 +1,4 @@
-"""What the callbacks share: how N is found, and the posterior read, calibrated, logged and saved."""
+"""What the callbacks share: their settings, how N is found, and the posterior read, calibrated, logged and saved."""
 
 import inspect
 import os
@@ -16,10 +16,11 @@ from bayesadam._warnings import warn
 from bayesadam.anchoring import Anchor
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
-from bayesadam.held_out import Batch, aligned, batches_of
+from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.report import CalibrationReport
+from bayesadam.predict.batches import Batch, batches_of
 from bayesadam.predict.call import Forward, to_device
 from bayesadam.scores import coverage, ece, nll, rmse
 from bayesadam.structures.settings import Settings
@@ -47,6 +48,7 @@ class PosteriorKeeper:
         held_out: data to calibrate on, as `ba.calibrate` takes it; None takes the trainer's validation data.
         forward: as in `predict`, where the model's call is unusual.
         per_parameter: log the signal-to-noise ratio of every parameter too.
+        every_n_epochs: log the signal-to-noise ratio during training too, without calibrating or saving.
         anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N. What the
             callback reads is of the new data alone; `anchor + callback.posterior` is of both.
         anchor_strength: λ of that penalty.
@@ -63,12 +65,15 @@ class PosteriorKeeper:
         held_out: Any = None,
         forward: Forward | None = None,
         per_parameter: bool = False,
+        every_n_epochs: int | None = None,
         anchor: Posterior | None = None,
         anchor_strength: float = 1.0,
         **options: Any,
     ) -> None:
         if calibrate and likelihood not in LIKELIHOODS:
             raise SettingError(f"calibrate=True needs likelihood=, one of {tuple(LIKELIHOODS)}, got {likelihood!r}")
+        if every_n_epochs is not None and every_n_epochs < 1:
+            raise SettingError(f"every_n_epochs must be at least 1, got {every_n_epochs!r}")
         try:
             inspect.signature(Posterior.from_optimizer).bind(None, None, 1, **options)
         except TypeError as error:
@@ -76,7 +81,7 @@ class PosteriorKeeper:
         self.n_data = self._given_n_data = n_data
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
-        self.per_parameter, self.options = per_parameter, options
+        self.per_parameter, self.every_n_epochs, self.options = per_parameter, every_n_epochs, options
         self.anchor, self.anchor_strength = anchor, anchor_strength
         self._posterior: Posterior | Exception | None = None
         self._held: Anchor | None = None
@@ -125,6 +130,11 @@ class PosteriorKeeper:
     def _read(self, model: Any, optimizers: Any) -> Posterior:
         return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self.options)
 
+    def _end_epoch(self, epochs: int, read: Callable[[], Posterior], log: Log) -> None:
+        """Log the signal-to-noise ratio after so many epochs, where that was asked for."""
+        if self.every_n_epochs and epochs % self.every_n_epochs == 0:
+            self._log(log, read())
+
     def _known_n_data(self) -> float:
         if self.n_data is None:
             raise StateError("N is not known before training begins")
@@ -149,7 +159,7 @@ class PosteriorKeeper:
                 saved = f"; as it was before calibration, it is in {path}" if path else ""
                 if posterior.is_sharded:
                     raise SettingError("a sharded model cannot be calibrated here: load its posterior into a whole one")
-                data = list(batches_of(validation() if self.held_out is None else self.held_out))
+                data = list(batches_of(validation() if self.held_out is None else self.held_out, posterior.model))
                 changes, report, numbers = on_first_rank(lambda: self._calibration(posterior, data))
                 posterior = replace(posterior.replace(**changes), calibration=report)
                 _save(posterior, path)

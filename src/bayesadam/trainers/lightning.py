@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bayesadam._extras import require
-from bayesadam.errors import MissingExtraError, SettingError
+from bayesadam.errors import MissingExtraError
 from bayesadam.posterior import Posterior
 from bayesadam.trainers.keeper import FILE_NAME, Log, PosteriorKeeper
 
@@ -38,15 +39,11 @@ class PosteriorCallback(PosteriorKeeper, Callback):
 
     Args:
         n_data: N; None takes the length of the training data set.
-        every_n_epochs: log the signal-to-noise ratio during training too, without calibrating or saving.
-        **options: see `PosteriorKeeper`.
+        **options: see `PosteriorKeeper`; the callback for Hugging Face's Trainer takes the same.
     """
 
-    def __init__(self, n_data: float | None = None, *, every_n_epochs: int | None = None, **options: Any) -> None:
+    def __init__(self, n_data: float | None = None, **options: Any) -> None:
         super().__init__(n_data, **options)
-        if every_n_epochs is not None and every_n_epochs < 1:
-            raise SettingError(f"every_n_epochs must be at least 1, got {every_n_epochs!r}")
-        self.every_n_epochs = every_n_epochs
         self._anchor_state: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -59,8 +56,8 @@ class PosteriorCallback(PosteriorKeeper, Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
-        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._log(_logger(trainer), self._read(pl_module, trainer.optimizers))
+        read = partial(self._read, pl_module, trainer.optimizers)
+        self._end_epoch(trainer.current_epoch + 1, read, _logger(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""
