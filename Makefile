@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
 
-.PHONY: help demo reproduce test check bench peers peers-test wild docs clean
+.PHONY: help demo reproduce test check bench peers peers-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
@@ -14,6 +14,9 @@ help:
 	@echo "make test    the test suite, doctests included"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make docs    the documentation, warnings as errors (out/site; needs Python 3.11)"
+	@echo "make serve   the same in a browser, at http://localhost:8000, with search"
+	@echo "make build   the wheel and the sdist (dist)"
+	@echo "make release-test   both of them installed into an empty environment, and tried there"
 	@echo "make bench   the benchmarks, with their peers, in an environment of their own (make peers); QUICK=1 at their smallest"
 	@echo "make wild    checkpoints written by other libraries, read and compared with the live optimiser"
 	@echo "make peers-test   import every peer, run every benchmark at its smallest size"
@@ -36,8 +39,8 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks docs/theme
-	$(BIN)/ruff format --check src tests benchmarks docs/theme
+	$(BIN)/ruff check src tests benchmarks examples docs/theme
+	$(BIN)/ruff format --check src tests benchmarks examples docs/theme
 	$(BIN)/mypy
 
 # What builds the site is installed by this target alone; the tests run its examples without it.
@@ -47,6 +50,31 @@ $(VENV)/.docs: $(READY)
 
 docs: $(VENV)/.docs
 	PYTHONPATH=docs/theme $(BIN)/zensical build --strict --clean --config-file mkdocs.yml
+
+# Search asks the server for its index, and so does not work from file://.
+PORT ?= 8000
+serve: $(READY)
+	@test -f out/site/index.html || $(MAKE) docs
+	$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory out/site
+
+# What builds the package, and what it is tried in, live apart: the second holds the package and what it declares, nothing else.
+PACK  := .venv-build
+EMPTY := .venv-empty
+$(PACK)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PACK)
+	$(PACK)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt build
+	@touch $@
+
+build: $(PACK)/.ready
+	rm -rf dist
+	$(PACK)/bin/python -m build --outdir dist .
+
+release-test: build
+	set -e; for file in dist/*.whl dist/*.tar.gz; do \
+	  $(PYTHON) -m venv --clear $(EMPTY); \
+	  $(EMPTY)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$file; \
+	  $(EMPTY)/bin/python -I tests/smoke.py; \
+	done
 
 # Peers live apart: what they pin must not reach the project's own environment.
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
@@ -78,4 +106,4 @@ wild: $(WILD)2/.ready $(WILD)1/.ready
 	$(WILD)2/bin/python benchmarks/wild.py --also $(CURDIR)/$(WILD)1/bin/python --out $(OUT)/bench
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) $(PACK) $(EMPTY) $(WILD)1 $(WILD)2 $(OUT) .cache build dist .mypy_cache .ruff_cache .pytest_cache

@@ -161,8 +161,11 @@ def _sized(record: DataSet, found: Found) -> Path:
 
 def _sha256(path: Path) -> str:
     try:
+        digest = hashlib.sha256()
         with path.open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()
+            while chunk := handle.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 

@@ -1,0 +1,117 @@
+"""Every example runs as a user would run it, in an empty folder, and prints what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from processes import PATIENCE, SOURCE
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def number(after: str, output: str) -> float:
+    """The number that follows these words."""
+    found = re.search(re.escape(after) + r"\s*(-?\d+(?:\.\d+)?)", output)
+    assert found, f"{after!r} is not in\n{output}"
+    return float(found[1])
+
+
+def cnn_ood(output: str) -> None:
+    assert number("test accuracy", output) > 0.93
+    assert number("hold the true class", output) > 0.9
+    assert number("familiar:", output) < 0.12
+    for name in ("inverted", "turned", "noise"):
+        line = next(line for line in output.splitlines() if line.startswith(name))
+        assert number("AUROC", line) > max(0.9, number("entropy has", line))
+
+
+def huggingface_classifier(output: str) -> None:
+    assert number("held-out NLL", output) <= number("of the network alone", output)
+    assert number("surest of", output) > number("test accuracy", output)
+    assert number("hold the true class", output) > 0.8
+
+
+def lightning_run(output: str) -> None:
+    assert 0.1 < number("estimated standard deviation", output) < 0.3
+    assert 0.8 < number("intervals hold", output) < 0.98
+
+
+def lora(output: str) -> None:
+    assert number("parameters in the posterior,", output) > 0
+    assert number("calibrated: test NLL", output) < number("network: test NLL", output)
+
+
+def sklearn_pipeline(output: str) -> None:
+    assert number("R² on test data", output) > 0.2
+    assert 0.85 < number("95 % bands hold", output) <= 1
+
+
+def bandit_delayed(output: str) -> None:
+    assert number("loaded at visitor 200:", output) == 10
+    last = number("of the first hundred,", output)
+    assert number("by chance", output) + 0.1 < last
+
+
+def merge_two(output: str) -> None:
+    means = {line[:22].strip(): float(line.split()[-1]) for line in output.splitlines()[1:]}
+    assert means["ba.merge"] > max(means["mirrored"], means["upside down"], means["average of both"])
+    assert means["ba.merge with base"] > means["average of both"]
+
+
+def prune_checkpoint(output: str) -> None:
+    lines = {name: line for line in output.splitlines() for name in ("whole", "pruned") if line.startswith(f"{name}: ")}
+    assert {name: number(f"{name}:", line) for name, line in lines.items()} == {"whole": 0, "pruned": 0.75}
+    accuracy = {name: number("accuracy", line) for name, line in lines.items()}
+    assert accuracy["pruned"] > accuracy["whole"] - 0.04 > 0.85
+
+
+# What each example needs beside the library, and what its output must say.
+CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
+    "cnn_ood.py": (("sklearn",), cnn_ood),
+    "huggingface_classifier.py": (("transformers", "accelerate"), huggingface_classifier),
+    "lightning_run.py": (("lightning",), lightning_run),
+    "lora.py": (("peft", "transformers"), lora),
+    "sklearn_pipeline.py": (("sklearn",), sklearn_pipeline),
+    "bandit_delayed.py": ((), bandit_delayed),
+    "merge_two.py": (("sklearn",), merge_two),
+    "prune_checkpoint.sh": (("sklearn",), prune_checkpoint),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_prints_what_it_promises(name: str, tmp_path: Path) -> None:
+    needed, check = CASES[name]
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install 'bayesadam[...]', see examples/README.md")
+    # `python` and `bayesadam` of a shell script are those of this environment.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    given = {"PATH": path, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["bash" if name.endswith(".sh") else sys.executable, EXAMPLES / name],
+        cwd=tmp_path,
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    check(done.stdout)
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+
+
+def test_every_example_is_run_and_listed() -> None:
+    there = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+    assert there == set(CASES)
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({name})" in listed for name in there)

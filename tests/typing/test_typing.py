@@ -1,0 +1,40 @@
+"""The package is typed: a user's strict type checker sees what each call takes and gives."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bayesadam
+from processes import PATIENCE, SOURCE
+
+USER = Path(__file__).with_name("user.py")
+
+
+def mypy(*files: Path, tmp_path: Path) -> str:
+    pytest.importorskip("mypy", reason="needs mypy: pip install -e '.[dev]'")
+    # As a user has it: no configuration of ours, and the package's marker for type checkers in its place.
+    config = tmp_path / "mypy.ini"
+    config.write_text(
+        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {tmp_path / 'cache'}\nfollow_imports = silent\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", config, *files]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
+
+
+def test_the_marker_for_type_checkers_is_in_the_package():
+    assert Path(bayesadam.__file__).with_name("py.typed").is_file()
+
+
+def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import bayesadam as ba\n"
+        "import torch\n\n\n"
+        "def probs(posterior: ba.Posterior, x: torch.Tensor) -> torch.Tensor:\n"
+        '    return posterior.predict(x, likelihood="regression").probs\n'
+    )
+    said = mypy(USER, wrong, tmp_path=tmp_path)
+    assert [line for line in said.splitlines() if "user.py" in line] == []
+    assert 'wrong.py:6: error: "RegressionPredictive" has no attribute "probs"' in said
