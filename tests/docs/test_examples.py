@@ -1,23 +1,24 @@
-"""The documentation is code: every Python block runs, every command parses, every file named is there.
+"""The documentation is code: every page's Python runs as shown, every command parses, every file and name is there.
 
-The blocks of a page run in order, in one namespace and in an empty folder. What a page needs and does not show stands in it as a
-comment, `<!-- example … -->`, and runs in its place; a block behind `<!-- not run: reason -->` is compiled only.
+The blocks of a page are a script: they run in order, in a fresh interpreter and an empty folder, with what is shown and nothing
+else.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 
 import pytest
-import torch
 import typer
 import yaml
 from typer.core import TyperGroup
@@ -28,91 +29,33 @@ from bayesadam.cli import app
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(
-    r"^<!-- example\n(?P<hidden>.*?)^-->$"
-    r"|(?:^<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<shown>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
-# What the README's examples take as given, in the words of its reader: a model in training, data, a checkpoint.
-README_SETUP = """
-import torch
-from functools import partial
-from lightning.pytorch import LightningModule, Trainer as LightningTrainer
-from pathlib import Path
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
-
-def build():
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
-
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.network = build()
-
-    def forward(self, x):
-        return self.network(x)
-
-    def training_step(self, batch, _):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, _):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-x = torch.randn(80, 4)
-y = (x[:, 0] > 0).long()
-train_loader = val_loader = DataLoader(TensorDataset(x, y), batch_size=40)
-model, module = build(), Module()
-x_new, context, reward = x, torch.zeros(20), 1.0
-Trainer = partial(LightningTrainer, accelerator="cpu", logger=False, enable_progress_bar=False,
-                  enable_model_summary=False, enable_checkpointing=False, default_root_dir=".")
-
-def trained(model, optimizer=None):
-    model = model.train()
-    if optimizer is None or optimizer.param_groups[0]["params"][0] is not next(model.parameters()):
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return optimizer
-
-Path("run").mkdir()
-for name in ("last.pt", "checkpoint-500"):
-    torch.save({"model": model.state_dict(), "optimizer": trained(model).state_dict()}, f"run/{name}")
-"""
+BLOCK = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a page, with the line it begins at; `reason` where it is not run."""
+    """One piece of code of a page, with the line it begins at."""
 
-    page: Path
     line: int
     language: str
     text: str
-    reason: str | None = None
-
-    def compiled(self) -> CodeType:
-        """Its code, with the page's own line numbers in a traceback; dots on a line of their own stand for training."""
-        text = re.sub(
-            r"^\.\.\.$", "optimizer = trained(model, globals().get('optimizer'))", self.text, flags=re.MULTILINE
-        )
-        return compile("\n" * (self.line - 1) + text, str(self.page), "exec")
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    for found in BLOCK.finditer(text):
-        group = "shown" if found["hidden"] is None else "hidden"
-        line = text.count("\n", 0, found.start(group)) + 1
-        yield Block(
-            page, line, found["language"] or ("python" if group == "hidden" else ""), found[group], found["reason"]
-        )
+    return [
+        Block(text.count("\n", 0, found.start("text")) + 1, found["language"], found["text"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def script(page: Path) -> str:
+    """The page's Python blocks one after another, each on the lines that it has there."""
+    code = ""
+    for block in blocks(page):
+        if block.language == "python":
+            code += "\n" * (block.line - 1 - code.count("\n")) + block.text
+    return code
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -125,62 +68,64 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     if words:
                         yield f"{page.name}:{block.line + number}", words
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for found in re.finditer(r"`((?:bayesadam|make|pytest|python|\.venv-peers/bin/python) [^`]*)`", prose):
+        for found in re.finditer(r"`((?:bayesadam|bash|make|pytest|python|\.venv-peers/bin/python) [^`]*)`", prose):
             words = shlex.split(found[1].replace("\n", " "))
             if "…" not in found[1]:
                 yield f"{page.name}: {found[1]}", words
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny networks gain nothing from a second thread, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-# Which probabilities made-up data prefer is no matter of the page.
-@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_example_runs(page, tmp_path, monkeypatch):
-    """In order, one namespace a page; what may not run is compiled, and says why."""
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    namespace: dict[str, object] = {"__name__": f"docs_{page.stem.replace('-', '_')}"}
-    if page.name == "README.md":
-        exec(README_SETUP, namespace)
-        # Twenty thousand epochs are the default there.
-        monkeypatch.setattr(ba.methods, "fit", partial(ba.methods.fit, epochs=5))
-    try:
-        for block in blocks(page):
-            if block.language == "python":
-                code = block.compiled()
-                if page.name == "README.md" and "fully_shard(" in block.text:
-                    _one_process()
-                if block.reason is None:
-                    exec(code, namespace)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def _one_process() -> None:
-    """A group of a single process, where the example is run by torchrun."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
-
-
-def test_blocks_are_found_and_reasons_are_given():
-    found = [block for page in PAGES for block in blocks(page) if block.language == "python"]
-    assert len(found) > 30
-    assert len({block.page for block in found}) == len(
-        [page for page in PAGES if "```python" in page.read_text("utf-8")]
+@pytest.fixture(scope="module")
+def fresh():
+    """Runs a script in a process that has done nothing yet; its status, and what it printed on standard error."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("fresh.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
     )
+
+    def run(code: str, folder: Path) -> tuple[int, str]:
+        path = folder / "page.py"
+        path.write_text(code, encoding="utf-8")
+        server.stdin.write(f"{path}\n")
+        server.stdin.flush()
+        return int(server.stdout.readline()), (folder / "stderr").read_text(encoding="utf-8")
+
+    with server:
+        yield run
+        server.stdin.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+@pytest.mark.parametrize("page", [page for page in PAGES if script(page)], ids=lambda page: page.stem)
+def test_every_page_runs_as_it_is_shown(page, tmp_path, fresh):
+    status, said = fresh(script(page), tmp_path)
+    assert status == 0, said
+    # Which probabilities the held-out data prefer is for them to say; any other warning of ours is a fault of the page.
+    warned = set(re.findall(r": (\w+Warning): ", said)) & {
+        name for name in ba.__all__ if name.endswith("Warning") and name != "UnusedPosteriorWarning"
+    }
+    assert not warned, said
+
+
+def test_a_page_gets_nothing_but_what_it_shows(tmp_path, fresh):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    assert fresh("import torch\ntorch.set_default_dtype(torch.float64)\nkept = 1", tmp_path / "first") == (0, "")
+    status, said = fresh("print(kept)", tmp_path / "second")
+    assert status == 1
+    assert "NameError" in said
+    code = "from torch import nn\nassert nn.Linear(1, 1).weight.dtype.itemsize == 4\nassert 'torch' not in globals()"
+    assert fresh(code, tmp_path / "second")[0] == 0
+
+
+def test_every_block_is_found():
+    assert sum(block.language == "python" for page in PAGES for block in blocks(page)) > 30
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        shown = [block for block in blocks(page) if block.language == "python"]
-        assert len(shown) == text.count("\n```python\n") + text.count("<!-- example\n"), page
-        assert all(block.reason is None or len(block.reason) > 20 for block in shown)
+        assert sum(block.language == "python" for block in blocks(page)) == text.count("```python"), page
 
 
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*c, id=c[0]) for c in commands()])
@@ -201,14 +146,14 @@ def test_every_command_is_one(where, words):
     elif words[0] == "pytest":
         assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
     else:
-        assert words[0] in ("pip", "torchrun"), f"{where}: what is {words[0]}?"
+        assert words[0] in ("pip", "torchrun", "bash"), f"{where}: what is {words[0]}?"
 
 
 def _parse(words: list[str]) -> None:
     """Parse as the command line would, and stop before anything is done."""
     command, context = typer.main.get_command(app), None
     while isinstance(command, TyperGroup):
-        if not words or words[0] in ("--help", "--version"):
+        if not words or words[0] in ("--help", "--version", "--install-completion"):
             return
         context = command.make_context(command.name, list(words), parent=context)
         _, command, words = command.resolve_command(context, list(words))
@@ -220,7 +165,7 @@ def _parse(words: list[str]) -> None:
     "line",
     [
         "prune last.pt --fractoin 0.5 -o x.pt",
-        "prune last.pt --fraction 0.5",
+        "prune --fraction 0.5 -o x.pt",
         "prune last.pt --fraction 2 -o x.pt",
         "no-such-command x",
         "data no-such-command",
@@ -236,10 +181,21 @@ def test_a_wrong_command_is_found(line):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_file_named_is_there(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b(?:benchmarks|tests|src)/[\w/]+\.py\b", text):
+    for name in re.findall(r"\b(?:benchmarks|examples|tests|src)/[\w/]+\.(?:py|sh)\b", text):
         assert (ROOT / name).is_file(), name
     for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / name).is_file(), name
+
+
+def test_every_script_is_shown_and_linked():
+    """All of `examples/` stands on one page, section by section, and each section is linked from the page it names."""
+    text = (DOCS / "examples.md").read_text(encoding="utf-8")
+    scripts = sorted(path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
+    assert sorted(re.findall(r'^--8<-- "examples/([\w.]+)"$', text, re.MULTILINE)) == scripts
+    for section in text.split("\n## ")[1:]:
+        title, page = section.splitlines()[0], re.search(r"The page: \[[^\]]*\]\(([\w.-]+)", section)[1]
+        anchor = re.sub(r"\s+", "-", title.lower())
+        assert f"(examples.md#{anchor})" in (DOCS / page).read_text(encoding="utf-8"), title
 
 
 def test_the_sites_contents_are_its_pages():
@@ -262,14 +218,60 @@ def test_the_sites_contents_are_its_pages():
         assert (DOCS / name).is_file()
 
 
-def test_every_public_name_is_in_the_api():
-    """By the page of its module, or of the one it comes from."""
+def _resolved(path: str) -> object:
+    """The module or object of a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(_resolved(module), name)
+
+
+def _reference() -> dict[str, list[str]]:
+    """What the pages of the reference show, by its path, with the members that are named.
+
+    The trainers' callbacks, which need half a minute of imports, are left to the site's builder, which fails without them.
+    """
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
+    return {
+        found[1]: re.findall(r"^        - (\w+)$", found[2], re.MULTILINE)
+        for found in re.finditer(r"^::: (?!bayesadam\.trainers\.)([\w.]+)\n((?:    .*\n)*)", text + "\n", re.MULTILINE)
+    }
+
+
+def _public(module: ModuleType) -> list[str]:
+    own = [name for name, member in vars(module).items() if getattr(member, "__module__", "") == module.__name__]
+    return list(getattr(module, "__all__", [name for name in own if not name.startswith("_")]))
+
+
+PUBLIC = (
+    *("bayesadam", "bayesadam.data", "bayesadam.errors", "bayesadam.likelihoods", "bayesadam.sklearn"),
+    *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)),
+)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module):
+    """As an entry of its own, under whatever path, or with its module; constants by name."""
+    entries = [_resolved(path) for path in _reference()]
+    modules = {entry.__name__ for entry in entries if isinstance(entry, ModuleType)}
     told = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
-    for name in ba.__all__:
-        member = getattr(ba, name)
-        if isinstance(member, type) or callable(member):
-            module = member.__module__
-            assert re.search(rf"\.{name}\b", told) or f"::: {module}\n" in told, name
+    for name in _public(_resolved(module)):
+        member = getattr(_resolved(module), name)
+        assert (
+            isinstance(member, ModuleType)
+            or any(member is entry for entry in entries)
+            or getattr(member, "__module__", None) in modules
+            or re.search(rf"`(?:{re.escape(module)}\.)?{name}`", told)
+        ), name
+
+
+def test_the_reference_names_what_is_there():
+    """Members are listed by hand, constructors first; one that is gone would vanish without a word."""
+    listed = _reference()
+    assert listed["bayesadam.Posterior"][:3] == ["from_optimizer", "from_checkpoint", "from_recorder"]
+    for path, members in listed.items():
+        assert not [member for member in members if not hasattr(_resolved(path), member)], path
 
 
 def test_formulas_become_mathml(monkeypatch):
