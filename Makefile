@@ -33,7 +33,7 @@ demo: $(READY)
 
 # Hours on a CPU, minutes on a GPU; stopped, it resumes. The quick version keeps its runs apart and leaves these alone.
 reproduce: $(READY)
-	$(BIN)/bayesadam report $(OUT)/reproduce $(if $(QUICK),--quick)
+	$(BIN)/bayesadam paper report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
