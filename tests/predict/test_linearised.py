@@ -669,3 +669,20 @@ def test_each_projection_of_attention_has_a_place_of_its_own():
         uses, _ = plan.recorded(call, leaves, torch.randn(3, 2, 4))
         matrices = [use for use in uses if isinstance(use, MatrixUse)]
         assert len({id(use.output) for use in matrices}) == len(matrices) == 4
+
+
+def test_under_autocast_layers_are_still_contracted_in_closed_form():
+    """A forward pass of bfloat16, sums in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+    posterior, x = posterior_over(model), torch.randn(6, 3, 5, 5)
+    whole = posterior.predict(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with evaluating(model):
+            leaves = {name: tensor.requires_grad_() for name, tensor in parameters_at_mean(posterior).items()}
+            assert plan.plan_for(Call(model), leaves, x).generic == ()
+        half = posterior.predict(x)
+    assert half.variance.dtype == torch.float32
+    torch.testing.assert_close(half.variance, whole.variance, rtol=0.05, atol=0)

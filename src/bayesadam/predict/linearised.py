@@ -167,13 +167,16 @@ def _chunk_along(
     """Of some examples, with random numbers that were drawn before."""
     passed = _forward(task, plan, inputs)
     plan, mean = passed.plan, passed.flat.detach()
-    if along is None:
-        variance, blocks = _every_output(task, passed, at_once)
-        numbers = mean.new_zeros(len(mean), 0)
-    else:
-        assert signs is not None
-        u, numbers = along(mean, start, signs)
-        variance, blocks = _along_directions(task, passed, u, at_once)
+    # A forward pass may be one of 16 bits; sums are not.
+    with torch.autocast(mean.device.type, enabled=False):
+        if along is None:
+            variance, blocks = _every_output(task, passed, at_once)
+            numbers = mean.new_zeros(len(mean), 0)
+        else:
+            assert signs is not None
+            u, numbers = along(mean, start, signs)
+            variance, blocks = _along_directions(task, passed, u, at_once)
+    if along is not None:
         task, plan, inputs = _along(task), replace(plan, outputs=len(u)), (inputs, u.transpose(0, 1))
     with torch.no_grad():
         generic = generic_moments(task, plan, inputs)

@@ -267,6 +267,8 @@ def _agreeing_layouts(
     uses: Sequence[Use], ds: Sequence[Tensor], truth: Tensor, s: Tensor, size: int
 ) -> list[Layout] | None:
     wide = torch.promote_types(truth.dtype, torch.float32)
+    # Under autocast D is of 16 bits where the weights are not.
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (truth, *ds))
     best: tuple[float, list[Layout] | None] = (0.2, None)
     for attempt in range(max((len(use.layouts) for use in uses), default=0)):
         layout = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
@@ -278,9 +280,9 @@ def _agreeing_layouts(
         except (RuntimeError, IndexError):
             continue
         found = _disagreement(ours, truth)
-        if found <= min(4e-3, 10 * torch.finfo(truth.dtype).eps ** 0.5):
+        if found <= min(4e-3, 10 * eps**0.5):
             return layout
-        if torch.finfo(truth.dtype).bits == 16 and found < best[0]:
+        if eps > torch.finfo(torch.float32).eps and found < best[0]:
             # Rounding alone may come to this much; a wrong layout is still farther off.
             best = (found, layout)
     return best[1]
