@@ -64,12 +64,25 @@ def test_rows_of_many_classes_are_what_predictions_have():
     held_out = data.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
     variance = posterior.variance
     parts = list(held_out.moments(posterior, [variance.__getitem__]))
-    assert sum(len(y) for *_, y in parts) == 4 * len(inputs)
+    assert sum(len(y) for *_, y, _ in parts) == 4 * len(inputs)
+    assert torch.equal(torch.cat([owner for *_, owner in parts]).bincount(), torch.full((len(inputs),), 4))
     whole = posterior.predict(inputs, likelihood="classification", n_samples=10**6, probes=0)
     logits, outputs = whole.logits.flatten(0, 1), torch.zeros_like(whole.logits)
     outputs = outputs.scatter(2, whole.outputs, whole.variance).flatten(0, 1)
-    for mean, variances, _, y in parts:
+    for mean, variances, _, y, _ in parts:
         for row, own, label in zip(mean, variances[0], y, strict=True):
             same = (logits - row).abs().amax(dim=1) < 1e-5
             torch.testing.assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
             assert bool((targets.flatten()[same] == label).any())
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+@pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
+def test_folds_are_of_examples_whatever_their_places(predictive):
+    """More places than are looked at, in several batches, with enough examples to be scored across folds."""
+    posterior, _ = text_posterior()
+    ids = torch.randint(130, (70, 9), generator=torch.Generator().manual_seed(3))
+    batches = [(part[:, :-1], part[:, 1:]) for part in ids.split(30)]
+    options = {"predictive": predictive, "n_samples": 4} if predictive != "linearised" else {}
+    found = ba.calibrate(posterior, batches, likelihood="classification", **options)
+    assert found.calibration.n_scored == 70

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
+import warnings
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import bayesadam as ba
 from bayesadam import _storage as storage
@@ -168,3 +171,22 @@ def test_saving_keeps_the_usual_file_mode_and_refuses_bad_places(tmp_path):
         posterior.save(tmp_path / "absent" / "p.safetensors")
     with pytest.raises(FileError, match="it is a folder"):
         posterior.save(tmp_path)
+
+
+def test_a_model_with_other_running_statistics_is_warned_of(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    adam = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        adam.zero_grad()
+        model(3 + torch.randn(16, 3)).square().mean().backward()
+        adam.step()
+    path = tmp_path / "posterior.safetensors"
+    ba.Posterior.from_optimizer(model, adam, 100, prior_precision=1.0).save(path)
+    fresh = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ba.Posterior.load(path, fresh)
+    fresh[1].reset_running_stats()
+    with pytest.warns(ba.BayesAdamWarning, match="running statistics are not those"):
+        ba.Posterior.load(path, fresh)

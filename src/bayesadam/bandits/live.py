@@ -249,6 +249,10 @@ class Agent:
                 del self._pending[decision]
             self._learn(row.unsqueeze(0), torch.tensor([arm]), value)
 
+    def __repr__(self) -> str:
+        seen, waiting = sum(self._pulls), len(self._pending)
+        return f"Agent({self.name!r}, {self.n_features} features, {self.n_arms} arms, {seen} rewards seen, {waiting} pending)"
+
     @property
     def pending(self) -> tuple[int, ...]:
         """The decisions that wait for a reward."""

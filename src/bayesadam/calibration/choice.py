@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from bayesadam._kinds import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, quietly
+from bayesadam.calibration.data import Batches, HeldOut, cut, quietly
 from bayesadam.calibration.evidence import by_evidence
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.calibration.validation import Tables, by_validation, tables_of
@@ -102,6 +103,7 @@ def calibrate(
         forward=forward,
         memory_budget=memory_budget,
     )
+    require_kind(posterior, (Posterior, Mixture), "posterior")
     # Every candidate sees the same random numbers, so that they differ by their settings alone.
     seed = 0 if predictive == "linearised" else fresh_seed(generator)
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
@@ -143,9 +145,9 @@ class _Network:
         """Of all examples, or of those that are predicted again and again, to which they are a start."""
         data = self.data
         if data.options.predictive == "linearised":
-            return tables_of(data.posterior, data, examples_of(data.options.record, data.batches))
+            return tables_of(data.posterior, data, torch.arange(sum(len(y) for _, y in data.batches)))
         looked_at = replace(data, batches=[batch for piece in self.predictions.pieces for batch in piece])
-        return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.numbers)))
+        return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.examples)))
 
     @cached_property
     def whole(self) -> _Fit:

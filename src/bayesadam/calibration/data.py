@@ -58,8 +58,8 @@ class HeldOut:
         *,
         covariance: bool = False,
         directions: Sequence[Directions | None] = (),
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Mean, variances (k, ...), covariance and targets, batch by batch, at a posterior's mean.
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]]:
+        """Mean, variances (k, ...), covariance, targets and the numbers of their examples, batch by batch, at a posterior's mean.
 
         Of classes these have a row for every place that counts, (n, c), (k, n, c), (n, c, c) and (n,). Where there are many
         classes it is a few places of each example that have one, and variances of 0 but for the largest outputs, as
@@ -69,9 +69,12 @@ class HeldOut:
         call = Call(self.posterior.model, self.options.forward)
         params = parameters_at_mean(posterior)
         device = next(iter(params.values())).device
+        first = 0
         with evaluating(self.posterior.model):
             for number, (inputs, y) in enumerate(self.batches):
                 self.step()
+                own = torch.arange(first, first + len(y))
+                first += len(y)
                 inputs = to_device(inputs, device)
                 plan = plan_for(call, {name: t.detach().requires_grad_() for name, t in params.items()}, inputs)
                 ask = partial(moments, params=params, variances=variances, budget=budget, bases=bases)
@@ -79,13 +82,14 @@ class HeldOut:
                     places = _some_places(record, y.to(device), plan.shape, seed=number)
                     for given, at, rows, targets in _at_places(call, params, inputs, y.to(device), places):
                         found = ask(at, inputs=given, directions=directions, along=_largest(record))
-                        yield found.mean[rows], _scattered(found)[:, rows], None, targets[rows]
+                        yield found.mean[rows], _scattered(found)[:, rows], None, targets[rows], own[rows.cpu()]
                     continue
                 found = ask(call, inputs=inputs, covariance=covariance, directions=directions, plan=plan)
                 y = record.matched(y.to(device), found.mean)
                 keep = record.counted(found.mean, y)
                 block = None if found.covariance is None else place_blocks(found.covariance[0], found.mean)[keep]
-                yield found.mean[keep], found.variance[:, keep], block, y[keep]
+                owner = own[examples_of(record, [(inputs, y)])]
+                yield found.mean[keep], found.variance[:, keep], block, y[keep], owner
 
     def scores(self, mean: Tensor, variances: Tensor, y: Tensor, **of_outputs: Any) -> list[float]:
         """Mean log-likelihood of the targets under each of k sets of variances, (k, n, ...); −∞ where it is not finite."""

@@ -30,15 +30,17 @@ def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
     record = data.options.record
     if not record.noise:
         parts = list(data.moments(posterior, [unit], covariance=record.coupled))
-        curvature = torch.cat([_output_curvature(record, mean, variance, block) for mean, variance, block, _ in parts])
+        curvature = torch.cat([_output_curvature(record, mean, variance, block) for mean, variance, block, *_ in parts])
         return _at_evidence(posterior, float(curvature.mean(dtype=torch.float64)))
 
     def residuals(
         at: Posterior, variances: Sequence[VarianceOf], directions: Sequence[Directions | None] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = list(data.moments(at, variances, directions=directions))
-        mean, square = (torch.cat(part) for part in zip(*((m, (y - m).square()) for m, _, _, y in parts), strict=True))
-        variance = torch.cat([v for _, v, _, _ in parts], dim=1)
+        mean, square = (
+            torch.cat(part) for part in zip(*((m, (y - m).square()) for m, _, _, y, _ in parts), strict=True)
+        )
+        variance = torch.cat([v for _, v, *_ in parts], dim=1)
         return mean, square.clamp(min=torch.finfo(square.dtype).tiny), variance
 
     mean, square, (reach,) = residuals(posterior, [unit])

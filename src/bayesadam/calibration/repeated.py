@@ -40,12 +40,14 @@ class Predictions:
     Attributes:
         data: all held-out data.
         pieces: the examples that the coarse steps look at, then those that the fine ones look at besides.
+        examples: the numbers of a piece's examples.
         numbers: the example that each score in a piece belongs to.
         tried: the candidates looked at.
     """
 
     data: HeldOut
     pieces: Sequence[Batches]
+    examples: Sequence[Tensor]
     numbers: Sequence[Tensor]
     tried: dict[Any, Posterior] = field(default_factory=dict)
     _known: dict[Any, Tensor] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Predictions:
             pieces = [cut(data.batches, level == i) for i in range(len(LEVELS))]
             numbers = [(level == i).nonzero().flatten() for i in range(len(LEVELS))]
         owners = [examples_of(data.options.record, piece) for piece in pieces]
-        return cls(data, pieces, [own[owner] for own, owner in zip(numbers, owners, strict=True)])
+        return cls(data, pieces, numbers, [own[owner] for own, owner in zip(numbers, owners, strict=True)])
 
     def scored(self, candidate: Posterior, chosen: Tensor, level: int) -> _Scored:
         """The chosen examples, booleans, of the pieces up to that level."""

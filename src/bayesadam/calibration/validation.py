@@ -49,8 +49,8 @@ class Tables:
         return Tables(self.ratios, *of_rows)
 
 
-def tables_of(posterior: Posterior, data: HeldOut, numbers: Tensor) -> Tables:
-    """One pass over the data for all ratios.
+def tables_of(posterior: Posterior, data: HeldOut, examples: Tensor) -> Tables:
+    """One pass over the data, whose examples have these numbers, for all ratios.
 
     In the likelihood form the mean, too, depends on the ratio, and on it alone: there it takes a pass for each, as it does
     where directions over all weights change with it.
@@ -81,7 +81,8 @@ def tables_of(posterior: Posterior, data: HeldOut, numbers: Tensor) -> Tables:
         parts = passes[0]
         means = torch.stack([torch.cat([p[0] for p in each]) for each in passes])
         tables = settings.weight * torch.stack([torch.cat([p[1][0] for p in each]) for each in passes])
-    return Tables(ratios, means, tables, torch.cat([p[3] for p in parts]), numbers)
+    owners = torch.cat([p[4] for p in parts])
+    return Tables(ratios, means, tables, torch.cat([p[3] for p in parts]), examples[owners])
 
 
 def by_validation(posterior: Posterior, data: HeldOut, found: Tables) -> Posterior:

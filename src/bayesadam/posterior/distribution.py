@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from bayesadam._extras import require
 from bayesadam._progress import progress
 from bayesadam._shards import whole
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods.predictive import Score
@@ -212,6 +213,7 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             captured,
             method,
         )
+        self._warn_of_another(likelihood)
         options = Options(*given)
         return self._each(inputs, "predict", lambda batch: self._predict(batch, options))
 
@@ -261,6 +263,15 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             return found
         each = _some(found)
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
+
+    def _warn_of_another(self, likelihood: LikelihoodName) -> None:
+        """Warn where it was calibrated for another likelihood, whose scale, noise and temperature these are."""
+        report = getattr(self, "calibration", None)
+        if report is not None and report.likelihood != likelihood:
+            warn(
+                f"the posterior was calibrated for likelihood={report.likelihood!r} and is asked to predict with "
+                f"likelihood={likelihood!r}: say the same, or calibrate it for this one"
+            )
 
     def _each(self, inputs: Any, what: str, of: Callable[[Any], T]) -> T | Iterator[T]:
         """That of one batch, or of each of a loader's as it is asked for."""

@@ -35,6 +35,7 @@ from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
 from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
+from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of, score_of
@@ -563,6 +564,7 @@ class Posterior(
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
             "averaged": self.averaged,
+            "running_statistics": running_statistics(self.model),
         }
         if self.calibration is not None:
             header["calibration"] = self.calibration.header()
@@ -574,6 +576,7 @@ class Posterior(
         """Read a saved posterior for `model`, whose weights are not changed (see `copy_mean_to_model`).
 
         A file without weights takes the model's, which must be those that were trained: they are compared with a few numbers.
+        Running statistics of batch norms are not in the file: a warning says where the model's are not those it was saved with.
         The model may be plain or sharded, over any number of processes, whatever the posterior was saved from; a
         folder is read by all processes together.
         """
@@ -609,6 +612,7 @@ class Posterior(
         except TypeError as error:
             raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
         report = read_report(path, tensors, header)
+        warn_of_other_statistics(path, header.get("running_statistics"), model)
         outputs = _noise(header.get("noise_variance")), header.get("temperature", 1.0), header.get("averaged", True)
         return cls(unwrap(model), mode, structure, settings, header.get("omitted", {}), *outputs, report, origin=origin)
 

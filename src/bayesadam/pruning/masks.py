@@ -10,13 +10,14 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.pruning.names import matching, owners
+from bayesadam.pruning.names import held_by_statistics, matching, owners
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import best_of_groups, lowest
 
@@ -44,7 +45,7 @@ def pruning_masks(
             ½ θ² v̂; a function `ranking(theta, v) -> scores`; or ready scores by parameter name.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
-            `"embeddings"`.
+            `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
             linear layer, the channels of a convolution at each place of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
@@ -52,6 +53,11 @@ def pruning_masks(
     require_posterior(posterior, "pruning")
     excluded = matching(posterior.model, exclude)
     eligible = [name for name in posterior.mode if name not in excluded]
+    if posterior.structure.independent and not isinstance(ranking, Mapping):
+        running = [m.running_mean for m in posterior.model.modules() if isinstance(m, _BatchNorm)]
+        lengths = {mean.numel() for mean in running if mean is not None}
+        held = held_by_statistics(eligible, posterior.structure.second_moment.__getitem__, lengths)
+        eligible = [name for name in eligible if name not in held]
     competing = compete(eligible, scope)
     if pattern is not None:
         if fraction is not None:

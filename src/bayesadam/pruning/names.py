@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._kinds import require_kind
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
+
+# Squares of gradients that are nothing but rounding, over those of their layer's weight.
+_ROUNDING = 1e-6
 
 
 class Owner(NamedTuple):
@@ -101,6 +105,33 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
         if name in found and not bool((found[name].to(mask.device) == mask).all()):
             raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one of them")
         found[name] = mask
+    return found
+
+
+def held_by_statistics(names: Collection[str], moment: Callable[[str], Tensor], lengths: Collection[int]) -> set[str]:
+    """The biases that a batch norm follows; a warning names them.
+
+    The norm takes away what they add, so that their gradients are rounding errors; but its running mean has them in it, and
+    without them the network is another one. They are told by a second moment of at most a millionth of their layer's weight's,
+    and as many entries as some running mean has.
+
+    Args:
+        names: of parameters.
+        moment: v̂ of one of them, or of some of its entries.
+        lengths: of the running means.
+    """
+    found = set()
+    for name in names:
+        weight = f"{name.removesuffix('bias')}weight"
+        if name.endswith("bias") and weight in names and (own := moment(name)).numel() in lengths:
+            felt = float(moment(weight).mean())
+            if 0 <= float(own.mean()) <= _ROUNDING * felt and felt > 0:
+                found.add(name)
+    if found:
+        warn(
+            f"left whole: {', '.join(sorted(found)[:4])}{', …' if len(found) > 4 else ''}. A batch norm follows, so that the "
+            "loss did not feel them, but its running mean has them in it, and without them the network would be another one"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import SettingError
 from bayesadam.pruning.masks import Scope, checked_fraction, compete
-from bayesadam.pruning.names import matching_names
+from bayesadam.pruning.names import held_by_statistics, matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
 from bayesadam.pruning.report import PrunedParameter, PruningReport
 from bayesadam.pruning.select import Cut, cut_after
@@ -48,7 +48,7 @@ def prune_checkpoint(
         ranking: a name from `RANKINGS`.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
         exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need the
-            model, see `pruning_masks`.
+            model, see `pruning_masks`. Biases that a batch norm follows are left whole too, with a warning.
         **options: how the file is read, see `CheckpointOptions`.
 
     Returns:
@@ -62,15 +62,22 @@ def prune_checkpoint(
     match = match_checkpoint(checkpoint, options=reading)
     entries = {entry.name: entry for entry in match.entries}
     whole = matching_names(entries.keys(), exclude)
+    check_entries(match)
+    running = {tensor.numel() for name, tensor in checkpoint.weights.items() if name.endswith("running_mean")}
+    whole |= held_by_statistics(entries.keys() - whole, lambda name: _some_moments(entries[name]), running)
     eligible = {name: entry for name, entry in entries.items() if name not in whole}
     competing = compete(eligible, scope)
-    check_entries(match)
     cuts = _cuts(eligible, competing, RANKINGS[ranking], share)
     outline = {name: meta(entry.parameter.shape, torch.bool) for name, entry in eligible.items()}
     masks = Lazy(outline, lambda name: _mask(eligible[name], RANKINGS[ranking], cuts[name]))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in entries)
     return PruningReport.total(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
+
+
+def _some_moments(entry: Entry) -> Tensor:
+    """v̂ of the first piece of a parameter."""
+    return read_entry(next(iter(pieces(entry))))[1]
 
 
 Rank = Callable[[Weights], Tensor]
