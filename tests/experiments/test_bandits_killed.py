@@ -9,7 +9,7 @@ import pytest
 
 from processes import run_python
 
-KILLS = int(os.environ.get("BAYESADAM_TEST_KILLS", "10"))
+KILLS = int(os.environ.get("BAYESADAM_TEST_KILLS", "6"))
 
 # Imports once, then forks a process for each attempt; no thread has run by then. SIGPROF ends an attempt a random time after
 # a random number of trainings: how busy the machine is does not matter.

@@ -126,8 +126,7 @@ def test_draws_have_the_dense_covariance(form):
     assert one["conv.weight"].shape == (3, 2, 2)
 
 
-@pytest.mark.parametrize("max_side", [100, 3])
-@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize(("power", "max_side"), [(0.5, 3), (1.0, 100)])
 def test_the_linearised_predictive_is_the_dense_one(power, max_side):
     posterior = trained(power, max_side=max_side)
     x = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(2)).double()
@@ -141,9 +140,9 @@ def test_the_linearised_predictive_is_the_dense_one(power, max_side):
     torch.testing.assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(posterior.predict(x).variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-12)
     sampled = posterior.predict(
-        x, predictive="linearised-sampled", n_samples=4000, generator=torch.Generator().manual_seed(3)
+        x, predictive="linearised-sampled", n_samples=1500, generator=torch.Generator().manual_seed(3)
     )
-    torch.testing.assert_close(sampled.variance, found.variance, rtol=0.15, atol=1e-4)
+    torch.testing.assert_close(sampled.variance, found.variance, rtol=0.2, atol=1e-4)
     assert posterior.predict(x, predictive="sampled", n_samples=5).mean.shape == (6, 2)
 
 

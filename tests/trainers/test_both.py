@@ -144,7 +144,9 @@ def test_the_same_call_serves_both_trainers(name, held_out, tmp_path):
     with torch.no_grad():
         own = float(nn.functional.cross_entropy(model(held_x), held_y))
     assert logged["posterior/network_nll"] == pytest.approx(own, rel=1e-4)
-    assert torch.equal(ba.Posterior.load(path, posterior.model).predict(held_x).mean, found.mean)
+    assert torch.equal(
+        ba.Posterior.load(path, posterior.model).predict(held_x, likelihood="classification").mean, found.mean
+    )
 
 
 @pytest.mark.parametrize("name", TRAINERS)

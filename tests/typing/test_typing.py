@@ -10,15 +10,15 @@ import bayesadam
 from processes import PATIENCE, SOURCE
 
 USER = Path(__file__).with_name("user.py")
+# Apart from that of `make check`, whose settings are others.
+CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"
 
 
 def mypy(*files: Path, tmp_path: Path) -> str:
     pytest.importorskip("mypy", reason="needs mypy: pip install -e '.[dev]'")
     # As a user has it: no configuration of ours, and the package's marker for type checkers in its place.
     config = tmp_path / "mypy.ini"
-    config.write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {tmp_path / 'cache'}\nfollow_imports = silent\n"
-    )
+    config.write_text(f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {CACHE}\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--config-file", config, *files]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
 
