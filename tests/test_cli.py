@@ -11,17 +11,25 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from typer.main import get_command
 
 import bayesadam as ba
 from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
+from bayesadam.bandits.agents import SETTINGS
+from bayesadam.curvature.compression import Compression
+from bayesadam.data.images import IMAGE_SETS
+from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import FileError, SettingError
-from bayesadam.experiments import demo, pruning, regression, report
+from bayesadam.experiments import bandits, demo, pruning, regression, report
 from bayesadam.experiments.run import Run
+from bayesadam.merging.plan import Method
+from bayesadam.pruning.masks import Scope
 from processes import PATIENCE, eventually
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -90,6 +98,7 @@ print(code, sorted({"torch", "numpy", "matplotlib", "rich.console"} & set(sys.mo
         (["data", "fetch", "--help"], 0),
         (["nonsense"], 2),
         (["paper", "regression", "--methods", "badam,luck"], 2),
+        (["export", "a.pt", "--compress", "zip"], 2),
     ],
     ids=str,
 )
@@ -103,6 +112,19 @@ def test_help_and_errors_in_options_do_not_wait_for_torch(arguments, code):
         check=False,
     )
     assert done.stderr.splitlines()[-1] == f"{code} []"
+
+
+def test_no_line_of_a_list_of_commands_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ((), ("paper",), ("data",)):
+        assert run(*group, "--help") == 0
+        assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
+
+
+@pytest.mark.parametrize(("command", "drawn"), [("prune", False), ("export", False), ("sample", True)])
+def test_a_seed_is_offered_where_something_is_drawn(command, drawn, capsys):
+    assert run(command, "--help") == 0
+    assert ("--seed" in capsys.readouterr().out) == drawn
 
 
 def listed(text: str) -> list[str]:
@@ -144,8 +166,64 @@ def test_the_names_that_options_take_are_those_of_the_experiments():
         (cli.AGENTS, ba.bandits.AGENTS),
         (cli.PROBLEMS, ba.bandits.PROBLEMS),
         (cli.EXPERIMENTS, report.EXPERIMENTS),
+        (cli.RANKINGS, ba.pruning.RANKINGS),
+        (cli.SCOPES, get_args(Scope)),
+        (cli.MERGING_METHODS, get_args(Method)),
+        (cli.COMPRESSIONS, get_args(Compression)),
+        (cli.IMAGE_SETS, IMAGE_SETS),
+        (cli.ACTIVATIONS, ACTIVATIONS),
+        (cli.BANDIT_SETTINGS, SETTINGS),
+        (cli.ENGINES, bandits.ENGINES),
     ):
         assert names == tuple(known)
+    # Of all structures, those that a file can be exported with.
+    with pytest.raises(SettingError, match=" or ".join(map(repr, cli.STRUCTURES))):
+        ba.export_checkpoint("a.pt", "b.safetensors", structure="luck")
+
+
+CHOICES = [
+    (("prune", "a.pt", "--fraction", 0.5), "--ranking", cli.RANKINGS),
+    (("prune", "a.pt", "--fraction", 0.5), "--scope", cli.SCOPES),
+    (("merge", "a.pt", "b.pt"), "--method", cli.MERGING_METHODS),
+    (("export", "a.pt"), "--compress", cli.COMPRESSIONS),
+    (("export", "a.pt"), "--structure", cli.STRUCTURES),
+    (("paper", "pruning"), "--data", cli.IMAGE_SETS),
+    (("paper", "pruning"), "--activation", cli.ACTIVATIONS),
+    (("paper", "pruning"), "--device", cli.DEVICES),
+    (("paper", "bandits"), "--device", cli.DEVICES),
+    (("paper", "bandits"), "--settings", cli.BANDIT_SETTINGS),
+    (("paper", "bandits"), "--engine", cli.ENGINES),
+    (("paper", "report", "folder"), "--device", cli.DEVICES),
+    (("paper", "report", "folder"), "--settings", cli.BANDIT_SETTINGS),
+]
+
+
+def found_command(words):
+    command = get_command(cli.app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    return command
+
+
+@pytest.mark.parametrize(("words", "option", "names"), CHOICES, ids=str)
+def test_an_option_of_few_values_lists_completes_and_checks_them(words, option, names, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (found,) = [param for param in found_command(words).params if option in param.opts]
+    assert found.metavar == "|".join(names)
+    context = found_command(words).context_class(found_command(words))
+    offered = [item.value for item in found.shell_complete(context, "")]
+    assert offered == list(names)
+    assert [item.value for item in found.shell_complete(context, names[-1])] == [names[-1]]
+    assert run(*words, option, "luck") == 2
+    assert capsys.readouterr().err == f"bayesadam: {option} must be one of {', '.join(names)}, got 'luck'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_of_few_values_is_in_the_list_above():
+    known = {(found_command(words).name, option) for words, option, _ in CHOICES}
+    groups = [get_command(cli.app), found_command(["paper"])]
+    commands = [command for group in groups for command in group.commands.values() if not command.hidden]
+    assert known == {(c.name, p.opts[0]) for c in commands for p in c.params if "|" in (p.metavar or "")}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +254,8 @@ def test_names_are_listed_in_help_and_in_the_error(command, option, names, tmp_p
         ("bayesadam regr", []),
         ("bayesadam paper b", ["bandits"]),
         ("bayesadam prune --fra", ["--fraction"]),
+        ("bayesadam prune a.pt --ranking sn", ["snr", "snr-posterior"]),
+        ("bayesadam data fetch fash", ["fashion-mnist"]),
         ("bayesadam paper bandits --agents badam,gr", ["badam,greedy"]),
         ("bayesadam paper bandits --problems s", ["statlog"]),
     ],
@@ -201,11 +281,13 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     adam = torch.optim.Adam(model.parameters(), weight_decay=0.1, betas=(0.9, 0.99))
-    for _ in range(100):
-        adam.zero_grad()
-        model(torch.randn(4, 3)).square().sum().backward()
-        adam.step()
-    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "n_data": 4}, tmp_path / "last.pt")
+    # And a second network, for what takes two.
+    for name in ("other.pt", "last.pt"):
+        for _ in range(100):
+            adam.zero_grad()
+            model(torch.randn(4, 3)).square().sum().backward()
+            adam.step()
+        torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "n_data": 4}, tmp_path / name)
     return tmp_path / "last.pt"
 
 
@@ -214,13 +296,13 @@ def saved(tmp_path):
     [
         ("prune", ["--fraction", 0.5], "pruned.pt"),
         ("sample", [], "sample.safetensors"),
-        ("merge", ["{}"], "merged.safetensors"),
+        ("merge", ["other.pt"], "merged.safetensors"),
         ("export", [], "posterior.safetensors"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--out", "-o"])
 def test_out_is_a_folder_or_a_file_with_an_ending(command, extra, usual, flag, saved, tmp_path, monkeypatch, capsys):
-    given = [command, saved, *(str(each).format(saved) for each in extra), "-q"]
+    given = [command, saved, *extra, "-q"]
     # A folder, made if absent; one that is there is a folder whatever its name; a file; and no word of it.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v1.2").mkdir()
@@ -235,6 +317,36 @@ def test_out_is_a_folder_or_a_file_with_an_ending(command, extra, usual, flag, s
         assert capsys.readouterr().out.splitlines() == [file, record]
         assert Path(file).stat().st_size
         assert json.loads(Path(record).read_text())["command"] == command
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize(
+    ("command", "file", "said"),
+    [
+        (["sample"], "none.pt", "no file at"),
+        (["sample", "--prior-precision", 0, "--n-data", 4], "dead.pt", "neither curvature nor prior"),
+        (["prune", "--fraction", 0.5], "none.pt", "no file at"),
+        (["export"], "dead.pt", "--n-data"),
+        (["merge", "last.pt"], "none.pt", "no file at"),
+        (["inspect", "--out", "out/inspect"], "none.pt", "no file at"),
+        (["doctor", "--out", "out/doctor"], "none.pt", "no file at"),
+    ],
+    ids=str,
+)
+def test_a_folder_is_made_only_where_there_is_something_to_write(
+    command, file, said, made, saved, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    tree = torch.load("last.pt")
+    tree["optimizer"]["state"][0]["exp_avg_sq"][0] = 0.0
+    torch.save({key: tree[key] for key in ("model", "optimizer")}, "dead.pt")
+    if made:
+        # What was there before stays, empty or not.
+        (tmp_path / "out" / command[0]).mkdir(parents=True)
+    assert run(command[0], file, *command[1:], "-q") == 2
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "out").exists() == made
+    assert (tmp_path / "out" / command[0]).exists() == made
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------

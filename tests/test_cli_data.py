@@ -5,7 +5,7 @@ import hashlib
 import pytest
 from typer.testing import CliRunner
 
-from bayesadam.cli_data import app
+from bayesadam.cli_data import DATA_SETS, app
 from bayesadam.data import registry
 from bayesadam.data.registry import Copy, DataFile, DataSet
 from bayesadam.errors import SettingError
@@ -32,6 +32,10 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
     return folder
+
+
+def test_the_names_completed_are_those_of_the_registry():
+    assert tuple(record.name for record in registry.data_sets()) == DATA_SETS
 
 
 def test_list_shows_where_each_set_is(tiny, tmp_path):

@@ -63,11 +63,38 @@ def test_every_decay_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("weight_decay", "severity"), [(0.0, "warning"), (0.1, "note")])
-def test_no_prior_is_a_warning_only_where_curvature_is_missing_too(weight_decay: float, severity: str) -> None:
+def test_missing_curvature_is_a_warning_only_where_a_prior_is_missing_too(weight_decay: float, severity: str) -> None:
     model, optimizer = healthy(weight_decay=weight_decay)
-    assert finding(ba.doctor(model, optimizer), "implied-prior").severity == "note"
+    assert ba.doctor(model, optimizer).healthy
     optimizer.state[model[0].weight]["exp_avg_sq"][0] = 0.0
-    assert finding(ba.doctor(model, optimizer), "implied-prior").severity == severity
+    diagnosis = ba.doctor(model, optimizer)
+    assert finding(diagnosis, "zero-curvature").severity == severity
+    assert ("infinite" in finding(diagnosis, "zero-curvature").message) == (severity == "warning")
+    # What the decay implies is never a defect.
+    assert finding(diagnosis, "implied-prior").severity == "note"
+
+
+def test_a_prior_elsewhere_does_not_hold_a_weight_without_curvature() -> None:
+    model = mlp(3, 4, 1)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.2, betas=(0.9, 0.9))
+    train(model, optimizer, steps=30)
+    optimizer.state[model[0].weight]["exp_avg_sq"][0] = 0.0
+    assert finding(ba.doctor(model, optimizer), "zero-curvature").severity == "note"
+    optimizer.state[model[2].weight]["exp_avg_sq"][0] = 0.0
+    assert finding(ba.doctor(model, optimizer), "zero-curvature").severity == "warning"
+
+
+def test_a_default_adamw_run_with_dead_units_has_no_warning() -> None:
+    torch.manual_seed(0)
+    model = mlp(3, 8, 1, activation=nn.ReLU)
+    nn.init.constant_(model[0].bias[:2], -9.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    train(model, optimizer, steps=1001)
+    diagnosis = ba.doctor(model, optimizer, n_data=64)
+    assert "zero-curvature" in diagnosis.codes()
+    assert diagnosis.healthy
+    assert "! " not in str(diagnosis)
 
 
 # --- the moments --------------------------------------------------------------------------------------------------------
@@ -102,7 +129,7 @@ def test_dead_units_have_no_curvature() -> None:
     with torch.no_grad():
         model[0].weight[1] = 0.0
         model[0].bias[1] = -1.0
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), lr=1e-4, weight_decay=0.0)
     train(model, optimizer, steps=30)
     diagnosis = ba.doctor(model, optimizer)
     zero = finding(diagnosis, "zero-curvature")
@@ -230,6 +257,40 @@ def test_only_the_groups_that_couple_their_decay_are_named() -> None:
     optimizer = torch.optim.Adam(groups)
     train(model, optimizer, steps=3)
     assert finding(ba.doctor(model, optimizer), "coupled-decay").parameters == ("0.weight", "0.bias")
+
+
+# --- batch norm -----------------------------------------------------------------------------------------------------------
+
+
+def normed(*layers: nn.Module, steps: int = 12) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9))
+    train(model, optimizer, steps=steps)
+    return model, optimizer
+
+
+def test_batch_norm_and_the_bias_before_it_are_noted() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    diagnosis = ba.doctor(*normed(*layers))
+    told = finding(diagnosis, "batch-norm")
+    assert told.severity == "note"
+    assert told.parameters == ("0.bias",)
+    assert told.data == {"layers": ["1"]}
+    assert "running statistics of batch norm ('1')" in told.message
+    assert "a bias right before it ('0.bias')" in told.message
+    assert diagnosis.healthy
+
+
+def test_a_batch_norm_without_a_bias_before_it_and_a_few_of_many() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(5) for layer in (nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh())]
+    told = finding(ba.doctor(*normed(*layers, nn.Linear(3, 1))), "batch-norm")
+    assert told.parameters == ()
+    assert "('1', '4', '7' and 2 more)" in told.message
+    assert "a bias" not in told.message
+    still = nn.BatchNorm1d(3, track_running_stats=False)
+    assert "batch-norm" not in ba.doctor(*normed(nn.Linear(3, 3), still, nn.Linear(3, 1))).codes()
 
 
 # --- what is not read -----------------------------------------------------------------------------------------------------

@@ -19,8 +19,11 @@ from bayesadam.errors import MatchError  # noqa: E402
 from bayesadam.held_out import aligned  # noqa: E402
 from predict.cases_networks import jacobian, posterior_over  # noqa: E402
 
-# Which probabilities made-up data prefer does not matter here.
-pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
+# Which probabilities made-up data prefer does not matter here, nor that they are few.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning"),
+    pytest.mark.filterwarnings("ignore::bayesadam.HeldOutWarning"),
+]
 
 WORDS, LENGTH, WIDTH = 9, 5, 4
 _BERT: dict[str, Any] = {

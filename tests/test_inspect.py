@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,26 @@ def test_the_doctor_is_a_command(path: Path, tmp_path: Path, trained_pair: Any, 
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["results"]["summary"] == found["summary"]
 
 
+def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9))
+    train(model, optimizer, steps=12)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    live = ba.doctor(model, optimizer)
+    assert "batch-norm" in live.codes()
+    assert inspect.diagnose_checkpoint(tmp_path / "c.pt").findings == live.findings
+    assert inspect_checkpoint(tmp_path / "c.pt").diagnosis.findings == live.findings
+
+
+def test_the_prior_of_a_saved_posterior_is_its_own(trained_pair: Any, tmp_path: Path) -> None:
+    for delta, severity in ((0.0, "warning"), (2.0, "note")):
+        posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500, prior_precision=delta)
+        posterior.save(tmp_path / "p.safetensors")
+        found = {each.code: each for each in inspect.diagnose_checkpoint(tmp_path / "p.safetensors").findings}
+        assert found["zero-curvature"].severity == severity
+
+
 def test_the_doctor_ends_with_code_1_where_no_posterior_can_be_read(
     trained_pair: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -414,6 +435,55 @@ def test_a_missing_file_is_one_line_and_code_2(tmp_path: Path, capsys: Any) -> N
     assert captured.err.splitlines()[-1].startswith("bayesadam: no file at")
     assert captured.out == ""
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.fixture
+def long_names(tmp_path: Path) -> tuple[Path, list[str]]:
+    torch.manual_seed(0)
+    model: nn.Module = mlp(3, 2)
+    for name in ("in_proj_of_the_attention", "self_attention", "layers_of_the_encoder"):
+        model = nn.Sequential(OrderedDict({name: model}))
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, steps=2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    return tmp_path / "c.pt", [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [(None, ""), (160, ""), (116, "shape, 95 %"), (100, "shape, 95 %, 5 %, weights")],
+)
+def test_names_stay_whole_and_columns_are_left_out(
+    long_names: Any, columns: int | None, left_out: str, monkeypatch: Any, capsys: Any
+) -> None:
+    path, names = long_names
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    assert run("inspect", path, "--n-data", 500) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in names:
+        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1
+    assert columns is None or max(map(len, lines)) <= columns
+    (heading,) = [line for line in lines if line.startswith("parameter")]
+    for column in ("shape", "weights", "v = 0", " 5 %", "median", "95 %", "< 1"):
+        assert (column in heading) == (column.strip() not in left_out.split(", "))
+    assert any(line.startswith(f"Left out for want of room: {left_out}.") for line in lines) == bool(left_out)
+
+
+def test_where_no_column_is_left_to_spare_names_fold_after_their_dots(
+    long_names: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    path, names = long_names
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("inspect", path, "--json") == 0
+    assert list(json.loads(capsys.readouterr().out)["parameters"]) == names
+    assert run("inspect", path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("layers_of"))
+    folded = [line.split()[0] for line in lines[first : first + 2]]
+    assert "".join(folded) == names[0]
+    assert folded[0].endswith(".")
 
 
 def test_a_picture_of_many_parameters_shows_the_largest(tmp_path: Path) -> None:

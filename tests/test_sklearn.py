@@ -19,11 +19,12 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixture, Posterior, SettingError
+from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixture, Posterior, SettingError, calibrate
+from bayesadam._progress import Bar
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import StructureWarning
+from bayesadam.errors import StructureWarning, UnusedPosteriorWarning
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split
@@ -449,7 +450,7 @@ def counts(n=400, seed=0):
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic", "poisson"])
 def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     X, y, _ = counts(120) if name == "poisson" else changing_noise(120)
-    model = BadamRegressor(likelihood=name, **{**SMALL, "n_ensemble": 3}).fit(X, y)
+    model = BadamRegressor(likelihood=name, **{**SMALL, "n_ensemble": 3, "max_epochs": 40}).fit(X, y)
     x = torch.from_numpy((X[:6] - X.mean(axis=0)) / X.std(axis=0))
     found = model.posterior_.predict(x, likelihood=name)
     shift, scale = (0.0, 1.0) if name == "poisson" else (y.mean(), y.std())
@@ -633,6 +634,7 @@ def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
         ("patience", 0, "patience must be None or a positive whole number, got 0"),
         ("n_ensemble", True, "n_ensemble must be a positive whole number, got True"),
         ("device", "abacus", "device must be a device that torch knows, got 'abacus'"),
+        ("verbose", "yes", "verbose must be False, True or a whole number from 0, got 'yes'"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(name, value, message):
@@ -664,6 +666,43 @@ def test_good_arguments_are_heeded(settings):
     if "batch_size" in settings:
         assert model.posteriors_[0].settings.batch_size == 6
         assert model.posteriors_[0].n_data == 60
+
+
+def test_epochs_are_shown_where_that_is_asked_for(monkeypatch):
+    steps = []
+    monkeypatch.setattr(Bar, "step", lambda bar: steps.append((bar.description, bar.total)))
+    X, y = sine(120)
+    for verbose in (0, False):
+        BadamRegressor(**SMALL, calibration=None, verbose=verbose).fit(X, y)
+    assert not steps
+    model = BadamRegressor(**SMALL, calibration=None, verbose=True).fit(X, y)
+    assert steps == [("fit", 20)] * model.n_iter_
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_more_held_out_rows_give_sets_and_p_values(likelihood):
+    """As the page has it."""
+    if likelihood == "classification":
+        X, y = blobs(1200)
+        model = BadamClassifier(**SMALL).fit(X[:200], y[:200])
+        targets = np.searchsorted(model.classes_, y)
+    else:
+        X, y = sine(1200)
+        model = BadamRegressor(**SMALL).fit(X[:200], y[:200])
+        targets = model.target_scaler_.transform(y[:, None])
+    x = model.input_scaler_.transform(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnusedPosteriorWarning)
+        posterior = calibrate(model.posterior_, (x[200:700], targets[200:700]), likelihood=likelihood)
+    found = posterior.predict(x[700:], likelihood=likelihood)
+    if likelihood == "classification":
+        held = found.prediction_set(0.9).numpy()[np.arange(500), targets[700:]]
+    else:
+        low, high = (model.target_scaler_.inverse_transform(end)[:, 0] for end in found.prediction_set(0.9))
+        held = (low <= y[700:]) & (y[700:] <= high)
+    # Two binomial deviations of the test rows and of the held-out ones each.
+    assert abs(held.mean() - 0.9) < 4 * np.sqrt(0.09 / 500)
+    assert abs((found.novelty_pvalue <= 0.1).double().mean() - 0.1) < 4 * np.sqrt(0.09 / 500)
 
 
 def test_a_posterior_that_cannot_be_calibrated_is_kept_as_it_was_read(monkeypatch):

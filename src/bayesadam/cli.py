@@ -31,6 +31,16 @@ AGENTS = (
     *("epsilon-greedy", "ivon", "neural-linear", "linear", "bootstrap"),
 )
 EXPERIMENTS = ("regression", "pruning", "bandits")
+RANKINGS = ("snr", "snr-posterior", "magnitude", "saliency")
+SCOPES = ("global", "layer")
+MERGING_METHODS = ("fisher", "gradient-matching", "kronecker")
+COMPRESSIONS = ("8bit", "factored")
+STRUCTURES = ("diagonal", "kronecker")
+IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
+ACTIVATIONS = ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")
+BANDIT_SETTINGS = ("paper", "tuned")
+ENGINES = ("local", "ray")
+DEVICES = ("cpu", "cuda")
 
 _FILES = "On a file of yours (no model and no data needed)"
 _LOOK = "To look at"
@@ -90,7 +100,20 @@ def _list_of(what: str, names: Sequence[str], default: str) -> Any:
     return Option(help=f"{what}, separated by commas: {listed}. By default {default}.", autocompletion=_among(names))
 
 
+def _one_of(names: Sequence[str], what: str) -> Any:
+    """An option that takes one of the names: listed in its help, completed by the shell, and all others refused."""
+
+    def known(param: typer.CallbackParam, value: str | None) -> str | None:
+        if value is not None and value not in names:
+            raise SettingError(f"{param.opts[0]} must be one of {', '.join(names)}, got {value!r}")
+        return value
+
+    return Option(metavar="|".join(names), help=what, callback=known, autocompletion=lambda: list(names))
+
+
 Seed = Annotated[int, Option(help="Fixes every random number: same seed, same results.")]
+# Of commands that draw no random number: accepted by all, so that one set of options serves several.
+UnusedSeed = Annotated[int, Option("--seed", hidden=True)]
 Out = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the results go: a folder, made if absent.")]
 OutFile = Annotated[
     Path,
@@ -99,15 +122,18 @@ OutFile = Annotated[
     ),
 ]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
-Device = Annotated[str, Option(help="cpu or cuda; by default cuda where there is one.")]
+Device = Annotated[str | None, _one_of(DEVICES, "Where to compute; by default on cuda where there is one.")]
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
-Checkpoint = Annotated[Path, typer.Argument(help="What the trainer saved: weights and optimiser state.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
+]
 _OptimizerFile = Option(help="The optimiser's state, where it has a file of its own.")
-_InOrder = Option("--groups-in-order", help="Every parameter group was filled in the model's order.")
+_InOrder = Option("--groups-in-order", help="Vouch that every parameter group was filled in the model's order.")
 _WeightsKey = Option(
-    help="Which weights, where the file holds several: model.ema. Repeated for several networks, in the optimiser's order."
+    metavar="KEY",
+    help="Which weights, where the file holds several: model.ema. Repeated for several networks, in the optimiser's order.",
 )
-_OptimizerKey = Option(help="Which optimiser's state, where the file holds several: optimizer_states.0.")
+_OptimizerKey = Option(metavar="KEY", help="Which optimiser's state, where the file holds several: optimizer_states.0.")
 
 
 def _checkpoint_options(
@@ -185,13 +211,11 @@ def _changes(texts: list[str]) -> dict[str, Any]:
     return found
 
 
-def _device(asked: str) -> str:
+def _device(asked: str | None) -> str:
     import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; leave the option out, or say --device cpu")
-    if asked not in ("", "cpu", "cuda"):
-        raise SettingError(f"--device must be cpu or cuda, got {asked!r}")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -212,7 +236,10 @@ def bayesadam(version: Annotated[bool, _Version] = False) -> None:
     """
 
 
-_NData = Option(help="Training examples; without them only the order of the signal-to-noise ratios means something.")
+_NData = Option(
+    metavar="N", help="Training examples; without them only the order of the signal-to-noise ratios means something."
+)
+_Below = Option(min=0, help="Count the weights with a ratio below this; by default 1, where N is known.")
 _Json = Option("--json", help='Print what was found, or {"error": …}, as one JSON object and nothing else.')
 _Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
 _Plot = Option("--plot", help="Draw the ratios parameter by parameter: to --out, or to NAME-snr.png here.")
@@ -230,7 +257,7 @@ _Record = Option("--out", "-o", metavar="DIR", help="Write metrics.json to this 
 def inspect(
     checkpoint: Checkpoint,
     n_data: Annotated[float | None, _NData] = None,
-    snr: Annotated[float | None, Option(min=0, help="Count weights below this; 1 where N is known.")] = None,
+    snr: Annotated[float | None, _Below] = None,
     plot: Annotated[bool, _Plot] = False,
     as_json: Annotated[bool, _Json] = False,
     why: Annotated[bool, _Why] = False,
@@ -256,7 +283,7 @@ def inspect(
 def doctor(
     checkpoint: Checkpoint,
     n_data: Annotated[
-        float | None, Option(help="Training examples: the prior that weight decay implies needs them.")
+        float | None, Option(metavar="N", help="Training examples: the prior that weight decay implies needs them.")
     ] = None,
     as_json: Annotated[bool, _Json] = False,
     out: Annotated[Path | None, _Record] = None,
@@ -266,7 +293,7 @@ def doctor(
 ) -> None:
     """What is wrong or notable about a saved optimiser state.
 
-    To know before a posterior is trusted. Ends with code 1 where none can be read.
+    To read before a posterior is trusted. Ends with code 1 where no posterior can be read.
     """
     require("matplotlib")
     from bayesadam.experiments.inspection import run_doctor
@@ -275,21 +302,26 @@ def doctor(
         raise typer.Exit(1)
 
 
+_Ranking = _one_of(RANKINGS, "By |μ|/σ, the same with a prior (which a file has not), by |θ|, or by ½ θ² v̂.")
+_Scope = _one_of(SCOPES, "All weights compete, or the same share is removed from each parameter.")
+_Exclude = Option(help='Parameters to leave whole, separated by commas: names, patterns such as "*.norm*", biases.')
+
+
 @app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
-    ranking: Annotated[str, Option(help="snr, magnitude or saliency.")] = "snr",
-    scope: Annotated[str, Option(help="global, or layer for the same share of each parameter.")] = "global",
-    exclude: Annotated[str, Option(help="Parameters to leave whole: names, patterns, biases.")] = "",
-    seed: Seed = 0,
+    ranking: Annotated[str, _Ranking] = "snr",
+    scope: Annotated[str, _Scope] = "global",
+    exclude: Annotated[str, _Exclude] = "",
+    seed: UnusedSeed = 0,
     out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
     *,
     options: Any,
 ) -> None:
-    """Set a share of the weights to zero, lowest ratio first.
+    """Set the weights with the lowest signal-to-noise ratio to zero.
 
     All else in the file stays as it was; without --out it goes to out/prune/pruned.*.
     """
@@ -299,14 +331,15 @@ def prune(
     run_prune(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
 
 
-_Prior = Option(min=0, help="Of the prior; N × the weight decay by default.")
+_Prior = Option(min=0, help="δ of the prior; by default N × the weight decay.")
+_N = Option(metavar="N", help="Training examples, where the checkpoint does not say.")
 
 
 @app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def sample(
     checkpoint: Checkpoint,
-    n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
+    n_data: Annotated[float | None, _N] = None,
     prior_precision: Annotated[float | None, _Prior] = None,
     seed: Seed = 0,
     out: OutFile = Path("out/sample"),
@@ -314,9 +347,9 @@ def sample(
     *,
     options: Any,
 ) -> None:
-    """Draw the weights from their posterior.
+    """Draw the weights once from their posterior.
 
-    Tensor by tensor, as a safetensors file; without --out it is out/sample/sample.safetensors.
+    The draw is a safetensors file; without --out it is out/sample/sample.safetensors.
     """
     from bayesadam.experiments.saved_file import run_sample
 
@@ -325,12 +358,18 @@ def sample(
 
 
 _Base = Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights alone.")
-_Method = Option(help="fisher, gradient-matching or kronecker; with a base gradient-matching by default, else fisher.")
+_Method = _one_of(
+    MERGING_METHODS,
+    "By default gradient-matching with a base, else fisher; kronecker needs eigenbases, such as SOAP's.",
+)
 _Count = Option(
-    "--weight", help="How much a checkpoint is to count, given once for each in their order; 1 each by default."
+    "--weight",
+    metavar="NUMBER",
+    help="How much a checkpoint is to count, given once for each in their order; 1 each by default.",
 )
 _Merged = typer.Argument(
-    help="What the trainers saved: weights and optimiser state, in one file or next to each other."
+    metavar="CHECKPOINT",
+    help="What the trainers saved: weights and optimiser state, in one file or next to each other.",
 )
 
 
@@ -356,18 +395,21 @@ def merge(
     run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **settings)
 
 
-_Compress = Option(help="8bit, a quarter of the bytes; factored, next to none and much coarser; float32 if absent.")
+_Compress = _one_of(
+    COMPRESSIONS, "8bit takes a quarter of the bytes; factored next to none, and is much coarser; float32 if absent."
+)
+_Structure = _one_of(STRUCTURES, "kronecker is for a SOAP's state.")
 
 
 @app.command(rich_help_panel=_FILES)
 @_reads_checkpoint
 def export(
     checkpoint: Checkpoint,
-    n_data: Annotated[float | None, Option(help="Training examples, where the checkpoint does not say.")] = None,
+    n_data: Annotated[float | None, _N] = None,
     batch_size: Annotated[int | None, Option(min=1, help="Examples behind one gradient.")] = None,
     compress: Annotated[str | None, _Compress] = None,
-    structure: Annotated[str, Option(help="diagonal, or kronecker for a SOAP's state.")] = "diagonal",
-    seed: Seed = 0,
+    structure: Annotated[str, _Structure] = "diagonal",
+    seed: UnusedSeed = 0,
     out: OutFile = Path("out/export"),
     quiet: Quiet = False,
     *,
@@ -400,7 +442,7 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
 def play(
     port: Annotated[int, Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes any free port.")] = 8765,
     open_browser: Annotated[bool, Option("--open/--no-open", help="Show the page in a browser.")] = True,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only the address.")] = False,
 ) -> None:
     """Click data onto a plane and watch the methods' bands change.
 
@@ -447,15 +489,18 @@ def regression(
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
 
 
+_Sparse = Option("--sparse", help="Networks trained to be pruned, instead; --methods and --activation do not count.")
+
+
 @_of_the_paper
 def pruning(
-    data: Annotated[str, Option(help="mnist, fashion-mnist or digits.")] = "mnist",
+    data: Annotated[str, _one_of(IMAGE_SETS, "Which images.")] = "mnist",
     methods: Annotated[str | None, _list_of("Which methods", PRUNING_METHODS, "all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
     seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
-    activation: Annotated[str, Option(help="relu or sigmoid.")] = "relu",
-    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, instead.")] = False,
-    device: Device = "",
+    activation: Annotated[str, _one_of(ACTIVATIONS, "Of the hidden units.")] = "relu",
+    sparse: Annotated[bool, _Sparse] = False,
+    device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
     out: Out = Path("out/pruning"),
@@ -474,6 +519,7 @@ def pruning(
     experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, **shared)
 
 
+_SETTINGS = "The agents': those that the paper states, or tuned ones, the same for all problems."
 _Problems = _list_of("Which problems (wheel:0.95 is the wheel with δ = 0.95)", PROBLEMS, "the paper's")
 _Set = Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable.")
 
@@ -484,10 +530,10 @@ def bandits(
     agents: Annotated[str | None, _list_of("Which agents", AGENTS, "the paper's")] = None,
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
-    settings: Annotated[str, Option(help="tuned, one setting for all problems, or paper.")] = "tuned",
+    settings: Annotated[str, _one_of(BANDIT_SETTINGS, _SETTINGS)] = "tuned",
     change: Annotated[list[str] | None, _Set] = None,
-    engine: Annotated[str, Option(help="local, or ray to distribute the cells over a Ray cluster.")] = "local",
-    device: Device = "",
+    engine: Annotated[str, _one_of(ENGINES, "ray distributes the cells over a Ray cluster.")] = "local",
+    device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
     quiet: Quiet = False,
@@ -510,8 +556,10 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
     quick: Annotated[bool, _Quick] = False,
     only: Annotated[str | None, _Only] = None,
-    settings: Annotated[str, Option(help="The bandits': tuned, one setting for all problems, or paper.")] = "",
-    device: Device = "",
+    settings: Annotated[
+        str | None, _one_of(BANDIT_SETTINGS, f"{_SETTINGS} By default those of a run in DIR, or tuned.")
+    ] = None,
+    device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
     quiet: Quiet = False,
@@ -525,5 +573,5 @@ def report(
     require("jinja2")
     from bayesadam.experiments.report import ReportSettings, run_report
 
-    asked = ReportSettings(quick=quick, settings=settings or None, **chosen)
+    asked = ReportSettings(quick=quick, settings=settings, **chosen)
     run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,11 +15,23 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="The data sets of the paper: list them, fetch them, verify their checksums.",
+    help="The paper's data sets: list them, fetch them, verify them.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+# As `bayesadam.data` has them, which a test holds together: completion does not wait for its imports.
+DATA_SETS = (
+    *("mnist", "fashion-mnist", "mushroom", "financial", "jester", "statlog", "adult", "covertype", "census"),
+    *("digits", "wheel", "toy"),
+)
+
+
+def _data_sets(what: str) -> Any:
+    """The argument that takes data sets, whose names the shell completes."""
+    return typer.Argument(metavar="NAME", help=what, autocompletion=lambda: [*DATA_SETS, "all"])
+
 
 _Folder = typer.Option("--out", "-o", metavar="DIR", help="A folder to bring them to, for use as BAYESADAM_DATA.")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the paths, one per line.")]
@@ -42,11 +54,14 @@ def list_() -> None:
 
 @app.command("fetch")
 def fetch_(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, or `all`.")],
+    names: Annotated[list[str], _data_sets("Data sets, or `all`; `bayesadam data list` shows them.")],
     out: Annotated[Path | None, _Folder] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Bring data sets to this machine: what BAYESADAM_DATA or the cache has is checked, the rest is downloaded."""
+    """Bring data sets to this machine.
+
+    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded.
+    """
     from bayesadam.data import fetch
 
     failed = False
@@ -65,15 +80,14 @@ def fetch_(
         raise typer.Exit(1)
 
 
+_Verified = _data_sets(
+    "Data sets that must be there. Without any, or with `all`, sets of which no file is here are passed over."
+)
+
+
 @app.command("verify")
 def verify_(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME...]",
-            help="Data sets that must be there. Without any, or with `all`, sets of which no file is here are passed over.",
-        ),
-    ] = None,
+    names: Annotated[list[str] | None, _Verified] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is wrong.")] = False,
 ) -> None:
     """Compare the files on this machine with their published checksums.

@@ -1,7 +1,7 @@
 """What is wrong or notable about a model and its optimiser, before anyone trusts a posterior read off them."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._alone import unwrap
 from bayesadam.curvature.match import Entry, Match, match_optimizers
 from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.curvature.reader import StateReader
 from bayesadam.errors import BayesAdamError
+from bayesadam.posterior.running import biases_before_norms, norm_widths
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}
@@ -79,19 +81,36 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    return diagnose(match, type(model).__name__, n_data=n_data)
+    buffers = dict(unwrap(model).named_buffers())
+    return diagnose(match, type(model).__name__, n_data=n_data, buffers=buffers)
 
 
-def diagnose(match: Match, subject: str, *, n_data: float | None = None) -> Diagnosis:
-    """The findings on parameters matched to their states, whatever they were matched from."""
+def diagnose(
+    match: Match,
+    subject: str,
+    *,
+    n_data: float | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    prior: Mapping[str, float] | None = None,
+) -> Diagnosis:
+    """The findings on parameters matched to their states, whatever they were matched from.
+
+    Args:
+        match: the parameters and their states.
+        subject: what is examined, for the summary.
+        n_data: N, for the number of the prior that the weight decay implies.
+        buffers: what the model has beside its parameters, by name, the running statistics of its batch norms among them.
+        prior: δ by parameter, where it is not the one that the weight decay implies.
+    """
     examined = [_examine(entry) for entry in match.entries]
     findings = [
         *_values(examined),
         *_steps(match),
-        *_dead(examined),
+        *_dead(examined, prior or {entry.name: entry.weight_decay for entry in match.entries}),
         *_coupled_decay(examined, match),
-        *_prior(match, n_data, sum(e.zeros for e in examined)),
+        *_prior(match, n_data),
         *_low_precision(match),
+        *_batch_norms(examined, match, norm_widths(buffers or {})),
         *_left_out(match),
         *_reader_notes(match),
     ]
@@ -168,16 +187,19 @@ def _steps(match: Match) -> Iterator[Finding]:
         yield Finding("few-steps", "warning", text, tuple(short), {"steps": steps, "memory": memory})
 
 
-def _dead(examined: Sequence[_Examined]) -> Iterator[Finding]:
+def _dead(examined: Sequence[_Examined], prior: Mapping[str, float]) -> Iterator[Finding]:
     zeros = {result.name: result.zeros for result in examined if result.zeros}
     total = sum(result.numel for result in examined)
     if zeros and total:
         count = sum(zeros.values())
-        text = (
-            f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. Without a "
-            "prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate"
+        improper = any(prior[name] == 0 for name in zeros)
+        text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. " + (
+            "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate"
+            if improper
+            else "Their variance is the prior's alone, 1/δ"
         )
-        yield Finding("zero-curvature", "warning", text, tuple(zeros), {"zeros": zeros, "share": count / total})
+        data = {"zeros": zeros, "share": count / total}
+        yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros), data)
 
 
 def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Finding]:
@@ -193,15 +215,14 @@ def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Find
         yield Finding("coupled-decay", "warning", text, tuple(coupled), data)
 
 
-def _prior(match: Match, n_data: float | None, zeros: int) -> Iterator[Finding]:
+def _prior(match: Match, n_data: float | None) -> Iterator[Finding]:
     decays = sorted({entry.weight_decay for entry in match.entries})
     described = " and ".join(f"N × {decay:g}" + (f" = {n_data * decay:g}" if n_data else "") for decay in decays)
-    without = decays[0] == 0.0
     yield Finding(
         "implied-prior",
-        "warning" if without and zeros else "note",
+        "note",
         f"the weight decay implies a prior precision δ of {described}"
-        + ("; δ = 0 is the paper's equation to the letter, with no prior at all" if without else ""),
+        + ("; δ = 0 is the paper's equation to the letter, with no prior at all" if decays[0] == 0.0 else ""),
         data={"weight_decay": decays, "prior_precision": [n_data * d for d in decays] if n_data else None},
     )
 
@@ -221,6 +242,27 @@ def _low_precision(match: Match) -> Iterator[Finding]:
             "average that changes by less than its last digit stands still. Keep the optimiser's state in float32"
         )
         yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
+
+
+def _batch_norms(examined: Sequence[_Examined], match: Match, widths: Mapping[str, int]) -> Iterator[Finding]:
+    if not widths:
+        return
+    unreadable = {result.name for result in examined if result.error}
+    entries = {entry.name: entry for entry in match.entries if entry.name not in unreadable}
+    with torch.no_grad():
+        # The first piece of a parameter is as good as all of it.
+        biases = biases_before_norms(entries, lambda n: read_entry(next(pieces(entries[n])))[1], widths.values())
+    text = (
+        f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does not treat as "
+        "uncertain"
+    )
+    if biases:
+        text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
+    yield Finding("batch-norm", "note", text, biases, {"layers": list(widths)})
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _left_out(match: Match) -> Iterator[Finding]:

@@ -64,6 +64,10 @@ class UnusedPosteriorWarning(BayesAdamWarning):
     """Held-out data prefer the mean network at some temperature to the average over the posterior."""
 
 
+class HeldOutWarning(BayesAdamWarning):
+    """Held-out data are too few, or look like those of another likelihood."""
+
+
 class CollapsedPredictionWarning(BayesAdamWarning):
     """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be sampled."""
 

@@ -37,6 +37,11 @@ def aligned(
     split = list(batches_of(batches, posterior.model))
     if not split:
         raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
+    if not any(len(y) for _, y, _ in split):
+        raise MatchError("the held-out data are empty: they have no examples")
+    lost = sum(int((~y.isfinite()).sum()) for _, y, _ in split if y.is_floating_point())
+    if lost:
+        raise MatchError(f"{lost} held-out targets are NaN or infinite: leave their examples out")
     ignored = record_of(likelihood).ignored
     if ignored is not None and not any(bool((y != ignored).any()) or not y.numel() for _, y, _ in split):
         raise MatchError(f"there is nothing to score: every class is {ignored}, which is left out")

@@ -215,7 +215,8 @@ def inspect_checkpoint(
     match, why = match_and_explain(checkpoint, reading)
     entries = shown(match.entries, "reading the state")
     reports = tuple(_of_entry(entry, settings, threshold, generator) for entry in entries)
-    diagnosis, reader = diagnose(match, checkpoint.path.name, n_data=known), match.entries[0].reader
+    reader = match.entries[0].reader
+    diagnosis = diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
     source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
     return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, why)
 
@@ -236,7 +237,8 @@ def diagnose_checkpoint(
             return _diagnosis(saved)
         checkpoint = read_checkpoint(path, reading)
         known = n_data if n_data is not None else checkpoint.recorded.n_data
-        return diagnose(match_and_explain(checkpoint, reading)[0], checkpoint.path.name, n_data=known)
+        match, _ = match_and_explain(checkpoint, reading)
+        return diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
     except (MissingFileError, SettingError):
         raise
     except BayesAdamError as error:
@@ -295,7 +297,7 @@ def _diagnosis(saved: StoredPosterior) -> Diagnosis:
         return Diagnosis(summary, ())
     state = format_of(saved.path).read(saved.path, None, None).optimizer
     match = match_state_dict(saved.skeleton(), state or {}, _READERS[saved.structure])
-    found = diagnose(match, saved.path.name, n_data=saved.settings.n_data).findings
+    found = diagnose(match, saved.path.name, n_data=saved.settings.n_data, prior=saved.prior).findings
     return Diagnosis(summary, tuple(each for each in found if each.code not in ("implied-prior", "optimizer")))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, agent_settings, live, make_agent
 from bayesadam.engine.network import unflatten
-from bayesadam.errors import FileError, MatchError
+from bayesadam.errors import FileError, MatchError, SettingError
 from processes import PATIENCE
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
@@ -231,9 +231,19 @@ BAD = {
     "two rewards": lambda a: a.update([1.0, 2.0, 3.0], 0, [1.0, 2.0]),
     "one bad of many": lambda a: a.update(contexts(3), [0, 1, 9], [1.0, 1.0, 1.0]),
     "late nan": lambda a: a.reward(0, float("nan")),
+    "reward in text": lambda a: a.update([1.0, 2.0, 3.0], 0, "1"),
+    "late reward in text": lambda a: a.reward(0, np.array("1.5")),
+    "rewards partly in text": lambda a: a.update(contexts(2), [0, 1], np.array(["1", 2.0], dtype=object)),
+    "complex reward": lambda a: a.reward(0, 1 + 2j),
+    "digits in text": lambda a: a.act(["1", "2", "3"]),
     "unknown decision": lambda a: a.reward(77, 1.0),
+    "unknown decision to forget": lambda a: a.forget(77),
     "no arms": lambda a: a.act([1.0, 2.0, 3.0], arms=()),
+    "one arm for a list": lambda a: a.act([1.0, 2.0, 3.0], arms=1),
+    "a mask for a list": lambda a: a.act([1.0, 2.0, 3.0], arms=[True, False]),
+    "arms that are not whole": lambda a: a.act([1.0, 2.0, 3.0], arms=[1.0]),
     "removed arm": lambda a: a.remove_arm(8),
+    "arms to restore": lambda a: a.restore_arm([1]),
     "a batch to decide": lambda a: a.decide(contexts(2)),
 }
 
@@ -262,6 +272,37 @@ def test_bad_settings_are_named(change):
     given = {"name": "greedy", "n_features": 3, "n_arms": 2, **change}
     with pytest.raises(ba.BayesAdamError):
         make_agent(given.pop("name"), **given)
+
+
+def test_counts_without_a_name_are_told_of_the_name():
+    with pytest.raises(SettingError, match=r"name first, got 3: make_agent\('hybrid', n_features=\.\.\., n_arms="):
+        make_agent(3, 2)
+    with pytest.raises(SettingError, match=r"n_arms must be .*, got 0: make_agent\('linear', n_features=5, n_arms=3\)"):
+        make_agent("linear", 2)
+    assert make_agent("linear", np.int64(2), np.int64(3)).n_arms == 3
+
+
+def test_a_reward_outside_its_range_is_learnt_with_one_warning():
+    agent = make_agent("hybrid", 3, 2, reward_range=(0.1, 1), hidden=(4,))
+    agent.update(np.zeros(3), 0, 0.1)
+    with pytest.warns(ba.BayesAdamWarning, match=r"a reward of 5 lies outside reward_range=\(0\.1, 1\)") as caught:
+        agent.update(np.zeros((2, 3)), [0, 1], [0.5, 5.0])
+    assert caught[0].filename == __file__
+    agent.update(np.zeros(3), 0, 7.0)
+    assert agent._buffer.rewards[0, :4].tolist() == pytest.approx([0.1, 0.5, 5.0, 7.0])
+
+
+@pytest.mark.parametrize("reward", [True, np.array([True]), torch.tensor(True)], ids=str)
+def test_booleans_are_learnt_as_numbers(reward):
+    agent = make_agent("linear", 3, 2)
+    agent.update(np.zeros(3), 0, reward)
+    assert agent._buffer.rewards[0, 0] == 1
+
+
+def test_tensors_with_a_gradient_are_taken():
+    agent = make_agent("linear", 3, 2)
+    agent.update(torch.zeros(3, requires_grad=True), 0, torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True))
+    assert agent._buffer.rewards[0, 0] == 0.5
 
 
 def test_acting_does_not_wait_for_training(monkeypatch):
@@ -311,15 +352,19 @@ def test_many_threads_act_while_one_learns():
     assert not failures
 
 
-@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99])
+@pytest.mark.parametrize("bad", ["zzz", None, 7.5, [1], -1, 99, False])
 def test_a_decision_that_was_never_made_has_no_reward(bad):
     agent = make_agent("linear", 3, 3)
     decision = agent.decide(np.zeros(3))
-    for wrong in (bad, decision):
-        with pytest.raises(MatchError, match="was never made: 1 wait for a reward, by the id of the decision"):
-            agent.reward(wrong, 1.0)
+    for told in (lambda wrong: agent.reward(wrong, 1.0), agent.forget):
+        with pytest.raises(
+            MatchError, match="was never made: give the `id` of what decide returned; 1 wait for a reward"
+        ):
+            told(bad)
+        with pytest.raises(MatchError, match="a decision is known by its id: give 0, the `id` of Decision"):
+            told(decision)
     agent.reward(np.int64(decision.id), 1.0)
-    with pytest.raises(MatchError, match="was rewarded or forgotten before: 0 wait"):
+    with pytest.raises(MatchError, match=r"decision 0 was rewarded or forgotten before: see agent\.pending"):
         agent.reward(decision.id, 1.0)
 
 

@@ -573,7 +573,8 @@ def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     kept, given_up = agent.decide(ROWS[0]), agent.decide(ROWS[1])
     agent.forget(given_up.id)
     agent.forget(given_up.id)
-    agent.forget(99)
+    with pytest.raises(MatchError, match="99 was never made"):
+        agent.forget(99)
     assert agent.pending == replay(path).pending == (kept.id,)
     assert agent._buffer.count == 0
     with pytest.raises(MatchError, match="was rewarded or forgotten before"):

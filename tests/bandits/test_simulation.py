@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bayesadam._progress import Bar
 from bayesadam.bandits import AGENTS, agent_settings, classification_problem, reward_problem, simulate
 from bayesadam.bandits.simulation import Playing, _Lane, in_turn
 from bayesadam.errors import FileError, MatchError, SettingError
@@ -93,6 +94,16 @@ def test_every_agent_plays(agent, settings):
     assert seen[-1] == (200, 200)
     assert sorted(seen) == seen
     assert len(seen) == 1 + -(-(200 - 9) // 20)
+
+
+@pytest.mark.parametrize(("rounds", "turns"), [(200, 11), (9, 1), (5, 1), (29, 2)])
+def test_a_simulation_shows_how_far_it_is_unless_it_is_asked_to_tell(rounds, turns, monkeypatch):
+    steps: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(Bar, "step", lambda bar: steps.append((bar.description, bar.total)))
+    simulate(blobs(), "linear", runs=2, rounds=rounds)
+    assert steps == [("simulate", turns)] * turns
+    simulate(blobs(), "linear", runs=2, rounds=rounds, progress=lambda done, total: None)
+    assert len(steps) == turns
 
 
 @pytest.mark.parametrize(

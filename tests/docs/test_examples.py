@@ -274,6 +274,15 @@ def test_the_reference_names_what_is_there():
         assert not [member for member in members if not hasattr(_resolved(path), member)], path
 
 
+def test_the_reference_of_checkpoints_is_what_users_call():
+    """The registry and the steps inside are named, and have no entries between what a user looks for."""
+    entries = [path.removeprefix("bayesadam.") for path in _reference() if "checkpoint" in path]
+    assert entries.index("inspect_checkpoint") < entries.index("checkpoint.read_checkpoint")
+    assert entries.index("checkpoint.load_weights") < entries.index("checkpoint.register_format")
+    inside = {"checkpoint.format_of", "checkpoint.identify_reader", "checkpoint.write_pruned"}
+    assert not inside & set(entries)
+
+
 def test_formulas_become_mathml(monkeypatch):
     """Both notations, and doctests as code; needs what `make docs` installs."""
     pytest.importorskip("latex2mathml")

@@ -62,9 +62,12 @@ def bandit_delayed(output: str) -> None:
 
 
 def merge_two(output: str) -> None:
-    means = {line[:22].strip(): float(line.split()[-1]) for line in output.splitlines()[1:]}
+    rows = {line[:22].strip(): [float(cell) for cell in line.split()[-4:]] for line in output.splitlines()[1:]}
+    tasks, means = {name: row[:2] for name, row in rows.items()}, {name: row[2] for name, row in rows.items()}
+    assert all(row[3] == min(tasks[name]) for name, row in rows.items())
     assert means["ba.merge"] > max(means["mirrored"], means["upside down"], means["average of both"])
-    assert means["ba.merge with base"] > means["average of both"]
+    for name in ("ba.merge", "ba.merge with base"):
+        assert all(ours > plain for ours, plain in zip(tasks[name], tasks["average of both"], strict=True))
 
 
 def prune_checkpoint(output: str) -> None:

@@ -375,6 +375,52 @@ def test_disjoint_curvature_is_warned_of(tuned):
         merge(posteriors(tuned))
 
 
+def test_the_overlap_of_factors_or_recorded_gradients_is_no_reason_to_warn(tuned):
+    def halved(models):
+        """Every second row of coordinates has no curvature, other rows in the one than in the other."""
+        for number, model in enumerate(models):
+            for v in model.structure.second_moment.values():
+                v.view(len(v), -1)[number::2] = 0
+        return models
+
+    factors = recorded(tuned[0])
+    for model in factors:
+        # Bases that turn nothing, so that also the diagonals lie apart.
+        for basis in model.structure.bases.values():
+            for side in (basis.left, basis.right):
+                if side is not None:
+                    side.copy_(torch.eye(len(side)))
+    options = {"prior_precision": 1.0, "structure": "diagonal"}
+    tuned_with_recorder = [fine_tuned(tuned[0], seed, keep=60) for seed in range(2)]
+    gradients = [ba.Posterior.from_optimizer(m, o, 960, recorder=r, **options) for m, o, r in tuned_with_recorder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for models, method in ((halved(factors), "kronecker"), (factors, "fisher"), (halved(gradients), "fisher")):
+            assert merge(models, method).report.overlap < 0.1
+
+
+def test_what_is_given_twice_is_refused(tuned, tmp_path):
+    a, b, _ = posteriors(tuned)
+    paths = saved(tuned, tmp_path)
+    with pytest.raises(ba.SettingError, match=r"one posterior is given twice, as models 1 and 3: .*weights="):
+        merge([a, b, a])
+    with pytest.raises(ba.SettingError, match=r"0\.pt is given twice, as models 1 and 2: give each"):
+        merge([paths[0], f"{tmp_path}/../{tmp_path.name}/0.pt"])
+    with pytest.raises(ba.SettingError, match="twice"):
+        merge_checkpoints([paths[1], paths[1]], tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_copies_are_warned_of(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    copied = tmp_path / "copy.pt"
+    copied.write_bytes(paths[0].read_bytes())
+    with pytest.warns(ba.BayesAdamWarning, match=r"0\.pt and copy\.pt have the same weights"):
+        merge([paths[0], paths[1], copied])
+    with pytest.warns(ba.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
+        merge([posteriors(tuned)[0], posteriors(tuned)[0]])
+
+
 def test_n_that_is_known_of_some_counts_for_none_and_that_is_said(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
     merged = merge([posteriors(tuned)[0], *paths[1:]], base=tuned[0])
@@ -443,3 +489,32 @@ def test_similarity_is_one_less_the_squared_hellinger_distance(tuned, tmp_path):
     assert similarity(a, b) == pytest.approx(1 - float(distance), abs=1e-6)
     assert similarity(a, a) == pytest.approx(1)
     assert similarity(*saved(tuned, tmp_path)[:2]) == pytest.approx(similarity(a, b), abs=1e-5)
+
+
+def test_similarity_of_factors_is_that_of_their_diagonals(tuned):
+    """Beside tr(√A √B) / √(tr A tr B) of the whole matrices, which is the same for diagonal ones alone."""
+
+    def dense(model, name):
+        v = model.structure.second_moment[name].double().flatten()
+        if name not in model.structure.bases:
+            return torch.diag(v)
+        basis = model.structure.bases[name]
+        turn = basis.right.double() if basis.left is None else torch.kron(basis.left.double(), basis.right.double())
+        return turn @ torch.diag(v) @ turn.T
+
+    def root(matrix):
+        values, vectors = torch.linalg.eigh(matrix)
+        return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T
+
+    def by_matrices(models):
+        one, other = (torch.block_diag(*(dense(model, name) for name in model.mode)) for model in models)
+        by_diagonal = (one.diagonal() * other.diagonal()).clamp_min(0).sqrt().sum()
+        size = (one.trace() * other.trace()).sqrt()
+        return float((root(one) * root(other)).sum() / size), float(by_diagonal / size)
+
+    whole, by_diagonal = by_matrices(posteriors(tuned)[:2])
+    assert similarity(*posteriors(tuned)[:2]) == pytest.approx(whole, abs=1e-5) == pytest.approx(by_diagonal, abs=1e-5)
+    factors = recorded(tuned[0])
+    whole, by_diagonal = by_matrices(factors)
+    assert similarity(*factors) == pytest.approx(by_diagonal, abs=1e-5)
+    assert whole < by_diagonal - 0.05

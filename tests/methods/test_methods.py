@@ -10,9 +10,10 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam import methods
+from bayesadam._progress import Bar
 from bayesadam.engine.network import flatten, forward, initial, member
 from bayesadam.engine.rules import SWAG, Dropout
-from bayesadam.engine.streams import Streams
+from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.methods import METHODS, Data, Network, Problem, Training, optimum
 from bayesadam.methods.base import noise_variance, trained
 from bayesadam.structures.noise import stream_seed
@@ -26,8 +27,8 @@ def problem(seeds: tuple[int, ...], training: Training = QUICK, n: int = 24, **s
     sets = []
     for seed in seeds:
         source = torch.Generator().manual_seed(seed)
-        x = torch.randn(n + 10, 2, generator=source)
-        y = x.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(n + 10, 1, generator=source)
+        x = torch.randn(n + 20, 2, generator=source)
+        y = x.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(n + 20, 1, generator=source)
         sets.append((x[:n], y[:n], x[n:], y[n:]))
     parts = [torch.stack(column) for column in zip(*sets, strict=True)]
     return Problem(Data(*parts, "regression"), NETWORK, training, seeds, draws=7, **settings)
@@ -208,16 +209,47 @@ def test_swags_draws_have_half_of_both_variances():
 
 
 def test_fit_takes_a_users_own_data():
-    x = torch.randn(60, 3)
+    x = torch.randn(100, 3)
     labels = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
     for name in ("badam", "mc-dropout", "laplace-full"):
         fitted = methods.fit(name, x, labels, likelihood="classification", hidden=(8,), epochs=20, seeds=(1, 2))
         probs = fitted.predict(x)[1].probs
-        torch.testing.assert_close(probs.sum(dim=1), torch.ones(60))
+        torch.testing.assert_close(probs.sum(dim=1), torch.ones(100))
     with pytest.raises(ba.BayesAdamError, match="method must be one of"):
         methods.fit("magic", x, labels, likelihood="classification")
     with pytest.raises(ba.BayesAdamError, match="held_out"):
         methods.fit("map", x, labels, likelihood="classification", held_out=1.0)
+
+
+@pytest.mark.parametrize("n", [100, 2000], ids=["drawn", "epochs"])
+def test_fit_shows_how_far_it_is_and_a_method_alone_does_not(n, monkeypatch):
+    steps: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(Bar, "step", lambda bar: steps.append((bar.description, bar.total)))
+    x = torch.randn(n, 2)
+    methods.fit(
+        "map", x, x.sum(dim=1), likelihood="regression", hidden=(4,), epochs=300 if n == 100 else 2, batch_size=50
+    )
+    assert steps == [("fit", 2)] * 2
+    METHODS["map"](problem((1,)))
+    assert len(steps) == 2
+
+
+def test_the_gaussian_process_shows_how_far_it_is(monkeypatch):
+    pytest.importorskip("gpytorch")
+    steps: list[str] = []
+    monkeypatch.setattr(Bar, "step", lambda bar: steps.append(bar.description))
+    x = torch.randn(30, 1)
+    methods.fit("gp", x, x.sin(), likelihood="regression")
+    assert set(steps) == {"fit"}
+
+
+@pytest.mark.parametrize(("n", "size", "steps"), [(100, 10, 1000), (100, 10, 256), (1000, 10, 250), (1000, 10, 300)])
+def test_blocks_hold_so_many_steps_and_know_how_many_they_are(n, size, steps):
+    blocks = Blocks(n, size, (1, 2), steps)
+    found = list(blocks)
+    assert len(found) == len(blocks)
+    assert sum(map(len, found)) == steps
+    assert all(torch.equal(one, again) for one, again in zip(found, blocks, strict=True))
 
 
 @pytest.mark.parametrize(

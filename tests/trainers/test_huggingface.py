@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -18,6 +18,7 @@ import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
+from bayesadam.trainers.keeper import fixed_batch_size  # noqa: E402
 from processes import run_python  # noqa: E402
 
 # Which probabilities so short a run prefers is not asked here.
@@ -134,6 +135,29 @@ def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path)
     assert logged["posterior/ece"] == pytest.approx(scores.ece(predicted.probs, y), rel=1e-4)
     assert logged["posterior/network_nll"] == pytest.approx(run.evaluate()["eval_loss"], rel=1e-4)
     assert logged["posterior/nll"] <= logged["posterior/network_nll"] + 1e-6
+    assert logged["posterior/calibrate_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("callback_options", "options", "expected"),
+    [
+        ({}, {}, 8),
+        ({}, {"gradient_accumulation_steps": 2}, 16),
+        ({"n_data": 10 * N}, {}, None),
+        ({}, {"gradient_accumulation_steps": 1000}, None),
+    ],
+)
+def test_the_batch_size_is_what_is_behind_one_step(tmp_path, callback_options, options, expected):
+    _, callback = trained(tmp_path, callback_options, max_steps=2, **options)
+    assert callback.batch_size == callback.posterior.batch_size == expected
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_batch_size_is_that_of_all_processes(split):
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    loader = prepare(DataLoader(range(N), batch_size=8), num_processes=2, process_index=1, split_batches=split)
+    assert fixed_batch_size(loader) == 8
+    assert loader.total_batch_size == (8 if split else 16)
 
 
 def test_signal_to_noise_every_few_epochs(tmp_path):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
+from bayesadam._warnings import warn
 from bayesadam.bandits.agents import agent_settings, entry, make_learner
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.learners import Learner, NetworkLearner, among
@@ -84,10 +85,20 @@ def make_agent(
         seed: fixes every random number.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
-    for key, value in (("n_features", n_features), ("n_arms", n_arms)):
-        if not is_count(value):
-            raise SettingError(f"{key} must be a positive whole number, got {value!r}")
-    return Agent(name, agent_settings(name, settings, **changes), n_features, n_arms, seed, prior)
+    if not isinstance(name, str):
+        raise SettingError(
+            f"make_agent takes the agent's name first, got {name!r}: make_agent('hybrid', n_features=..., n_arms=...)"
+        )
+    counts = {"n_features": n_features, "n_arms": n_arms}
+    for key, value in counts.items():
+        # As numpy and pandas count.
+        counts[key] = int(value) if isinstance(value, np.integer) else value
+        if not is_count(counts[key]):
+            raise SettingError(
+                f"{key} must be a positive whole number, got {value!r}: make_agent({name!r}, n_features=5, n_arms=3) is for "
+                "contexts of 5 numbers and 3 arms"
+            )
+    return Agent(name, agent_settings(name, settings, **changes), **counts, seed=seed, prior=prior)
 
 
 class Agent:
@@ -112,6 +123,7 @@ class Agent:
         self._pending: dict[int, tuple[Tensor, int]] = {}
         self._next_id = 0
         self._since_training = 0
+        self._told_of_range = False
         self._log: LogFile | None = None
         # The log whose lines make up what this agent knows, and up to where.
         self._followed: tuple[str, int] | None = None
@@ -215,14 +227,18 @@ class Agent:
         return mask
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
-        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
+        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains.
+
+        A reward outside the `reward_range` that the agent was made with is learnt, with a warning.
+        """
         rows, single = self._checked_contexts(context)
-        arms = np.atleast_1d(np.asarray(arm))
+        arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
         if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
-            raise MatchError(f"one arm, a whole number, for each of {len(rows)} contexts is needed, got {arm!r}")
+            wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
+            raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
         for one in arms.tolist():
-            if not 0 <= one < self.n_arms:
-                raise SettingError(f"there is no arm {one}: they are 0 to {self.n_arms - 1}; see add_arm")
+            if not 0 <= one <= last:
+                raise SettingError(f"there is no arm {one}: they are 0 to {last}, and add_arm makes another")
         rewards = self._checked_rewards(reward, len(rows), single)
         with self._learning:
             if self._log is not None:
@@ -230,16 +246,12 @@ class Agent:
             self._learn(rows, torch.from_numpy(arms.astype(np.int64)), rewards)
 
     def reward(self, decision: int, reward: float) -> None:
-        """The reward of an earlier `decide`."""
+        """The reward of an earlier `decide`, by the decision's `id`; else as `update`."""
         value = self._checked_rewards(reward, 1, True)
         with self._learning:
             with self._acting:
-                known = isinstance(decision, int | np.integer)
-                if not known or decision not in self._pending:
-                    past = known and 0 <= decision < self._next_id
-                    reason = "was rewarded or forgotten before" if past else "was never made"
-                    waiting = f"{len(self._pending)} wait for a reward, by the id of the decision"
-                    raise MatchError(f"decision {decision!r} {reason}: {waiting}")
+                if not self._waits(decision):
+                    raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 row, arm = self._pending[decision]
                 if self._log is not None:
                     (paid,) = shortest(value.numpy())
@@ -260,12 +272,26 @@ class Agent:
             return tuple(self._pending)
 
     def forget(self, decision: int) -> None:
-        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes yet is refused."""
+        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes yet is refused.
+
+        A decision that was rewarded or forgotten before stays as it is.
+        """
         with self._acting:
-            if decision in self._pending:
+            if self._waits(decision):
                 if self._log is not None and decision in self._log.standing.waiting:
                     self._write(Forgotten(int(decision)))
                 del self._pending[decision]
+
+    def _waits(self, decision: Any) -> bool:
+        """Whether a decision waits for its reward; raises where it was never made."""
+        if isinstance(decision, Decision):
+            raise MatchError(f"a decision is known by its id: give {decision.id}, the `id` of {decision}")
+        if not _is_index(decision) or not 0 <= decision < self._next_id:
+            raise MatchError(
+                f"decision {decision!r} was never made: give the `id` of what decide returned; {len(self._pending)} wait for "
+                "a reward, see agent.pending"
+            )
+        return decision in self._pending
 
     def _learn(self, rows: Tensor, arms: Tensor, rewards: Tensor) -> None:
         for first in range(0, len(rows), self.settings.train_every):
@@ -299,7 +325,7 @@ class Agent:
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
         with self._acting:
-            if arm not in range(self.n_arms) or arm in self._gone:
+            if not _is_index(arm) or arm not in self._available():
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {self._available()}")
             if len(self._available()) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
@@ -310,7 +336,7 @@ class Agent:
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
         with self._acting:
-            if arm not in self._gone:
+            if not _is_index(arm) or arm not in self._gone:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(self._gone)} are")
             event = ArmChanged(int(arm), "restored")
             self._write(event)
@@ -551,17 +577,34 @@ class Agent:
         narrow = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
         if narrow.shape != (count,) or not np.isfinite(narrow).all():
             wanted = "one finite number" if single else f"{count} finite numbers"
-            raise MatchError(f"the reward must be {wanted}, got {reward!r}")
+            raise MatchError(
+                f"the reward must be {wanted}, got {reward!r}: where a reward is not known, report none, and forget the decision"
+            )
+        self._warn_of_range(narrow)
         return torch.from_numpy(narrow)
+
+    def _warn_of_range(self, rewards: npt.NDArray[np.float32]) -> None:
+        """Once an agent: rewards that are said to be impossible, which an agent without a range never has."""
+        given = getattr(self.settings, "reward_range", None)
+        if given is None or self._told_of_range:
+            return
+        # As rewards are kept.
+        low, high = np.asarray(given, dtype=np.float32)
+        outside = rewards[(rewards < low) | (rewards > high)]
+        if len(outside):
+            warn(
+                f"a reward of {outside[0]:g} lies outside reward_range={given}. It is learnt, but exploration goes by the range: "
+                "make the agent with one that holds every reward, or look whether this one is in other units. Said once"
+            )
+            self._told_of_range = True
 
     def _checked_arms(self, arms: Iterable[int] | None) -> list[int]:
         available = self._available()
         if arms is None:
             return available
-        asked = list(arms)
-        unknown = [arm for arm in asked if arm not in available]
-        if unknown or not asked:
-            raise SettingError(f"arms must be some of {available}; got {asked}")
+        asked = list(arms) if isinstance(arms, Iterable) else []
+        if not asked or not all(_is_index(arm) and arm in available for arm in asked):
+            raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
         return sorted(set(asked))
 
     def _checked_mask(self, mask: npt.NDArray[np.bool_], count: int) -> Tensor:
@@ -633,10 +676,23 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     return agent
 
 
+def _is_index(value: Any) -> bool:
+    """Whether it is a whole number, as Python or numpy has them; booleans are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_text(array: npt.NDArray[Any]) -> bool:
+    """Whether it holds text, which numpy would read as numbers where it can."""
+    return array.dtype.kind in "SU" or (array.dtype.kind == "O" and any(isinstance(v, str | bytes) for v in array.flat))
+
+
 def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
     """In float64 and in float32; what does not fit the latter is infinite there."""
     try:
-        array = np.asarray(values, dtype=np.float64)
+        given = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+        if _is_text(given) or given.dtype.kind == "c":
+            raise TypeError(f"got {values!r}")
+        array = given.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise MatchError(f"{message}: {error}") from None
     with np.errstate(over="ignore"):

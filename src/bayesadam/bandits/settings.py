@@ -56,7 +56,10 @@ Widths = Annotated[tuple[int, ...], Check(lambda v: _are_all(v, is_count), "a tu
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Range = Annotated[
     tuple[float, float] | None,
-    Check(lambda v: v is None or (_are_all(v, _is_number) and len(v) == 2 and v[0] < v[1]), "(low, high), or None"),
+    Check(
+        lambda v: v is None or (_are_all(v, _is_number) and len(v) == 2 and v[0] < v[1]),
+        "a tuple (low, high) with low below high, or None",
+    ),
 ]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 

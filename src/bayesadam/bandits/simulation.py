@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._files import sweep
+from bayesadam._progress import progress as tracked
 from bayesadam.bandits.agents import agent_settings, make_learner
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.prior import Prior
@@ -99,12 +100,12 @@ def simulate(
         checkpoint: a file to which the state is written now and then. If it exists, the simulation resumes from it, and on a
             CPU ends with the numbers of one that was never interrupted.
         checkpoint_seconds: the least time between two writes.
-        progress: called with the rounds done and the rounds in all.
+        progress: called with the rounds done and the rounds in all; None for a bar on a terminal, from two seconds on.
     """
     with Playing(
         problem, agent, runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds, prior=prior
     ) as playing:
-        while not playing.finished:
+        for _ in tracked(playing.turns, "simulate") if progress is None else playing.turns:
             playing.advance()
             if progress is not None:
                 progress(playing.done, playing.rounds)
@@ -193,6 +194,11 @@ class Playing:
     def finished(self) -> bool:
         """Whether all rounds are played."""
         return self.done >= self.rounds
+
+    @property
+    def turns(self) -> range:
+        """One for each `advance` that is left."""
+        return self._lanes[0].turns
 
     def advance(self) -> None:
         """The rounds up to the next training, and the training; now and then, the checkpoint."""
@@ -286,6 +292,14 @@ class _Lane:
         n_arms = self._pays.shape[2]
         self.learner = make_learner(agent, settings, self.buffer, n_arms, seeds, prior)
         self._forced = settings.initial_pulls * n_arms
+
+    @property
+    def turns(self) -> range:
+        """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
+        first, total = self.buffer.count, self._pays.shape[1]
+        forced = first < min(self._forced, total)
+        rest = max(0, total - max(first, self._forced))
+        return range(forced + -(-rest // self.learner.settings.train_every))
 
     @torch.no_grad()
     def advance(self) -> None:

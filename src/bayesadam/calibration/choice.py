@@ -13,11 +13,11 @@ from torch import Tensor
 from bayesadam._kinds import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.data import Batches, HeldOut, cut, quietly
+from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, quietly
 from bayesadam.calibration.evidence import by_evidence
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.calibration.validation import Tables, by_validation, tables_of
-from bayesadam.errors import SettingError, UnusedPosteriorWarning
+from bayesadam.errors import HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods.conformal import Guarantee
@@ -37,6 +37,12 @@ _POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "netwo
 _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
 # Below that many examples five folds cost little, and leave enough to fit.
 _FEW = 200
+# So many examples tell whether they belong to the likelihood.
+_JUDGED = 1000
+# So near to the largest novelty there can be, as a share of it, scores do not tell examples apart.
+_SATURATED = 1e-3
+# A negative log-likelihood below that share of it is that of a network that tells classes apart.
+_TOLD_APART = 0.9
 # By how many standard errors of the mean difference the posterior has to beat the best temperature.
 _SURE = 1.5
 
@@ -220,11 +226,15 @@ class _Task:
 
 
 class _Scores(NamedTuple):
-    """Of every candidate what each example is worth, and what guarantees rest on; `crossed` where no fit saw its examples."""
+    """Of every candidate what each example is worth, and what guarantees rest on; `crossed` where no fit saw its examples.
+
+    `limit` is the largest novelty there can be.
+    """
 
     log_probs: Mapping[str, Tensor]
     conformity: Sequence[Mapping[str, Guarantee]]
     novelty: Sequence[Tensor]
+    limit: float
     crossed: bool
 
     @property
@@ -260,6 +270,7 @@ def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
     conformity: list[dict[str, Guarantee]] = []
     novelty: list[Tensor] = []
+    limit = math.inf
     for number, part in enumerate(parts):
         own = task.fitted(places != number) if crossed and part else fits
         for inputs, y in part:
@@ -275,13 +286,15 @@ def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
                 # Novelty goes with the noise, and predictions will have that of the fit to all.
                 settled = task.candidates(fits, inputs) if record.noise else named
                 novelty.append(settled[_POSTERIOR].novelty)
-    return _Scores({name: torch.cat(found) for name, found in log_probs.items()}, conformity, novelty, crossed)
+                limit = named[_POSTERIOR].novelty_limit
+    return _Scores({name: torch.cat(found) for name, found in log_probs.items()}, conformity, novelty, limit, crossed)
 
 
 def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[CalibrationReport, list[Posterior]]:
     """What predicts from now on, and the report."""
     scores = _scored(task, fits, folds)
     best, nll = scores.best, scores.nll
+    _warn_of_saturation(scores, nll[best])
     averaged = best == _POSTERIOR
     chosen = [
         fit.posterior if averaged else fit.posterior.replace(temperature=fit.temperature, averaged=False)
@@ -313,10 +326,30 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
 
 
 def _warn_of_doubt(task: _Task) -> None:
-    """Warn where the data look like those of another likelihood; only a noise of any size would hide that."""
+    """Warn where the data look like those of another likelihood, or where there are too few."""
     record, first = task.options.record, task.networks[0].data
-    if record.noise and (doubt := record.doubt(*first.outputs(first.posterior))) is not None:
-        warn(doubt)
+    total = sum(len(y) for _, y in task.batches)
+    # Logits show themselves in one example, and those of a text may be many.
+    some = cut(task.batches, torch.arange(total) < (1 if record.coupled else _JUDGED))
+    if (doubt := record.doubt(*replace(first, batches=some).outputs(first.posterior))) is not None:
+        warn(doubt, HeldOutWarning)
+    if (counted := len(examples_of(record, task.batches))) < FEWEST_SCORED:
+        warn(
+            f"{counted} held-out targets are too few to calibrate on: what is fitted to them may be chance. Hold out "
+            f"{FEWEST_SCORED} at the least, better some hundreds",
+            HeldOutWarning,
+        )
+
+
+def _warn_of_saturation(scores: _Scores, nll: float) -> None:
+    """Warn where held-out examples are all as novel as can be, though the network knows their classes."""
+    least = min((float(each.min()) for each in scores.novelty), default=0.0)
+    if nll < _TOLD_APART * scores.limit and (1 - _SATURATED) * scores.limit < least:
+        warn(
+            f"the novelty of all held-out examples is near {scores.limit:.3g}, the largest there can be: under its settings "
+            "the posterior is too wide to tell them from others. Rank by p.entropy() or p.epistemic, or record gradients for "
+            "structure='kronecker'"
+        )
 
 
 def _places(total: int, folds: int) -> Tensor:

@@ -16,7 +16,7 @@ from bayesadam.likelihoods import Likelihood, Predictive
 from bayesadam.likelihoods.predictive import place_blocks
 from bayesadam.posterior import Posterior
 from bayesadam.predict.asked import Asked, Top
-from bayesadam.predict.call import Call, chosen_examples, evaluating, to_device
+from bayesadam.predict.call import Call, chosen_examples, evaluating, explaining, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.linearised import Moments, moments
@@ -109,7 +109,8 @@ class HeldOut:
         call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
         with evaluating(posterior.model), torch.no_grad():
             for inputs, targets in self.batches:
-                outputs = call(params, to_device(inputs, device))
+                with explaining(call, params, inputs):
+                    outputs = call(params, to_device(inputs, device))
                 outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
                 targets = record.matched(targets.to(device), outputs)
                 keep = record.counted(outputs, targets)

@@ -17,16 +17,13 @@ from bayesadam.checkpoint.write import write_pruned
 
 # The last is asked first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote, and every
 # known folder has files that may be checkpoints by themselves.
-FORMATS = tuple(
+for known in (
+    *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
+    *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
+):
     register_format(known)
-    for known in (
-        *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
-        *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
-    )
-)
 
 __all__ = [
-    "FORMATS",
     "Checkpoint",
     "CheckpointKeywords",
     "CheckpointOptions",

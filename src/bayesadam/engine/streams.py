@@ -1,6 +1,7 @@
 """Random numbers and mini-batches for a stack: each seed has its own source per purpose, whose state can be saved."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -115,12 +116,27 @@ def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
         yield orders[:, : steps * size].view(len(seeds), steps, size).transpose(0, 1)
 
 
-def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
+@dataclass(frozen=True)
+class Blocks:
     """The rows of so many steps in blocks, (k, s, size): epochs, or with replacement where an epoch is very short."""
-    streams = Streams(seeds, "batches")
-    drawn = (streams.rows(n, _BLOCK, size).transpose(0, 1) for _ in iter(int, 1))
-    for rows in epochs(n, size, seeds) if n // size >= _LONG_EPOCH else drawn:
-        yield rows[:steps]
-        steps -= len(rows)
-        if steps <= 0:
-            return
+
+    n: int
+    size: int
+    seeds: Sequence[int]
+    steps: int
+
+    @property
+    def _are_epochs(self) -> bool:
+        return self.n // self.size >= _LONG_EPOCH
+
+    def __len__(self) -> int:
+        return -(-self.steps // (self.n // self.size if self._are_epochs else _BLOCK))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        streams, left = Streams(self.seeds, "batches"), self.steps
+        drawn = (streams.rows(self.n, _BLOCK, self.size).transpose(0, 1) for _ in iter(int, 1))
+        for rows in epochs(self.n, self.size, self.seeds) if self._are_epochs else drawn:
+            yield rows[:left]
+            left -= len(rows)
+            if left <= 0:
+                return

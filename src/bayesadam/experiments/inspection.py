@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from bayesadam._options import in_options
@@ -25,18 +29,54 @@ if TYPE_CHECKING:
 
 # More rows than this cannot be read; the picture shows the largest parameters.
 _ROWS = 40
+# Columns that a narrow console does without, the first to go first, and the characters between two columns.
+_SPARE = ("shape", "95 %", "5 %", "weights")
+_GAP = 3
 
 
-def table(inspection: Inspection) -> Table:
-    """One row per parameter, and the total."""
-    heading, *rows, total = inspection.rows()
-    what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
-    view = Table(title=f"{what} of the weights", title_justify="left", show_footer=True)
-    for number, (title, footer) in enumerate(zip(heading, total, strict=True)):
-        view.add_column(title, footer, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
-    for row in rows:
-        view.add_row(*row)
-    return view
+@dataclass(frozen=True)
+class LayerTable:
+    """One row per parameter, and the total, as wide as the console has room for: names stay whole, columns are left out.
+
+    Where a name and what is left do not fit all the same, names fold after their dots.
+    """
+
+    inspection: Inspection
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        heading, *rows = self.inspection.rows()
+        for n_left_out in range(len(_SPARE) + 1):
+            kept = [number for number, title in enumerate(heading) if title not in _SPARE[:n_left_out]]
+            widths = [max(len(row[number]) for row in (heading, *rows)) for number in kept]
+            room = options.max_width - sum(widths[1:]) - _GAP * (len(kept) - 1)
+            if widths[0] <= room:
+                break
+        what = "Signal-to-noise ratio |μ|/σ" if self.inspection.has_weights else "Standard deviation σ"
+        view = Table(title=f"{what} of the weights", title_justify="left", show_footer=True, box=SIMPLE)
+        view.show_edge = view.pad_edge = False
+        for number in kept:
+            view.add_column(
+                heading[number], rows[-1][number], justify="right" if number else "left", no_wrap=number > 0
+            )
+        for name, *cells in rows[:-1]:
+            view.add_row(_folded(name, room), *(cells[number - 1] for number in kept[1:]))
+        yield view
+        if n_left_out:
+            yield f"Left out for want of room: {', '.join(_SPARE[:n_left_out])}. A wider terminal shows them, and --json does."
+
+
+def _folded(name: str, width: int) -> str:
+    """A name on lines of at most so many characters, where its dots allow.
+
+    >>> _folded("encoder.layers.0.weight", 12).split()
+    ['encoder.', 'layers.0.', 'weight']
+    """
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def picture(inspection: Inspection) -> Figure:
@@ -119,15 +159,13 @@ def run_inspect(
     if target.file.suffix != ".png":
         raise SettingError(f"--out {target.file}: the picture is a PNG, name a file that ends in .png, or a folder")
     run = Run("inspect", seed, target.file.parent, plain_settings({"path": path, **settings}, options), quiet=quiet)
-    if out is not None:
-        run.prepare()
-    with run.progress() as track:
+    with run.prepared() if out is not None else nullcontext(), run.progress() as track:
         inspection = inspect_checkpoint(path, seed=seed, track=track, **settings, **vars(options))
     results = inspection.to_dict()
     if not json:
         reasons = ["\n".join(inspection.why)] if why else []
         notes = f"{inspection.legend}\n{inspection.scale_note}"
-        run.show(*reasons, str(inspection.diagnosis), table(inspection), notes)
+        run.show(*reasons, str(inspection.diagnosis), LayerTable(inspection), notes)
     paths: tuple[Path, ...] = ()
     with redirect_stdout(sys.stderr) if json else nullcontext():
         if out is not None:
@@ -144,9 +182,7 @@ def run_doctor(
 ) -> bool:
     """The `doctor` command: what `diagnose_checkpoint` says, and to `out` `metrics.json`; whether a posterior can be read."""
     run = Run("doctor", 0, out or Path(), plain_settings({"path": path, "n_data": n_data}, options), quiet=quiet)
-    if out is not None:
-        run.prepare()
-    with run.busy("reading the state"):
+    with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
         diagnosis = diagnose_checkpoint(path, n_data=n_data, **vars(options))
     results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
     if not json:

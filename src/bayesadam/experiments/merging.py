@@ -26,8 +26,7 @@ def run_merge(
     named = {"checkpoints": list(map(str, checkpoints)), **settings}
     target = Target.of(out, "merged.safetensors")
     run = Run("merge", 0, target.file.parent, plain_settings(named, options), quiet=quiet)
-    run.prepare()
-    with run.busy("merging"):
+    with run.prepared(), run.busy("merging"):
         report = merge_checkpoints(checkpoints, target.file, **settings, **vars(options))
     run.show(str(report))
     return run.finish_file(target, report.to_dict())

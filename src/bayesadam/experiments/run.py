@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,6 +30,8 @@ from bayesadam._version import __version__
 from bayesadam.errors import FileError, SettingError
 from bayesadam.structures.noise import stream_seed
 
+# Characters to a line in a file or a pipe.
+_UNBOUNDED = 10_000
 T = TypeVar("T")
 Writer = Callable[[Path], object]
 
@@ -131,6 +134,20 @@ class Run:
             raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
 
     @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """The folder made for the work inside; where that ends in an error, folders that were made for it are removed."""
+        absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
+        try:
+            self.prepare()
+            yield
+        except BaseException:
+            for folder in absent:
+                # One that holds something stays.
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    @contextmanager
     def progress(self) -> Iterator[Track]:
         """Bars with the time taken and the time left, one for each sequence tracked."""
         taken = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -152,9 +169,11 @@ class Run:
             yield
 
     def show(self, *reports: RenderableType) -> None:
-        """Print tables and text, unless quiet; square brackets are text, not markup."""
+        """Print tables and text, unless quiet; square brackets are text, not markup. Lines are whole but on a terminal."""
         if not self.quiet:
             console = Console(markup=False, highlight=False)
+            if not console.is_terminal and "COLUMNS" not in os.environ:
+                console.width = _UNBOUNDED
             for report in reports:
                 console.print(report, end="\n\n")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bayesadam._files import keep_apart
 from bayesadam.checkpoint import CheckpointOptions
-from bayesadam.errors import SettingError
 from bayesadam.experiments.run import Run, Target
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.publish import export_checkpoint
@@ -30,10 +31,7 @@ def run_prune(
     target = Target.of(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
     named = plain_settings({"checkpoint": checkpoint, **settings}, options)
     run = Run("prune", seed, target.file.parent, named, quiet=quiet)
-    _prepare(run, target.file, checkpoint, options)
-    if settings["scope"] not in ("global", "layer"):
-        raise SettingError(f"--scope must be one of global, layer, got {settings['scope']!r}")
-    with run.busy("pruning"):
+    with _prepared(run, target.file, checkpoint, options), run.busy("pruning"):
         report = prune_checkpoint(checkpoint, target.file, **settings, **vars(options))
     run.show(str(report))
     return run.finish_file(target, report.to_dict())
@@ -46,8 +44,7 @@ def run_sample(
     target = Target.of(out, "sample.safetensors")
     named = plain_settings({"checkpoint": checkpoint, **settings}, options)
     run = Run("sample", seed, target.file.parent, named, quiet=quiet)
-    _prepare(run, target.file, checkpoint, options)
-    with run.busy("drawing"):
+    with _prepared(run, target.file, checkpoint, options), run.busy("drawing"):
         sample_checkpoint(checkpoint, target.file, seed=seed, **settings, **vars(options))
     return run.finish_file(target, {})
 
@@ -59,15 +56,17 @@ def run_export(
     target = Target.of(out, "posterior.safetensors")
     named = plain_settings({"checkpoint": checkpoint, **settings}, options)
     run = Run("export", seed, target.file.parent, named, quiet=quiet)
-    _prepare(run, target.file, checkpoint, options)
-    with run.busy("writing the posterior"):
+    with _prepared(run, target.file, checkpoint, options), run.busy("writing the posterior"):
         export_checkpoint(checkpoint, target.file, **settings, **vars(options))
     size = target.file.stat().st_size
     run.show(f"{size:,} bytes")
     return run.finish_file(target, {"bytes": size})
 
 
-def _prepare(run: Run, out: Path, checkpoint: Path, options: CheckpointOptions) -> None:
+@contextmanager
+def _prepared(run: Run, out: Path, checkpoint: Path, options: CheckpointOptions) -> Iterator[None]:
+    """As `Run.prepared`, once it is known that `out` overwrites nothing that is read."""
     second = options.optimizer_path
     keep_apart(out, checkpoint, None if second is None else Path(second))
-    run.prepare()
+    with run.prepared():
+        yield

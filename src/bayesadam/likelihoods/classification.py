@@ -20,10 +20,12 @@ from bayesadam.likelihoods.predictive import (
     place_blocks,
     rows,
 )
-from bayesadam.likelihoods.record import Likelihood, changed_answers
+from bayesadam.likelihoods.record import FEWEST_TO_JUDGE, Likelihood, changed_answers
 
 # What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
 IGNORED = -100
+# Half precision leaves the sum of probabilities that far from 1.
+_SAME_SUM = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +216,16 @@ class Classification(Likelihood):
         _check_shape(targets, self.locations(outputs))
         return targets
 
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Outputs that are not negative and sum to 1: probabilities, of which another softmax makes others."""
+        sums = outputs.sum(dim=-1)
+        if not sums.numel() or bool((outputs < 0).any()) or not bool(((sums - 1).abs() < _SAME_SUM).all()):
+            return None
+        return (
+            "the outputs of each example are positive and sum to 1, as probabilities do, but likelihood='classification' takes "
+            "logits: leave out the softmax, or pass forward=lambda model, x: model(x).log()"
+        )
+
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
         """Other classes than the mean network's, for more than a tenth of the places."""
         return changed_answers(draws.softmax(dim=-1).mean(dim=0).argmax(dim=-1) != at_mean.argmax(dim=-1))
@@ -294,6 +306,15 @@ class Binary(Likelihood):
         """p (1 − p)."""
         p = outputs.sigmoid()
         return p * (1 - p)
+
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Outputs that are all between 0 and 1: probabilities, which are no logits."""
+        if len(outputs) < FEWEST_TO_JUDGE or not bool(((outputs >= 0) & (outputs <= 1)).all()):
+            return None
+        return (
+            "all outputs lie between 0 and 1, as probabilities do, but likelihood='binary' takes logits: leave out the "
+            "sigmoid, or pass forward=lambda model, x: model(x).logit()"
+        )
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
         """Other answers than the mean network's, for more than a tenth of the outputs."""

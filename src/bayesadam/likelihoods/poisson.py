@@ -19,7 +19,7 @@ from bayesadam.likelihoods.predictive import (
     rows,
     summed,
 )
-from bayesadam.likelihoods.record import Likelihood
+from bayesadam.likelihoods.record import FEWEST_TO_JUDGE, Likelihood
 
 # Nodes to the unit: of log p, centred on each target, and of the cumulative distribution, which has steep steps.
 _NODES_PER_UNIT = 2
@@ -27,6 +27,8 @@ _STEEP_NODES_PER_UNIT = 16
 _NEWTON_STEPS = 20
 # Rates are cut off at exp of this: a posterior so wide says nothing, but its interval must stay a number.
 _LARGEST = 40.0
+# Counts that vary so many times as much about their rates as Poisson counts do are no Poisson counts.
+_DISPERSED = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,20 @@ class Poisson(Likelihood):
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp f."""
         return outputs.exp()
+
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Overdispersion, Σ (y − exp f)²/Σ exp f, far above 1."""
+        if targets is None or len(targets) < FEWEST_TO_JUDGE:
+            return None
+        rates = outputs.double().clamp(max=_LARGEST).exp()
+        dispersion = float((targets - rates).square().sum() / rates.sum())
+        if not dispersion > _DISPERSED:
+            return None
+        return (
+            f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts would, so "
+            "intervals are likely to be too narrow: p.prediction_set(level) has intervals that hold their level on data like "
+            "the held-out"
+        )
 
 
 def _check(y: Tensor) -> None:

@@ -130,17 +130,26 @@ class Predictive:
         return self._novelty_of(novels, weights)
 
     @property
+    def novelty_limit(self) -> float:
+        """The largest novelty there can be: none of numbers."""
+        return math.inf
+
+    @property
     def novelty_pvalue(self) -> Tensor:
         """The share of held-out examples at least as novel, in float64: of those like them at most α have p ≤ α."""
         return p_values(self._held_out("novelty"), self.novelty)
 
     def _held_out(self, name: str) -> Any:
         found = getattr(self.guarantee, name, None)
-        if found is None or (isinstance(found, Mapping) and not found):
-            raise CalibrationError(
-                f"no {name} of held-out data: calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
-            )
-        return found
+        if found is not None and (len(found) or not isinstance(found, Mapping)):
+            return found
+        if self.guarantee is None or not self.guarantee.tensors():
+            remedy = f"calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
+        elif name == "novelty":
+            remedy = "calibration keeps it where outputs are few; hold p.novelty against that of held-out examples of your own"
+        else:
+            remedy = "calibration keeps them where each example has one class, and none is left out"
+        raise CalibrationError(f"no {name} of held-out data: {remedy}")
 
     @classmethod
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
@@ -325,7 +334,8 @@ class LogitPredictive(Predictive):
     def mutual_information(self) -> Tensor:
         """H[E p] − E[H p], what more data could still teach: uncertainty of the weights alone.
 
-        By draws, which know the correlations between logits only where the prediction was made with `covariance=True`.
+        It is the posterior's also where `probs` are the mean network's (`averaged` is False), and may then exceed their
+        `entropy()`. By draws, which know the correlations between logits only where the prediction was made with `covariance=True`.
         """
         probs = self._of_classes(self._draw_probs())
         return (_entropy(probs.mean(dim=0)) - _entropy(probs).mean(dim=0)).clamp(min=0)
@@ -367,6 +377,11 @@ class LogitPredictive(Predictive):
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:
         probs = cls._of_classes(average(weights, [cls._novel_probs(member) for member in members]))
         return rows(_entropy(probs)).mean(dim=1)
+
+    @property
+    def novelty_limit(self) -> float:
+        """ln K of K classes, the largest novelty there can be."""
+        return math.log(self.class_probs.shape[-1])
 
     @classmethod
     def _novel_probs(cls, novel: Novel) -> Tensor:

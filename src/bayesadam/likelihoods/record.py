@@ -24,7 +24,7 @@ from bayesadam.likelihoods.predictive import (
 
 CalibrationMethod = Literal["validation", "evidence"]
 # A few examples, or equal ones, do not show how far apart outputs are.
-_FEWEST_TO_JUDGE = 8
+FEWEST_TO_JUDGE = 8
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Likelihood(ABC):
         """Targets in the shape that goes with the outputs, (batch, ...)."""
         return like(targets, self.locations(outputs))
 
-    def doubt(self, outputs: Tensor, targets: Tensor) -> str | None:
-        """Why held-out data look like those of another likelihood, in words; None where they do not."""
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Why outputs, or outputs and targets, look like those of another likelihood, in words; None where they do not."""
         return None
 
     def locations(self, outputs: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Likelihood(ABC):
         draws, at_mean = self.locations(draws), self.locations(at_mean)
         drift = (draws.mean(dim=0) - at_mean).square().mean().sqrt()
         scale = at_mean.std() if at_mean.numel() > 1 else torch.zeros_like(drift)
-        if len(at_mean) < _FEWEST_TO_JUDGE or not bool(drift > scale > 0):
+        if len(at_mean) < FEWEST_TO_JUDGE or not bool(drift > scale > 0):
             return None
         return (
             f"the averaged prediction is {float(drift):.3g} from the mean network's, whose outputs have a standard deviation "

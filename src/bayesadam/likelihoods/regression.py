@@ -25,10 +25,12 @@ from bayesadam.likelihoods.predictive import (
     rows,
     summed,
 )
-from bayesadam.likelihoods.record import CalibrationMethod, Likelihood
+from bayesadam.likelihoods.record import FEWEST_TO_JUDGE, CalibrationMethod, Likelihood
 
 # Nodes to the unit of the quadrature over log-variances.
 _NODES_PER_UNIT = 2
+# By so many nats a target is likelier where the two halves of the outputs are taken for something else.
+_CLEARLY = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +153,10 @@ class Regression(Likelihood):
         """Targets in the outputs' shape; the error knows networks of other likelihoods by theirs."""
         return _regressed(targets, outputs)
 
-    def doubt(self, outputs: Tensor, targets: Tensor) -> str | None:
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Counts to which the exponentials of the outputs are nearer than the outputs: these are log-rates."""
+        if targets is None:
+            return None
         counts = bool(((targets >= 0) & (targets == targets.floor())).all()) and bool((targets > 1).any())
         if not counts:
             return None
@@ -300,3 +304,35 @@ class Heteroscedastic(Likelihood):
                 f"the outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
             )
         return outputs.chunk(2, dim=-1)[0]
+
+    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Targets that are likelier by far, half of them and all together, where the outputs are taken for something else."""
+        if targets is None or len(targets) < FEWEST_TO_JUDGE:
+            return None
+        f, y = outputs.double(), targets.double()
+        mean, spread = f.chunk(2, dim=-1)
+        others = {
+            "log-variances first, then means": (spread, mean),
+            "means, then log standard deviations": (mean, 2 * spread),
+        }
+        if bool((spread > 0).all()):
+            others["means, then variances"] = mean, spread.log()
+            others["means, then standard deviations"] = mean, 2 * spread.log()
+        if mean.shape[-1] > 1:
+            one, two = f.reshape(*mean.shape, 2).unbind(dim=-1)
+            others["a mean and a log-variance for one target after the other"] = one, two
+        own = _surprise(y, mean, spread)
+        gains = {words: own - _surprise(y, *taken) for words, taken in others.items()}
+        words, gain = max(gains.items(), key=lambda item: float(item[1].median()))
+        if not bool(gain.median() > _CLEARLY) or not bool(gain.mean() > _CLEARLY):
+            return None
+        return (
+            f"the held-out targets are likelier by {float(gain.median()):.2g} nats if the outputs are {words}, but "
+            "likelihood='heteroscedastic' takes them for means, then log-variances: pass forward=lambda model, x: ... that "
+            "returns these, or train on if that is what they are"
+        )
+
+
+def _surprise(y: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """−log N(y; m, exp g) without its constant."""
+    return 0.5 * ((y - mean).square() * (-log_variance).exp() + log_variance)

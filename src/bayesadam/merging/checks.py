@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import torch
 
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.lora import Pair
-from bayesadam.merging.experts import Expert
+from bayesadam.merging.experts import Expert, Source
 from bayesadam.merging.report import Sums
 
-# Below it the curvatures lie on different weights, as those of networks that know different classes.
+# Below it the second moments of training lie on different weights, as those of networks that know different classes.
 LEAST_OVERLAP = 0.5
 LEAST_GRADIENTS = 50
 _SHOWN = 3
+
+
+def check_twice(models: Sequence[Source]) -> None:
+    """Refuse a posterior or a path that is given twice."""
+    first: dict[Hashable, int] = {}
+    for number, source in enumerate(models, 1):
+        parts = source if isinstance(source, tuple) else (source,)
+        key = tuple(Path(part).resolve() if isinstance(part, str | os.PathLike) else id(part) for part in parts)
+        if first.setdefault(key, number) != number:
+            paths = ", ".join(str(part) for part in parts if isinstance(part, str | os.PathLike))
+            raise SettingError(
+                f"{paths or 'one posterior'} is given twice, as models {first[key]} and {number}: give each fine-tuned network "
+                "once. One that is to count for more has a larger number in weights="
+            )
+
+
+def warn_of_copies(experts: Sequence[Expert], trained: Sequence[str]) -> None:
+    """Warn of models whose trained weights are the same; reading ends with the first tensor that differs."""
+    for one, other in combinations(experts, 2):
+        if all(_same(one, other, name) for name in trained):
+            warn(
+                f"{one.label} and {other.label} have the same weights, so that one network counts twice: is one a copy of the "
+                "other, or were both read from one model? Give each fine-tuned network once; one that is to count for more "
+                "has a larger number in weights="
+            )
+
+
+def _same(one: Expert, other: Expert, name: str) -> bool:
+    if one.outline[name].shape != other.outline[name].shape or one.outline[name].dtype != other.outline[name].dtype:
+        return False
+    own = one.weights[name].detach()
+    return torch.equal(own, other.weights[name].detach().to(own.device))
 
 
 def check_alike(experts: Sequence[Expert], apart: Mapping[str, Pair]) -> None:
@@ -66,14 +103,20 @@ def check_bases(experts: Sequence[Expert], trained: Sequence[str]) -> None:
 
 
 def warn_of_overlap(total: Sums, experts: Sequence[Expert]) -> None:
-    """Warn of curvatures on different weights."""
-    count = len(experts)
-    overlap, i, j = min((total.overlap(i, j), j, i) for i in range(count) for j in range(i))
+    """Warn of second moments on different weights.
+
+    Only of those that an optimiser averaged over training, weight by weight: by them the limit was set. The diagonals of
+    Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps and by more where it
+    does not.
+    """
+    known = [number for number, expert in enumerate(experts) if expert.is_averaged]
+    found = [(total.overlap(i, j), i, j) for i, j in combinations(known, 2)]
+    overlap, i, j = min(found, default=(1.0, 0, 0))
     if overlap < LEAST_OVERLAP:
         warn(
             f"the curvatures of {experts[i].label} and {experts[j].label} overlap by {overlap:.2f} only, as those of networks "
-            "that know different classes do: there merging by curvature is worse than averaging. Compare both on held-out "
-            "data"
+            "that know different classes do: there merging by curvature can be worse than averaging. Compare both on held-out "
+            "data of every task"
         )
 
 

@@ -87,6 +87,11 @@ class Expert:
         return name in self.moments and self.moments[name].has_bases
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether its second moments are the optimiser's own, weight by weight: neither in eigenbases nor recorded."""
+        return not self.origin.recorded and not any(moment.has_bases for moment in self.moments.values())
+
+    @property
     def outline(self) -> Mapping[str, Tensor]:
         """Types and shapes of the weights, without reading them."""
         found: Mapping[str, Tensor] = getattr(self.weights, "outline", self.weights)

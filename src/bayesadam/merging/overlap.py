@@ -25,6 +25,9 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
     loss's units change it. The networks must be of one architecture; a parameter that one of them did not train counts as
     without curvature there.
 
+    F is a number for each weight. Of Kronecker factors it is the diagonal of V: directions across the weights of a layer
+    are not compared, and two networks that depend on different ones may overlap all the same.
+
     >>> from bayesadam import Posterior
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> def one(*variance):

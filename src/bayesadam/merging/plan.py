@@ -17,7 +17,15 @@ from bayesadam.curvature.origin import warn_of_memory
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.lora import Pair, pairs_in
 from bayesadam.merging import methods
-from bayesadam.merging.checks import check_alike, check_base, check_bases, notes_on, warn_of_overlap
+from bayesadam.merging.checks import (
+    check_alike,
+    check_base,
+    check_bases,
+    check_twice,
+    notes_on,
+    warn_of_copies,
+    warn_of_overlap,
+)
 from bayesadam.merging.experts import BaseSource, Expert, Source, as_operator, expert_of
 from bayesadam.merging.lora import change_of, curvature_of, factors_of
 from bayesadam.merging.report import MergeReport, Sums, report_of
@@ -149,6 +157,7 @@ def plan_of(
             "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
         )
     chosen = _method(method, base)
+    check_twice(models)
     experts = [expert_of(source, label, options) for source, label in zip(models, _labels(models), strict=True)]
     start = None if base is None else expert_of(base, "the base", options, trained=False)
     alpha = _counts(weights, len(experts))
@@ -170,6 +179,7 @@ def plan_of(
         raise MatchError(f"{experts[0].label} and the others have no parameter with a second moment in common")
     if chosen == "kronecker":
         check_bases(experts, trained)
+    warn_of_copies(experts, [*trained, *pairs])
     for expert in experts:
         warn_of_memory(expert.origin, expert.label)
     warn_of_overlap(reduce(Sums.__add__, sums.values()), experts)

@@ -51,10 +51,12 @@ def fit(
 ) -> Fitted:
     """Train one of the methods on your own data, once for each seed, all seeds as one stack.
 
-    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    On a terminal a bar shows how far training is, from two seconds on.
+
+    >>> x = torch.linspace(-1, 1, 100).unsqueeze(1)
     >>> fitted = fit("badam", x, x.square(), likelihood="regression", hidden=(8,), epochs=5)
     >>> fitted.predict(x)[0].stddev.shape
-    torch.Size([40, 1])
+    torch.Size([100, 1])
 
     Args:
         method: one of `METHODS`.
@@ -68,7 +70,8 @@ def fit(
     """
     if method not in METHODS:
         raise SettingError(f"method must be one of {tuple(METHODS)}, got {method!r}")
-    return METHODS[method](problem(x, y, likelihood, hidden, activation, seeds, held_out, Training(**training)))
+    asked = problem(x, y, likelihood, hidden, activation, seeds, held_out, Training(**training))
+    return METHODS[method](replace(asked, progress=True))
 
 
 def problem(

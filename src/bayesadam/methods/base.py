@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bayesadam._progress import progress
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, forward
 from bayesadam.engine.rules import Adam, Dropout, Rule
 from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
-from bayesadam.engine.streams import Streams, blocks
+from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
 from bayesadam.posterior import Posterior
@@ -109,6 +110,7 @@ class Problem:
         data: one part per seed.
         seeds: one network each.
         draws: those behind a sampled prediction.
+        progress: whether training shows a bar on a terminal, after two seconds.
     """
 
     data: Data
@@ -116,6 +118,7 @@ class Problem:
     training: Training
     seeds: tuple[int, ...]
     draws: int = 100
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if len(self.seeds) != self.data.x.shape[0] or len(set(self.seeds)) != len(self.seeds):
@@ -168,7 +171,8 @@ def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **ow
     stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
     steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
     schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
-    train(stack, blocks(n, min(training.batch_size, n), problem.seeds, steps), schedule)
+    rows = Blocks(n, min(training.batch_size, n), problem.seeds, steps)
+    train(stack, progress(rows, "fit") if problem.progress else rows, schedule)
     return stack
 
 

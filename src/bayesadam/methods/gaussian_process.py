@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
+from bayesadam._progress import Bar
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -19,11 +20,13 @@ def fit_gp(problem: Problem) -> Fitted:
         raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
     gpytorch = require("gpytorch")
     pairs = zip(problem.data.x.double(), problem.data.y.double(), strict=True)
-    trained = [[_trained(gpytorch, x, column) for column in y.T] for x, y in pairs]
+    with Bar("fit") as bar:
+        step = bar.step if problem.progress else lambda: None
+        trained = [[_trained(gpytorch, x, column, step) for column in y.T] for x, y in pairs]
     return Fitted("gp", tuple(_predictor(gpytorch, outputs) for outputs in trained))
 
 
-def _trained(gpytorch: Any, x: Tensor, y: Tensor) -> Any:
+def _trained(gpytorch: Any, x: Tensor, y: Tensor, step: Callable[[], None]) -> Any:
     class Exact(gpytorch.models.ExactGP):  # type: ignore[misc]
         def __init__(self, likelihood: Any) -> None:
             super().__init__(x, y, likelihood)
@@ -48,6 +51,7 @@ def _trained(gpytorch: Any, x: Tensor, y: Tensor) -> Any:
         optimizer.zero_grad()
         loss: Tensor = -objective(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
+        step()
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]

@@ -51,6 +51,22 @@ def _some(found: Iterator[T]) -> list[T]:
     return each
 
 
+class OfBatches(Iterator[T]):
+    """What is found of each batch of a loader, as it is asked for."""
+
+    def __init__(self, what: str, found: Iterator[T]) -> None:
+        self._what, self._found = what, found
+
+    def __next__(self) -> T:
+        return next(self._found)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._what}(loader) has no {name!r}: it gives one result for each batch. For all of them: "
+            f"torch.cat([p.{name} for p in posterior.{self._what}(loader, ...)])"
+        )
+
+
 class Distribution(ABC, Generic[R, C, B, H, P]):
     """q(θ) over named weights; the type arguments are its predictives, likelihood by likelihood."""
 
@@ -277,7 +293,7 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         """That of one batch, or of each of a loader's as it is asked for."""
         if not is_loader(inputs):
             return of(for_model(inputs, self._network))
-        return (of(inputs_of(batch, self._network)) for batch in progress(inputs, what))
+        return OfBatches(what, (of(inputs_of(batch, self._network)) for batch in progress(inputs, what)))
 
     @property
     @abstractmethod

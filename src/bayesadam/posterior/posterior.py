@@ -284,6 +284,11 @@ class Posterior(
         load: Callable[[], None] | None = None,
     ) -> Posterior:
         """Build it from a matched state; `load` fills the model's weights once nothing can be refused any more."""
+        if settings.batch_size is not None and settings.batch_size > settings.n_data:
+            warn(
+                f"n_data={settings.n_data:g} is less than batch_size={settings.batch_size}: n_data counts the training examples, "
+                "such as len(loader.dataset), not the batches"
+            )
         curvature, gradients = (read_match(match), None) if recorder is None else read_recorder(match, recorder)
         structure = spec.build(Reading(match, curvature, gradients))
         moments = curvature.second_moment

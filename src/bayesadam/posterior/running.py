@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam._shards import is_sharded
 from bayesadam._warnings import warn
 
 _NAMES = ("running_mean", "running_var")
+# Squares of gradients that are nothing but rounding, over those of their layer's weight.
+_ROUNDING = 1e-6
 
 
 def running_statistics(model: nn.Module) -> dict[str, list[float]]:
@@ -27,6 +29,40 @@ def running_statistics(model: nn.Module) -> dict[str, list[float]]:
         for name, buffer in unwrap(model).named_buffers()
         if name.rpartition(".")[2] in _NAMES and buffer.numel() and not is_sharded(buffer)
     }
+
+
+def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many units each batch norm has, by its name, of the buffers of a model or the tensors of a state dict.
+
+    >>> norm_widths(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).state_dict())
+    {'1': 4}
+    """
+    names = (name for name in tensors if name.rpartition(".")[2] == "running_mean")
+    return {name.rpartition(".")[0]: tensors[name].numel() for name in names}
+
+
+def biases_before_norms(
+    names: Collection[str], moment: Callable[[str], Tensor], widths: Collection[int]
+) -> tuple[str, ...]:
+    """The biases that a batch norm follows, sorted.
+
+    The norm takes away what they add, so that their gradients are rounding errors; but its running mean has them in it, and
+    without them the network is another one. They are told by a second moment of at most a millionth of their layer's weight's,
+    and as many entries as some running mean has.
+
+    Args:
+        names: of parameters.
+        moment: v̂ of one of them, or of some of its entries.
+        widths: of the batch norms, see `norm_widths`.
+    """
+    found = []
+    for name in names:
+        weight = f"{name.removesuffix('bias')}weight"
+        if name.endswith("bias") and weight in names and (own := moment(name)).numel() in widths:
+            felt = float(moment(weight).mean())
+            if 0 <= float(own.mean()) <= _ROUNDING * felt and felt > 0:
+                found.append(name)
+    return tuple(sorted(found))
 
 
 def warn_of_other_statistics(path: str | os.PathLike[str], saved: Any, model: nn.Module) -> None:

@@ -34,7 +34,9 @@ def is_loader(inputs: Any) -> TypeGuard[Iterable[Any]]:
     (True, False)
     """
     if isinstance(inputs, list):
-        return bool(inputs) and all(isinstance(entry, tuple | list | Mapping) for entry in inputs)
+        return bool(inputs) and all(
+            isinstance(entry, tuple | list | Mapping) and _holds_data(entry) for entry in inputs
+        )
     return isinstance(inputs, Iterable) and not (isinstance(inputs, Tensor | tuple | Mapping) or _is_array(inputs))
 
 
@@ -101,6 +103,10 @@ def _split(batch: Any) -> tuple[Any, Any, bool]:
     place = next((names.index(key) for key in _LABELS if key in names), len(batch) - 1)
     others = (*batch[:place], *batch[place + 1 :])
     return others[0] if len(others) == 1 else others, batch[place], False
+
+
+def _holds_data(batch: Any) -> bool:
+    return any(map(_is_one, pytree.tree_leaves(batch)))
 
 
 def _is_one(targets: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
-from bayesadam.errors import MatchError
+from bayesadam.errors import BayesAdamError, MatchError
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -75,6 +76,39 @@ class Call:
         """The output as (batch, outputs)."""
         output = self(params, inputs)
         return output.reshape(output.shape[0], -1)
+
+
+@contextmanager
+def explaining(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Iterator[None]:
+    """A note on what the model raises within: which inputs it was given, and what may be wrong with them."""
+    try:
+        yield
+    except BayesAdamError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        # Python 3.10 has no notes.
+        if sys.version_info >= (3, 11):
+            given = ", ".join(_outline(leaf) for leaf in pytree.tree_leaves(inputs))
+            error.add_note(
+                f"bayesadam: {type(call.model).__name__} does not run on inputs of {given}. {_advice(params, inputs, error)}."
+            )
+        raise
+
+
+def _outline(leaf: Any) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _advice(params: Mapping[str, Tensor], inputs: Any, error: Exception) -> str:
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if len(leaves) == 1 and leaves[0].dim() == 1 and not leaves[0].is_floating_point():
+        return "They look like class indices: data are (inputs, targets), in this order"
+    own = next((tensor.dtype for tensor in params.values()), torch.float32)
+    if "dtype" in str(error) and any(leaf.dtype != own for leaf in leaves):
+        return f"The weights are {own}: convert the inputs, x.to({own}), as in training"
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        return "A tuple holds the arguments of the model: pass the inputs alone, without their targets"
+    return "Inputs are those of training, with the batch as their first dimension: a single example is x[None]"
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -187,7 +221,9 @@ def batch_size(inputs: Any) -> int:
             if leaf.shape[0] == 0:
                 raise MatchError("the batch is empty: it has no examples")
             return leaf.shape[0]
-    raise MatchError(f"no tensor with a batch dimension in the inputs ({type(inputs).__name__})")
+    raise MatchError(
+        f"no tensor with a batch dimension in the inputs ({type(inputs).__name__}): pass a tensor or an array"
+    )
 
 
 def is_batched(leaf: Any, size: int) -> bool:

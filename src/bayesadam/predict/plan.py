@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import contract
-from bayesadam.predict.call import Call, Forward, batch_size, examples, repeated
+from bayesadam.predict.call import Call, Forward, batch_size, examples, explaining, repeated
 from bayesadam.predict.captured import has_graph
 from bayesadam.predict.layers import Layout, Output, SumUse, Use, batch_first
 from bayesadam.predict.recording import recording
@@ -120,7 +120,7 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
             output = call(leaves, examples(inputs, 0, 1))
     except BayesAdamError:
         raise
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, TypeError, ValueError, IndexError):
         # Reported by `make_plan`.
         return (), None
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -157,7 +157,8 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
     size = batch_size(probe)
     with torch.enable_grad():
-        uses, output = recorded(call, leaves, probe, shared)
+        with explaining(call, leaves, inputs):
+            uses, output = recorded(call, leaves, probe, shared)
         if output.shape[0] != size:
             raise BayesAdamError(
                 f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
@@ -224,7 +225,8 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
     wrong = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
         "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row per example? Pass that one through forward=lambda model, batch: ..."
+        "without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there no batch "
+        "dimension? A single example is x[None]"
     )
     try:
         with torch.no_grad():

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesadam._alone import alone_with
+from bayesadam._warnings import warn
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
-from bayesadam.likelihoods.predictive import Novel, Score, average
+from bayesadam.likelihoods.predictive import Novel, Score, average, rows
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
 from bayesadam.predict.batches import for_model
 from bayesadam.predict.call import Call, evaluating, plain
@@ -51,7 +52,23 @@ def predict(
 
 def predictive_of(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
     """The same with its options in one record."""
-    inputs = plain(inputs)
+    found = _any_predictive(gaussian, plain(inputs), options)
+    _warn_of_nan(found)
+    return found
+
+
+def _warn_of_nan(found: Predictive) -> None:
+    """Warn of examples whose outputs are no numbers: comparisons with NaN are false, so that none of them looks novel."""
+    lost = ~rows(found.mean).isfinite().all(dim=1)
+    if bool(lost.any()):
+        numbers = lost.nonzero().flatten().tolist()
+        warn(
+            f"the outputs of {len(numbers)} of {len(lost)} examples (first number {numbers[0]}) are NaN or infinite, and so is "
+            "all that is predicted of them: look for NaN in their inputs"
+        )
+
+
+def _any_predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive:
     gaussian.require_proper()
     gaussian.warn_of_limits()
     if gaussian.is_sharded:
@@ -106,6 +123,8 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
             call, inputs = cut
             options = replace(options, positions=None, outputs=_at_place(options, inputs[1]))
         plan = _plan(call, params, inputs)
+        if plan.first is not None and (doubt := options.record.doubt(plan.first)) is not None:
+            warn(doubt)
         chosen = _chosen(options, plan.shape)
         if chosen is None:
             return _of_every_output(gaussian, call, inputs, options, plan)

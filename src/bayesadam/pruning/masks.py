@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
+from bayesadam.posterior.running import norm_widths
 from bayesadam.pruning.names import held_by_statistics, matching, owners
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import best_of_groups, lowest
@@ -54,9 +54,8 @@ def pruning_masks(
     excluded = matching(posterior.model, exclude)
     eligible = [name for name in posterior.mode if name not in excluded]
     if posterior.structure.independent and not isinstance(ranking, Mapping):
-        running = [m.running_mean for m in posterior.model.modules() if isinstance(m, _BatchNorm)]
-        lengths = {mean.numel() for mean in running if mean is not None}
-        held = held_by_statistics(eligible, posterior.structure.second_moment.__getitem__, lengths)
+        widths = norm_widths(dict(posterior.model.named_buffers())).values()
+        held = held_by_statistics(eligible, posterior.structure.second_moment.__getitem__, widths)
         eligible = [name for name in eligible if name not in held]
     competing = compete(eligible, scope)
     if pattern is not None:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from bayesadam._kinds import require_kind
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
-
-# Squares of gradients that are nothing but rounding, over those of their layer's weight.
-_ROUNDING = 1e-6
+from bayesadam.posterior.running import biases_before_norms
 
 
 class Owner(NamedTuple):
@@ -108,31 +106,15 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
-def held_by_statistics(names: Collection[str], moment: Callable[[str], Tensor], lengths: Collection[int]) -> set[str]:
-    """The biases that a batch norm follows; a warning names them.
-
-    The norm takes away what they add, so that their gradients are rounding errors; but its running mean has them in it, and
-    without them the network is another one. They are told by a second moment of at most a millionth of their layer's weight's,
-    and as many entries as some running mean has.
-
-    Args:
-        names: of parameters.
-        moment: v̂ of one of them, or of some of its entries.
-        lengths: of the running means.
-    """
-    found = set()
-    for name in names:
-        weight = f"{name.removesuffix('bias')}weight"
-        if name.endswith("bias") and weight in names and (own := moment(name)).numel() in lengths:
-            felt = float(moment(weight).mean())
-            if 0 <= float(own.mean()) <= _ROUNDING * felt and felt > 0:
-                found.add(name)
+def held_by_statistics(names: Collection[str], moment: Callable[[str], Tensor], widths: Collection[int]) -> set[str]:
+    """The biases that a batch norm follows, see `biases_before_norms`; a warning names them."""
+    found = biases_before_norms(names, moment, widths)
     if found:
         warn(
-            f"left whole: {', '.join(sorted(found)[:4])}{', …' if len(found) > 4 else ''}. A batch norm follows, so that the "
+            f"left whole: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}. A batch norm follows, so that the "
             "loss did not feel them, but its running mean has them in it, and without them the network would be another one"
         )
-    return found
+    return set(found)
 
 
 def _is_of(pattern: str, owner: Owner) -> bool:

@@ -16,6 +16,7 @@ from bayesadam.checkpoint.lazy import Lazy, meta
 from bayesadam.curvature.match import Entry
 from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import SettingError
+from bayesadam.posterior.running import norm_widths
 from bayesadam.pruning.masks import Scope, checked_fraction, compete
 from bayesadam.pruning.names import held_by_statistics, matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
@@ -63,8 +64,8 @@ def prune_checkpoint(
     entries = {entry.name: entry for entry in match.entries}
     whole = matching_names(entries.keys(), exclude)
     check_entries(match)
-    running = {tensor.numel() for name, tensor in checkpoint.weights.items() if name.endswith("running_mean")}
-    whole |= held_by_statistics(entries.keys() - whole, lambda name: _some_moments(entries[name]), running)
+    widths = norm_widths(checkpoint.weights).values()
+    whole |= held_by_statistics(entries.keys() - whole, lambda name: _some_moments(entries[name]), widths)
     eligible = {name: entry for name, entry in entries.items() if name not in whole}
     competing = compete(eligible, scope)
     cuts = _cuts(eligible, competing, RANKINGS[ranking], share)

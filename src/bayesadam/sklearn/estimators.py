@@ -23,7 +23,7 @@ from bayesadam.calibration import calibrate
 from bayesadam.curvature.recorder import Recorder
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules.adam import Adam
-from bayesadam.errors import CalibrationError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.sklearn.training import Schedule, fit_networks, split
@@ -60,6 +60,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     power: float = 0.5
     random_state: Any = None
     device: str | torch.device = "cpu"
+    verbose: int = 0
 
     def _learn(self, X: Array, y: Tensor, name: LikelihoodName, centre: Tensor | None = None) -> None:
         """Scale, split, train, read the posteriors and calibrate them."""
@@ -87,6 +88,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
             patience=None if self.patience is None else int(self.patience),
             device=self.device,
             centre=centre,
+            verbose=bool(self.verbose),
         )
         self.posteriors_ = []
         for one, part in zip(trained, parts, strict=True):
@@ -137,6 +139,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior (see
     `bayesadam.calibrate`). The prediction is the equal mixture of those of the linearised networks.
 
+    What it holds out also chose the epoch, and cannot stand behind prediction sets or p-values: calibrate `posterior_` on
+    rows that it has not seen, scaled as its own, `ba.calibrate(model.posterior_, (model.input_scaler_.transform(X),
+    model.target_scaler_.transform(y[:, None])), likelihood="regression")`, and predict with what that returns.
+
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> model = BadamRegressor(max_epochs=50, random_state=0).fit(X, np.sin(3 * X[:, 0]))
     >>> mean, std = model.predict(X[:3], return_std=True)
@@ -167,6 +173,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         power: p of the diagonal's curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
+        verbose: 0 or False shows nothing, as a grid search wants it; 1 or True shows a bar of the epochs on a terminal,
+            from two seconds on.
 
     Attributes:
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
@@ -258,7 +266,8 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     As `BadamRegressor`, whose arguments it takes, with the cross-entropy as its loss; every class keeps a share of the
     data in training and, where it has two examples or more, may be held out. `calibration="auto"` is `"validation"`
     here, for evidence fails. Probabilities are those of the linearised networks by the probit approximation, averaged
-    over the networks.
+    over the networks. For prediction sets and p-values calibrate `posterior_` as there, with the class indices
+    `np.searchsorted(model.classes_, y)` as targets.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
     >>> y = np.where(X[:, 0] > 0, "right", "left")
@@ -310,6 +319,8 @@ def calibrated(
         with warnings.catch_warnings():
             # Whichever probabilities the held-out data prefer, the mixture has.
             warnings.simplefilter("ignore", UnusedPosteriorWarning)
+            # How much is held out, and what the outputs mean, is the estimator's affair.
+            warnings.simplefilter("ignore", HeldOutWarning)
             return calibrate(posterior, held_out, likelihood=name, method=method, folds=1)
     except CalibrationError as error:
         warn(f"the posterior is not calibrated: {error}")
@@ -340,6 +351,10 @@ def _check(estimator: _Badam) -> None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _is_level(value: Any) -> bool:
+    return isinstance(value, Integral | np.bool_) and int(value) >= 0
 
 
 def _are_counts(values: Any) -> bool:
@@ -373,4 +388,5 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "structure": (lambda value: value in get_args(Structure), f"one of {get_args(Structure)}"),
     "power": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "device": (_is_device, "a device that torch knows"),
+    "verbose": (_is_level, "False, True or a whole number from 0"),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesadam._progress import Bar
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
@@ -96,6 +97,7 @@ def fit_networks(
     patience: int | None,
     device: str | torch.device,
     centre: Tensor | None = None,
+    verbose: bool = False,
 ) -> list[Trained]:
     """One network per part of the data, as it was at its best epoch: weights, v and step alike.
 
@@ -109,6 +111,7 @@ def fit_networks(
         batch_size: the most examples behind one gradient.
         patience: epochs without a lower held-out loss after which a network is done; None for no such end.
         centre: what is added to the last layer's initial bias, (outputs,).
+        verbose: whether a bar counts the epochs on a terminal, from two seconds on.
 
     Raises:
         DivergedError: a network's held-out loss was never finite.
@@ -130,6 +133,8 @@ def fit_networks(
     best = _Best(stack, patience)
 
     def proceed() -> bool:
+        if verbose:
+            bar.step()
         with torch.no_grad():
             scores = kind.loss(forward(network, stack.params, x[held_out]), y[held_out])
         return best.update(scores.cpu())
@@ -138,7 +143,8 @@ def fit_networks(
     # The rate of an epoch stays the same from its first step to its last.
     falling = cosine(lr, max_epochs)
     rate = constant(lr) if schedule == "constant" else lambda done: falling((done / steps).floor())
-    train(stack, islice(epochs(n, size, seeds), max_epochs), rate, proceed=proceed)
+    with Bar("fit", max_epochs) as bar:
+        train(stack, islice(epochs(n, size, seeds), max_epochs), rate, proceed=proceed)
     if not best.epoch.all():
         raise DivergedError(f"the held-out loss was not finite after any of {best.now} epochs: lower lr={lr:g}")
     found = []

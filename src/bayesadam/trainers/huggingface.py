@@ -19,7 +19,7 @@ from bayesadam.checkpoint.files import load_tree
 from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
 from bayesadam.posterior import Posterior
-from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper
+from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
 
 if TYPE_CHECKING:
     Trainer = object
@@ -40,7 +40,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         callback.posterior.predict({"input_ids": …, "attention_mask": …}, likelihood="classification")
 
     The numbers go through `trainer.log`, and so to the log history, TensorBoard and whatever else `report_to` names,
-    under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … The file is
+    under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … and what it
+    took, `calibrate_seconds`. The file is
     `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the `trainer_state.json` of
     every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step, the optimiser's state is read
     from that checkpoint.
@@ -64,14 +65,18 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find N, and attach the anchor, before the first step."""
+        """Find N and B, and attach the anchor, before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError(
                 "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
                 "without a posterior: set save_only_model=False"
             )
         self.trainer = _calling_trainer()
-        self._begin(kwargs["train_dataloader"], has_validation=self.trainer.eval_dataset is not None)
+        loader = kwargs["train_dataloader"]
+        # Of all processes together, as Accelerate's loaders know it.
+        total = getattr(loader, "total_batch_size", None) if fixed_batch_size(loader) is not None else None
+        size = None if total is None else total * args.gradient_accumulation_steps
+        self._begin(loader, has_validation=self.trainer.eval_dataset is not None, batch_size=size)
         state.stateful_callbacks["bayesadam"] = {"n_data": self.n_data}
         # Before the reporting callbacks, which close their files when training ends.
         callbacks = self.trainer.callback_handler.callbacks
@@ -113,7 +118,7 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         """The posterior by the state that the optimiser had at a checkpoint."""
         # Inside Accelerate's wrapper.
         live = getattr(optimizer, "optimizer", optimizer)
-        options = dict(self.options)
+        options = self._settings()
         reader = options.pop("reader", None) or reader_of(live)
         if reader is None:
             raise StateError(f"no reader is registered for {type(live).__name__}; pass reader=")

@@ -1,7 +1,8 @@
-"""What the callbacks share: their settings, how N is found, and the posterior read, calibrated, logged and saved."""
+"""What the callbacks share: their settings, how N and B are found, and the posterior read, calibrated, logged and saved."""
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import BatchSampler, SubsetRandomSampler
 
 from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
@@ -52,7 +53,9 @@ class PosteriorKeeper:
         anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N. What the
             callback reads is of the new data alone; `anchor + callback.posterior` is of both.
         anchor_strength: λ of that penalty.
-        **options: those of `Posterior.from_optimizer`, such as `prior_precision`.
+        **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `batch_size`, B, is set to what the trainer
+            takes for one step, over all processes and accumulated batches, where that is certain: batches have a fixed size
+            of at most N, their number is the same at every step, and N is the length of the data set. Elsewhere it is None.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class PosteriorKeeper:
         self.path = None if path is None else Path(path)
         self.calibrate, self.likelihood, self.held_out, self.forward = calibrate, likelihood, held_out, forward
         self.per_parameter, self.every_n_epochs, self.options = per_parameter, every_n_epochs, options
+        self.batch_size: int | None = options.get("batch_size")
         self.anchor, self.anchor_strength = anchor, anchor_strength
         self._posterior: Posterior | Exception | None = None
         self._held: Anchor | None = None
@@ -95,10 +99,11 @@ class PosteriorKeeper:
             raise self._posterior
         return self._posterior
 
-    def _begin(self, loaders: Any, *, has_validation: bool) -> None:
-        """Find N, and refuse what would fail at the end."""
+    def _begin(self, loaders: Any, *, has_validation: bool, batch_size: int | None) -> None:
+        """Find N and B, and refuse what would fail at the end; `batch_size` is B as the trainer knows it."""
         self._posterior = None
-        self.n_data = self._given_n_data if self._given_n_data is not None else count_examples(loaders)
+        counted = count_examples(loaders)
+        self.n_data = self._given_n_data if self._given_n_data is not None else counted
         if self.n_data is None:
             raise SettingError(
                 "the trainer's data do not give the number of training examples: a data set without a length, or several "
@@ -109,8 +114,11 @@ class PosteriorKeeper:
                 "calibrate=True needs held-out data: give the trainer validation data, or pass held_out=, a loader of "
                 "(inputs, targets)"
             )
-        known = {key: self.options[key] for key in ("power", "batch_size", "form") if key in self.options}
-        Settings(self.n_data, {}, **known)
+        # An N that was given may count something else than the loader's examples, such as tokens.
+        found = batch_size if self.n_data == counted and (batch_size or 0) <= self.n_data else None
+        self.batch_size = self.options.get("batch_size", found)
+        known = {key: self.options[key] for key in ("power", "form") if key in self.options}
+        Settings(self.n_data, {}, batch_size=self.batch_size, **known)
 
     def _hold(self, model: Any, optimizers: Any, state: Mapping[str, Any] | None = None) -> None:
         """Anchor the optimisers where that was asked for, as `state` from a checkpoint says if there is one."""
@@ -128,7 +136,11 @@ class PosteriorKeeper:
         self._held = None
 
     def _read(self, model: Any, optimizers: Any) -> Posterior:
-        return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self.options)
+        return Posterior.from_optimizer(model, optimizers, self._known_n_data(), **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """The options, with B."""
+        return {**self.options, "batch_size": self.batch_size}
 
     def _end_epoch(self, epochs: int, read: Callable[[], Posterior], log: Log) -> None:
         """Log the signal-to-noise ratio after so many epochs, where that was asked for."""
@@ -176,6 +188,7 @@ class PosteriorKeeper:
     ) -> tuple[dict[str, Any], CalibrationReport | None, dict[str, float]]:
         """The settings that calibration found, its report, and numbers for the logger."""
         assert self.likelihood is not None  # by __init__
+        started = time.perf_counter()
         data = list(aligned(posterior, batches, likelihood=self.likelihood, forward=self.forward))
         tuned = calibrate_on(posterior, data, likelihood=self.likelihood, forward=self.forward)
         numbers = held_out_numbers(tuned, data, likelihood=self.likelihood, forward=self.forward)
@@ -185,7 +198,8 @@ class PosteriorKeeper:
         changes |= {"temperature": tuned.temperature, "averaged": tuned.averaged}
         # One number for all parameters, by either method of calibration, or the prior's own numbers times one.
         delta = torch.as_tensor(next(iter(precision.values()))).mean()
-        return changes, tuned.calibration, {**numbers, "scale": scale, "prior_precision": float(delta)}
+        numbers |= {"scale": scale, "prior_precision": float(delta), "calibrate_seconds": time.perf_counter() - started}
+        return changes, tuned.calibration, numbers
 
 
 def count_examples(loaders: Any) -> int | None:
@@ -195,15 +209,34 @@ def count_examples(loaders: Any) -> int | None:
     >>> count_examples(DataLoader(range(10), batch_size=4))
     10
     """
-    if isinstance(loaders, Mapping | list | tuple):
-        listed = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
-        return count_examples(listed[0]) if len(listed) == 1 else None
-    sampler = getattr(loaders, "sampler", None)
-    source = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loaders, "dataset", None)
+    loader = _single(loaders)
+    sampler = getattr(loader, "sampler", None)
+    source = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
     try:
         return len(source) or None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
+
+
+def fixed_batch_size(loaders: Any) -> int | None:
+    """The examples in each batch of a loader; None where a sampler of the user's own makes the batches, or there are several.
+
+    >>> from torch.utils.data import DataLoader
+    >>> fixed_batch_size(DataLoader(range(10), batch_size=4))
+    4
+    """
+    sampler = getattr(_single(loaders), "batch_sampler", None)
+    # Accelerate's has the loader's own inside.
+    sampler = getattr(sampler, "batch_sampler", sampler)
+    return sampler.batch_size if type(sampler) is BatchSampler else None
+
+
+def _single(loaders: Any) -> Any:
+    """The loader; None where there are several."""
+    if not isinstance(loaders, Mapping | list | tuple):
+        return loaders
+    listed = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+    return _single(listed[0]) if len(listed) == 1 else None
 
 
 def _save(posterior: Posterior, path: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bayesadam._extras import require
 from bayesadam.errors import MissingExtraError
 from bayesadam.posterior import Posterior
-from bayesadam.trainers.keeper import FILE_NAME, Log, PosteriorKeeper
+from bayesadam.trainers.keeper import FILE_NAME, Log, PosteriorKeeper, fixed_batch_size
 
 if TYPE_CHECKING:
     Callback = object
@@ -33,8 +33,8 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         callback.posterior.predict(x, likelihood="classification")
 
     The numbers go to every logger of the trainer, under `posterior/`: `snr_median`, `snr_below_1`, and those of the
-    calibration, `nll`, `ece`, `scale`, … The file is `posterior.safetensors` in `trainer.log_dir` unless `path` says
-    otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint` knows N. A dry run, `fast_dev_run`,
+    calibration, `nll`, `ece`, `scale`, … and what it took, `calibrate_seconds`. The file is `posterior.safetensors` in
+    `trainer.log_dir` unless `path` says otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint` knows N. A dry run, `fast_dev_run`,
     writes nothing.
 
     Args:
@@ -47,10 +47,11 @@ class PosteriorCallback(PosteriorKeeper, Callback):
         self._anchor_state: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find N, and attach the anchor, before the first step."""
+        """Find N and B, and attach the anchor, before the first step."""
         # A few batches over and over are not the data set.
         loaders = None if trainer.overfit_batches else trainer.train_dataloader
-        self._begin(loaders, has_validation=bool(trainer.val_dataloaders))
+        size = _batch_size(trainer, pl_module, loaders)
+        self._begin(loaders, has_validation=bool(trainer.val_dataloaders), batch_size=size)
         self._hold(pl_module, trainer.optimizers, self._anchor_state)
         self._anchor_state = None
 
@@ -99,6 +100,16 @@ def _logger(trainer: Any) -> Log:
             logger.log_metrics(numbers, step=trainer.global_step)
 
     return log
+
+
+def _batch_size(trainer: Any, module: Any, loaders: Any) -> int | None:
+    """The examples behind one step, over all processes; None where the user steps, or a callback changes how often."""
+    size = fixed_batch_size(loaders)
+    changes = any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks)
+    if size is None or changes or not module.automatic_optimization:
+        return None
+    processes = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return int(size * processes * trainer.accumulate_grad_batches)
 
 
 def _first(loaders: Any) -> Any:

@@ -1,0 +1,225 @@
+"""What is said where outputs, inputs or targets are not what the likelihood takes them for."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesadam as ba
+from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError
+from bayesadam.likelihoods import likelihood
+from cases import mlp
+
+K = {"likelihood": "classification"}
+
+
+def posterior(model: nn.Module, variance: float = 0.01) -> ba.Posterior:
+    mean = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return ba.Posterior.from_moments(model, mean, {name: torch.full_like(p, variance) for name, p in mean.items()}, 100)
+
+
+def heteroscedastic(n: int = 400, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Means, log-variances and targets drawn from them."""
+    generator = torch.Generator().manual_seed(0)
+    mean, log_variance = 3 * torch.randn(n, k, generator=generator), torch.randn(n, k, generator=generator) - 3
+    return mean, log_variance, mean + (log_variance / 2).exp() * torch.randn(n, k, generator=generator)
+
+
+# --- outputs that are something else --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_outputs_of_a_heteroscedastic_network_in_their_places_are_not_doubted(k):
+    mean, log_variance, y = heteroscedastic(k=k)
+    record = likelihood("heteroscedastic")
+    assert record.doubt(torch.cat([mean, log_variance], dim=-1), y) is None
+    # Variances that are five times too small or too large are for calibration to mend.
+    for factor in (0.2, 5.0):
+        assert record.doubt(torch.cat([mean, log_variance + math.log(factor)], dim=-1), y) is None
+    assert record.doubt(torch.cat([log_variance, mean], dim=-1)[:3], y[:3]) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda m, g: torch.cat([g, m], dim=-1), "log-variances first, then means"),
+        (lambda m, g: torch.cat([m, g / 2], dim=-1), "then log standard deviations"),
+        (lambda m, g: torch.cat([m, g.exp()], dim=-1), "means, then variances"),
+        (lambda m, g: torch.cat([m, (g / 2).exp()], dim=-1), "means, then standard deviations"),
+        (lambda m, g: torch.stack([m, g], dim=-1).flatten(-2), "one target after the other"),
+    ],
+)
+def test_outputs_of_a_heteroscedastic_network_in_other_places_are(made, said):
+    mean, log_variance, y = heteroscedastic(k=2)
+    found = likelihood("heteroscedastic").doubt(made(mean, log_variance), y)
+    assert found is not None
+    assert said in found
+
+
+def test_counts_that_vary_too_much_are_named():
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(500, 1, generator=generator) + 1
+    record = likelihood("poisson")
+    assert record.doubt(f, torch.poisson(f.exp(), generator=generator)) is None
+    # Gamma-distributed rates of variance r² more: Var[y]/E[y] = 1 + E[r²]/E[r].
+    more = torch._standard_gamma(torch.ones(500, 1), generator=generator)
+    counts = torch.poisson(f.exp() * more, generator=generator)
+    found = record.doubt(f, counts)
+    assert found is not None
+    assert f"vary {float((counts - f.exp()).square().sum() / f.exp().sum()):.2g} times" in found
+    assert "prediction_set" in found
+
+
+def test_probabilities_are_not_logits():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.arange(40) % 3
+    q = posterior(nn.Sequential(mlp(3, 4, 3), nn.Softmax(dim=-1)))
+    with pytest.warns(BayesAdamWarning, match="leave out the softmax"):
+        q.predict(x, **K)
+    with pytest.warns(BayesAdamWarning, match="leave out the softmax"):
+        ba.calibrate(q, (x, y), **K)
+    log: Any = lambda model, inputs: model(inputs).log()  # noqa: E731
+    assert torch.equal(q.predict(x, forward=log, **K).mean.argmax(dim=1), q.model(x).argmax(dim=1))
+    of_one = posterior(nn.Sequential(mlp(3, 4, 1), nn.Sigmoid()))
+    with pytest.warns(BayesAdamWarning, match="leave out the sigmoid"):
+        ba.calibrate(of_one, (x, y[:, None] % 2), likelihood="binary")
+
+
+def test_calibration_asks_whether_the_data_belong_to_the_likelihood():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), 5 * torch.ones(60, 1)
+
+    class LogVarianceFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(3, 4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return 1e-3 * self.body(inputs) + torch.tensor([-3.0, 5.0])
+
+    with pytest.warns(BayesAdamWarning, match="log-variances first"):
+        ba.calibrate(posterior(LogVarianceFirst()), (x, y), likelihood="heteroscedastic")
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_a_few_held_out_examples_are_warned_of():
+    torch.manual_seed(0)
+    x = torch.randn(19, 3)
+    with pytest.warns(BayesAdamWarning, match="19 held-out targets are too few .* Hold out 20"):
+        ba.calibrate(posterior(mlp(3, 4, 3)), (x, torch.arange(19) % 3), **K)
+
+
+def test_examples_without_numbers_are_warned_of_and_spoil_no_other():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    q = posterior(mlp(3, 4, 3))
+    expected = q.predict(x, **K)
+    x[3, 1] = torch.nan
+    with pytest.warns(BayesAdamWarning, match=r"1 of 6 examples \(first number 3\) are NaN"):
+        found = q.predict(x, **K)
+    assert found.novelty.isnan().tolist() == [False, False, False, True, False, False]
+    keep = torch.arange(6) != 3
+    torch.testing.assert_close(found.probs[keep], expected.probs[keep])
+
+
+def test_targets_without_numbers_are_refused():
+    x, y = torch.randn(30, 3), torch.randn(30, 1)
+    y[[3, 5]] = torch.nan
+    with pytest.raises(MatchError, match="2 held-out targets are NaN"):
+        ba.calibrate(posterior(mlp(3, 4, 1)), (x, y), likelihood="regression")
+
+
+def note_of(work: Callable[[], Any]) -> str:
+    """What was added to the error of the model's own."""
+    with pytest.raises((RuntimeError, TypeError)) as seen:
+        work()
+    return " ".join(seen.value.__notes__)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            lambda x, y: torch.rand(4),
+            "float32 (4,). Inputs are those of training, with the batch as their first dimension",
+        ),
+        (lambda x, y: (x, y), "pass the inputs alone, without their targets"),
+        (lambda x, y: x.to(torch.uint8), "uint8 (30, 5). The weights are torch.float32: convert the inputs"),
+        (lambda x, y: x.to(torch.uint8).numpy(), "x.to(torch.float32)"),
+        (lambda x, y: x[:, :2], "does not run on inputs of float32 (30, 2)"),
+    ],
+)
+def test_inputs_on_which_the_model_does_not_run_are_named(made, said):
+    x, y = torch.rand(30, 5), torch.arange(30) % 3
+    assert said in note_of(lambda: posterior(mlp(5, 4, 3)).predict(made(x, y), **K))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_targets_before_inputs_are_named():
+    x, y = torch.rand(30, 5), torch.arange(30) % 3
+    assert "(inputs, targets), in this order" in note_of(lambda: ba.calibrate(posterior(mlp(5, 4, 3)), (y, x), **K))
+
+
+def test_inputs_without_a_tensor_or_a_batch_are_named():
+    q = posterior(mlp(3, 4, 3))
+    with pytest.raises(MatchError, match="pass a tensor or an array"):
+        q.predict([[0.1, 0.2, 0.3]], **K)
+    with pytest.raises(ba.BayesAdamError, match=r"no batch dimension\? A single example is x\[None\]"):
+        q.predict(torch.rand(3), **K)
+
+
+def test_the_results_of_a_loader_say_that_they_are_several():
+    x = torch.rand(30, 3)
+    found: Any = posterior(mlp(3, 4, 3)).predict(DataLoader(TensorDataset(x), batch_size=8), **K)
+    with pytest.raises(AttributeError, match=r"torch.cat\(\[p.probs for p in posterior.predict\(loader"):
+        found.probs  # noqa: B018
+    assert torch.cat([p.probs for p in found]).shape == (30, 3)
+
+
+def test_fewer_examples_than_in_a_batch_are_warned_of():
+    model = mlp(3, 4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    nn.functional.cross_entropy(model(torch.rand(64, 3)), torch.arange(64) % 3).backward()
+    optimizer.step()
+    with pytest.warns(BayesAdamWarning, match=r"n_data=16 is less than batch_size=64: .*len\(loader.dataset\)"):
+        ba.Posterior.from_optimizer(model, optimizer, n_data=16, batch_size=64)
+
+
+# --- scores that say nothing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_a_novelty_that_tells_nothing_apart_is_warned_of():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.copy_(5 * torch.eye(3))
+    y = torch.arange(60) % 3
+    x = nn.functional.one_hot(y, 3) + 0.01 * torch.randn(60, 3)
+    ba.calibrate(posterior(model), (x, y), **K)
+    with pytest.warns(BayesAdamWarning, match=r"near 1.1, the largest there can be.*p\.entropy"):
+        ba.calibrate(posterior(model, variance=1e9), (x, y), **K)
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_guarantees_say_what_they_lack():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), torch.arange(60) % 30
+    q = posterior(mlp(3, 4, 30))
+    with pytest.raises(CalibrationError, match="calibrate the posterior with at least 20"):
+        q.predict(x, **K).prediction_set()
+    found = ba.calibrate(q, (x, y), **K).predict(x, novelty=True, **K)
+    assert found.prediction_set(0.9).shape == (60, 30)
+    with pytest.raises(CalibrationError, match=r"where outputs are few; hold p\.novelty against"):
+        found.novelty_pvalue  # noqa: B018
