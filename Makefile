@@ -5,13 +5,15 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 OUT    ?= out
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo reproduce test check bench peers peers-test wild docs serve build release-test clean
+.PHONY: help demo reproduce test test-slow check bench peers peers-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
 	@echo "make reproduce   Figures 1 and 2 and Table 1 on one page (out/reproduce/report.html); QUICK=1 in minutes"
-	@echo "make test    the test suite, doctests included"
+	@echo "make test    the test suite, doctests included, but for its slowest"
+	@echo "make test-slow   those"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make docs    the documentation, warnings as errors (out/site; needs Python 3.11)"
 	@echo "make serve   the same in a browser, at http://localhost:8000, with search"
@@ -36,7 +38,10 @@ reproduce: $(READY)
 	$(BIN)/bayesadam paper report $(OUT)/reproduce $(if $(QUICK),--quick)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples docs/theme

@@ -426,9 +426,10 @@ def test_what_else_pulls_at_the_weights_is_warned_of():
         assert other.anchored == ("0.weight", "0.bias")
     with pytest.warns(ba.BayesAdamWarning, match=r"weight decay of 0\.01"):
         anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
-    x, y = next(batches(1))
+    x, y = map(torch.cat, zip(*batches(5), strict=True))
+    calibrated = ba.calibrate(before, (x, y), likelihood="regression")
     with pytest.warns(ba.BayesAdamWarning, match="before calibrate"):
-        anchor(optimizer, ba.calibrate(before, (x, y), likelihood="regression")).remove()
+        anchor(optimizer, calibrated).remove()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -385,6 +385,7 @@ def problem(seed: int, count: int) -> tuple[ba.Posterior, Batch, Batch]:
     return network(seed, steps, lr, classes), blobs(count, 100 + seed, classes=classes), fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [50, 150])
 def test_it_is_never_worse_than_the_best_temperature(count):
     mine, floor = [], []

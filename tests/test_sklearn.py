@@ -331,6 +331,7 @@ def test_draws_have_the_moments_of_the_prediction(data):
     assert np.abs(draws.std(axis=-1) / std - 1).max() < 0.12
 
 
+@pytest.mark.slow
 def test_a_draw_is_one_function_over_all_rows():
     X, y = sine(noise=0.5)
     model = BadamRegressor(**SMALL).fit(X, y)
@@ -485,6 +486,7 @@ def test_counts_have_probabilities_of_sum_one():
     assert np.exp(model.log_likelihood(np.repeat(X[:1], 400, axis=0), values)).sum() == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_changing_noise_is_found():
     X, y, std = changing_noise(1200)
     model = BadamRegressor(likelihood="heteroscedastic", random_state=0).fit(X[:800], y[:800])
@@ -496,6 +498,7 @@ def test_a_changing_noise_is_found():
     assert gain.mean() > 0.15
 
 
+@pytest.mark.slow
 def test_rates_are_found_whatever_their_size():
     X, _, rate = counts(1200)
     for factor in (1, 50):

@@ -694,6 +694,7 @@ for attempt in range(20):
 """
 
 
+@pytest.mark.slow
 def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
     path = tmp_path / "log.jsonl"
     done = run_python(KILLED, path, tmp_path / "agent.safetensors", env={"OMP_NUM_THREADS": "1"})

@@ -90,6 +90,7 @@ def drawn(n: int, seed: int, logging: np.ndarray = LOGGING) -> Log:
     return Log.of(contexts=X[x], arms=arms, probabilities=logging[x, arms], rewards=rewards, n_arms=3)
 
 
+@pytest.mark.slow
 def test_standard_errors_are_the_deviation_over_many_logs():
     every = [quietly(drawn(150, seed), policy) for seed in range(150)]
     for name in ("ips", "snips", "doubly_robust", "direct"):
@@ -187,6 +188,7 @@ def contrary(contexts: np.ndarray) -> np.ndarray:
     return shares / shares.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_coverage_over_sixty_logs_of_an_agent_that_learns():
     rng = np.random.default_rng(99)
     many = rng.normal(size=(200_000, 2))

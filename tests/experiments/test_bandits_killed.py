@@ -81,6 +81,7 @@ print(json.dumps(struck), file=sys.stderr)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.slow
 def test_a_killed_command_ends_with_the_same_numbers(tmp_path):
     done = run_python(KILLED, tmp_path, KILLS)
     assert done.returncode == 0, done.stderr

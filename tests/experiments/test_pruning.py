@@ -123,6 +123,7 @@ def test_what_is_kept_outlives_a_failure_to_write_the_results(images, tmp_path, 
     assert not list(tmp_path.glob("unfinished*"))
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_give_the_same_numbers(tmp_path):
     pytest.importorskip("sklearn")
     settings = PruningSettings("digits", ("badam", "mc-dropout"), 1, 1, (8, 7))

@@ -40,6 +40,7 @@ def results_of(folder):
     return json.loads((folder / "metrics.json").read_text())["results"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_in_one_process_or_two(tmp_path):
     for jobs in (1, 2):
         run_regression(seed=0, out=tmp_path / str(jobs), quiet=True, settings=SMALL, jobs=jobs)

@@ -93,8 +93,15 @@ class Command:
         return len(self.workers) == count
 
 
-@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "ended_by"),
+    [
+        ("regression", signal.SIGTERM),
+        ("pruning", signal.SIGKILL),
+        pytest.param("regression", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("pruning", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_end_with_their_command(name, ended_by, tmp_path):
     if name == "pruning":
         pytest.importorskip("sklearn")

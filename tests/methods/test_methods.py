@@ -147,7 +147,12 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "tolerance"), [("bbb", 5e-3, 0.35), ("vadam", 5e-3, None), ("ivon", 5e-3, None)]
+    ("name", "lr", "tolerance"),
+    [
+        ("bbb", 5e-3, 0.35),
+        pytest.param("vadam", 5e-3, None, marks=pytest.mark.slow),
+        pytest.param("ivon", 5e-3, None, marks=pytest.mark.slow),
+    ],
 )
 def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(name, lr, tolerance):
     """q's best mean is the exact one, its best precisions are the diagonal of the exact precision.

@@ -237,6 +237,7 @@ def test_draws_at_all_places_are_near_the_exact_moments() -> None:
 # --- sketches -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_probes_are_unbiased_and_know_their_error() -> None:
     torch.manual_seed(0)
     x = numbers()

@@ -80,7 +80,10 @@ def run_report(
     work = _Work(out, seed, device, jobs, quiet, settings)
     runs = {experiment: _present(work, experiment) for experiment in EXPERIMENTS}
     missing: dict[str, str] = {}
-    report = Report(runs, missing, settings.quick, f"{date.today().day} {date.today():%B %Y}")
+
+    def report() -> Report:
+        return Report(dict(runs), dict(missing), settings.quick, f"{date.today().day} {date.today():%B %Y}")
+
     for experiment in EXPERIMENTS:
         if any(found.name in (experiment, f"{QUICK}/{experiment}") for found in runs[experiment]):
             continue
@@ -96,10 +99,11 @@ def run_report(
             print("bayesadam:", f"{experiment}:", *reason.split(), file=sys.stderr)
         runs[experiment] = _present(work, experiment)
         with replacing(out / "report.html") as temporary:
-            text(page(report))(temporary)
-    if not report.every_run:
+            text(page(report()))(temporary)
+    whole = report()
+    if not whole.every_run:
         raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
-    return run.finish({"report.html": text(page(report))}, report.plain(), name="report.json")
+    return run.finish({"report.html": text(page(whole))}, whole.plain(), name="report.json")
 
 
 def _present(work: _Work, experiment: str) -> list[Finished]:

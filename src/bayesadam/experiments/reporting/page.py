@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -58,7 +59,7 @@ class Report:
     quick: bool = False
     written: str = ""
 
-    @property
+    @cached_property
     def claims(self) -> tuple[Judged, ...]:
         """Every claim, by the main run of its experiment; Table 1's by that with the paper's settings, too."""
         main = {experiment: next(iter(runs), None) for experiment, runs in self.runs.items()}
