@@ -530,6 +530,7 @@ def rows_run(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **options: A
     return sum(rows)
 
 
+@pytest.mark.slow
 def test_what_a_sampling_calibration_costs(classification):
     posterior, draws = classification[0], 5
     cost = {

@@ -64,7 +64,7 @@ def no_warnings():
 
 
 @pytest.mark.filterwarnings("default")
-@parametrize_with_checks([BadamRegressor(n_ensemble=2), BadamClassifier(n_ensemble=2)])
+@parametrize_with_checks([BadamRegressor(n_ensemble=2, max_epochs=60), BadamClassifier(n_ensemble=2, max_epochs=60)])
 def test_scikit_learn_accepts_them(estimator, check):
     with warnings.catch_warnings():
         # The checks feed bad data on purpose, and warn of that themselves.

@@ -157,6 +157,7 @@ def test_units_of_the_rewards_do_not_matter(scale, shift):
     assert (ours == theirs).double().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_a_prize_that_was_not_seen_is_possible_where_the_range_says_so():
     wide, narrow = (played(rings(), 200, reward_range=given) for given in ((0.0, 50.0), (0.0, 1.0)))
     x = torch.zeros(1, 1, 2)
@@ -197,6 +198,7 @@ def due(rounds: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_penalty_falls_with_the_data_and_with_the_noise():
     learner = played(rings(), 800, settling=100.0)
     noisy = reward_problem(rings().run(0).contexts, rng(6).normal(size=(2000, 3)), name="noise", standardise=False)

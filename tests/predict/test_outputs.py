@@ -100,7 +100,7 @@ NETWORKS = {"plain": lambda: mlp(3, 4, CLASSES), "vector": Vector}
 
 @pytest.mark.filterwarnings("ignore::bayesadam.StructureWarning")
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["plain", pytest.param("vector", marks=pytest.mark.slow)])
 def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str) -> None:
     torch.manual_seed(0)
     x = numbers()

@@ -156,6 +156,7 @@ def test_mean_variance_and_covariance_are_those_of_the_draws(predictive: str):
 # --- moments --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ten_thousand_linearised_draws_have_the_exact_covariance():
     torch.manual_seed(0)
     model = Then(nn.Linear(3, 4, bias=False), few_outputs).double()

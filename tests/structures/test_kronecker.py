@@ -126,7 +126,7 @@ def test_draws_have_the_dense_covariance(form):
     assert one["conv.weight"].shape == (3, 2, 2)
 
 
-@pytest.mark.parametrize(("power", "max_side"), [(0.5, 3), (1.0, 100)])
+@pytest.mark.parametrize(("power", "max_side"), [(0.5, 3), pytest.param(1.0, 100, marks=pytest.mark.slow)])
 def test_the_linearised_predictive_is_the_dense_one(power, max_side):
     posterior = trained(power, max_side=max_side)
     x = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(2)).double()
