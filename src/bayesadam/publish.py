@@ -58,7 +58,7 @@ def export_checkpoint(
     """
     out = Path(out)
     if out.suffix != ".safetensors":
-        raise FileError(f"{out}: a posterior is written as safetensors, give the path that ending")
+        raise FileError(f"{out}: a posterior is written as safetensors: end the path in .safetensors")
     check_compression(compress)
     if structure not in ("diagonal", "kronecker"):
         raise SettingError(

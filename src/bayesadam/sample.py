@@ -54,7 +54,7 @@ def sample_checkpoint(
     """
     out = Path(out)
     if out.suffix != ".safetensors":
-        raise FileError(f"{out}: weights are written as safetensors, give the path that ending")
+        raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
     reading = CheckpointOptions(**options)
     checkpoint = read_checkpoint(path, reading)
     settings = Settings(checkpoint.n_data_or(n_data), {}, power, batch_size, form)

@@ -281,6 +281,7 @@ def test_too_few_held_out_examples_give_every_class(method):
     assert not bool(classes_at(probs, guarantee).prediction_set(0.9, method=method).all())
 
 
+@pytest.mark.filterwarnings("ignore:.* classes are in every set")
 def test_a_class_that_was_seldom_held_out_is_in_every_set():
     probs = random_probs(100, 3)
     y = torch.cat([torch.zeros(60), torch.ones(40)]).long()

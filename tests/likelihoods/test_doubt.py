@@ -58,9 +58,14 @@ def test_outputs_of_a_heteroscedastic_network_in_their_places_are_not_doubted(k)
 )
 def test_outputs_of_a_heteroscedastic_network_in_other_places_are(made, said):
     mean, log_variance, y = heteroscedastic(k=2)
-    found = likelihood("heteroscedastic").doubt(made(mean, log_variance), y)
+    outputs = made(mean, log_variance)
+    found = likelihood("heteroscedastic").doubt(outputs, y)
     assert found is not None
     assert said in found
+    # What it says to pass does mend it.
+    line = found.partition("pass forward=")[2].partition(", or train on")[0]
+    mended = eval(line, {"torch": torch})(lambda x: outputs, None)
+    torch.testing.assert_close(mended, torch.cat([mean, log_variance], dim=-1))
 
 
 def test_counts_that_vary_too_much_are_named():
@@ -74,7 +79,7 @@ def test_counts_that_vary_too_much_are_named():
     found = record.doubt(f, counts)
     assert found is not None
     assert f"vary {float((counts - f.exp()).square().sum() / f.exp().sum()):.2g} times" in found
-    assert "prediction_set" in found
+    assert "p.prediction_set(level)" in found
 
 
 def test_probabilities_are_not_logits():
@@ -171,6 +176,17 @@ def test_targets_before_inputs_are_named():
     assert "(inputs, targets), in this order" in note_of(lambda: ba.calibrate(posterior(mlp(5, 4, 3)), (y, x), **K))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_a_convolution_s_type_is_named():
+    q = posterior(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)))
+    assert "x.to(torch.float32)" in note_of(lambda: q.predict(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), **K))
+
+
+def test_a_lone_target_is_named():
+    with pytest.raises(MatchError, match=r"\(x\[None\], y\[None\]\)"):
+        ba.calibrate(posterior(mlp(3, 4, 3)), (torch.rand(3), torch.tensor(1)), **K)
+
+
 def test_inputs_without_a_tensor_or_a_batch_are_named():
     q = posterior(mlp(3, 4, 3))
     with pytest.raises(MatchError, match="pass a tensor or an array"):
@@ -221,5 +237,18 @@ def test_guarantees_say_what_they_lack():
         q.predict(x, **K).prediction_set()
     found = ba.calibrate(q, (x, y), **K).predict(x, novelty=True, **K)
     assert found.prediction_set(0.9).shape == (60, 30)
-    with pytest.raises(CalibrationError, match=r"where outputs are few; hold p\.novelty against"):
+    with pytest.raises(CalibrationError, match=r"of at most 20 outputs\. Of more, with h = posterior\.novelty"):
         found.novelty_pvalue  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+def test_classes_with_too_few_held_out_examples_are_named():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), torch.arange(60) % 3
+    calibrated = ba.calibrate(posterior(mlp(3, 4, 3)), (x, y), **K)
+    calibrated.predict(x, **K).prediction_set(0.95, by_class=True)
+    keep = (y != 2) | (torch.arange(60) < 30)
+    calibrated = ba.calibrate(posterior(mlp(3, 4, 3)), (x[keep], y[keep]), **K)
+    with pytest.warns(BayesAdamWarning, match=r"1 of 3 classes are in every set: class 2 has 10 .* needs 19"):
+        sets = calibrated.predict(x, **K).prediction_set(0.95, by_class=True)
+    assert bool(sets[:, 2].all())

@@ -58,7 +58,7 @@ def test_with_a_base_it_is_gradient_matching(paths, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["-o", "merged.pt"], "give the path that ending"),
+        (["-o", "merged.pt"], "end the path in .safetensors"),
         (["-o", "m.safetensors", "--method", "mean"], "method must be one of"),
         (["-o", "m.safetensors", "--method", "gradient-matching"], "--method 'gradient-matching' needs --base,"),
         (["-o", "m.safetensors", "--weight", "2", "1"], "write --weight 1 as well"),

@@ -163,9 +163,9 @@ class Poisson(Likelihood):
         if not dispersion > _DISPERSED:
             return None
         return (
-            f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts would, so "
-            "intervals are likely to be too narrow: p.prediction_set(level) has intervals that hold their level on data like "
-            "the held-out"
+            f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts would. "
+            "Calibration makes up for that by widening the posterior: p.predicted_mean is then too high, and p.interval too wide. "
+            "Take p.mean.exp() for the rate, and p.prediction_set(level), which holds its level on data like the held-out"
         )
 
 

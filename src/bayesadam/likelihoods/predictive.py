@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._extras import require
+from bayesadam._warnings import warn
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods.conformal import (
     Guarantee,
@@ -146,7 +147,10 @@ class Predictive:
         if self.guarantee is None or not self.guarantee.tensors():
             remedy = f"calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
         elif name == "novelty":
-            remedy = "calibration keeps it where outputs are few; hold p.novelty against that of held-out examples of your own"
+            remedy = (
+                "calibration keeps it of at most 20 outputs. Of more, with h = posterior.novelty(held_out): "
+                "(1 + (h >= p.novelty[:, None]).sum(1)) / (1 + len(h))"
+            )
         else:
             remedy = "calibration keeps them where each example has one class, and none is left out"
         raise CalibrationError(f"no {name} of held-out data: {remedy}")
@@ -370,8 +374,15 @@ class LogitPredictive(Predictive):
         labels = self._held_out("labels").to(scores.device)
         if labels[0].numel() != 1:
             raise SettingError("by_class=True is for one label per example")
-        limits = [threshold(held_out[labels == k], level) for k in range(probs.shape[-1])]
-        return scores <= torch.stack(limits)
+        limits = torch.stack([threshold(held_out[labels == k], level) for k in range(probs.shape[-1])])
+        if bool(limits.isinf().any()):
+            few = int(limits.isinf().nonzero()[0])
+            warn(
+                f"{int(limits.isinf().sum())} of {len(limits)} classes are in every set: class {few} has "
+                f"{int((labels == few).sum())} held-out examples, and a level of {level:g} for each class needs "
+                f"{math.ceil(level / (1 - level) - 1e-9)}"
+            )
+        return scores <= limits
 
     @classmethod
     def _novelty_of(cls, members: Sequence[Novel], weights: Sequence[float]) -> Tensor:

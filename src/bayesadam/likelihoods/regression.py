@@ -311,25 +311,32 @@ class Heteroscedastic(Likelihood):
             return None
         f, y = outputs.double(), targets.double()
         mean, spread = f.chunk(2, dim=-1)
+        k = mean.shape[-1]
+        halves = "torch.cat([(f := model(x).chunk(2, -1))[0], {} * f[1].log()], -1)"
         others = {
-            "log-variances first, then means": (spread, mean),
-            "means, then log standard deviations": (mean, 2 * spread),
+            "log-variances first, then means": (spread, mean, f"model(x).roll({k}, -1)"),
+            "means, then log standard deviations": (
+                mean,
+                2 * spread,
+                f"model(x) * torch.tensor({[1.0] * k + [2.0] * k})",
+            ),
         }
         if bool((spread > 0).all()):
-            others["means, then variances"] = mean, spread.log()
-            others["means, then standard deviations"] = mean, 2 * spread.log()
-        if mean.shape[-1] > 1:
+            others["means, then variances"] = mean, spread.log(), halves.format(1)
+            others["means, then standard deviations"] = mean, 2 * spread.log(), halves.format(2)
+        if k > 1:
             one, two = f.reshape(*mean.shape, 2).unbind(dim=-1)
-            others["a mean and a log-variance for one target after the other"] = one, two
+            words = "a mean and a log-variance for one target after the other"
+            others[words] = one, two, "torch.cat([model(x)[..., ::2], model(x)[..., 1::2]], -1)"
         own = _surprise(y, mean, spread)
-        gains = {words: own - _surprise(y, *taken) for words, taken in others.items()}
+        gains = {words: own - _surprise(y, m, g) for words, (m, g, _) in others.items()}
         words, gain = max(gains.items(), key=lambda item: float(item[1].median()))
         if not bool(gain.median() > _CLEARLY) or not bool(gain.mean() > _CLEARLY):
             return None
         return (
             f"the held-out targets are likelier by {float(gain.median()):.2g} nats if the outputs are {words}, but "
-            "likelihood='heteroscedastic' takes them for means, then log-variances: pass forward=lambda model, x: ... that "
-            "returns these, or train on if that is what they are"
+            "likelihood='heteroscedastic' takes them for means, then log-variances: pass "
+            f"forward=lambda model, x: {others[words][2]}, or train on if they are what it takes them for"
         )
 
 

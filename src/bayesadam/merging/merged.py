@@ -107,7 +107,7 @@ def merge_checkpoints(
     require_kind(out, (str, os.PathLike), "out")
     out = Path(out)
     if out.suffix != ".safetensors":
-        raise FileError(f"{out}: weights are written as safetensors, give the path that ending")
+        raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
     require_kind(paths, (list, tuple), "paths")
     sources = [*paths, *([] if base is None else [base])]
     keep_apart(

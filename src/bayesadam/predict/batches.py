@@ -63,6 +63,10 @@ def batches_of(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
             raise MatchError(
                 f"the targets of a batch must be a tensor, got {type(y).__name__}: collate the examples first"
             )
+        if y.dim() == 0:
+            raise MatchError(
+                "the targets of a batch have no dimension for its examples: a single example is (x[None], y[None])"
+            )
         yield Batch(plain(inputs) if model is None else for_model(inputs, model), y, own)
 
 

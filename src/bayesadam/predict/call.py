@@ -104,8 +104,8 @@ def _advice(params: Mapping[str, Tensor], inputs: Any, error: Exception) -> str:
     if len(leaves) == 1 and leaves[0].dim() == 1 and not leaves[0].is_floating_point():
         return "They look like class indices: data are (inputs, targets), in this order"
     own = next((tensor.dtype for tensor in params.values()), torch.float32)
-    if "dtype" in str(error) and any(leaf.dtype != own for leaf in leaves):
-        return f"The weights are {own}: convert the inputs, x.to({own}), as in training"
+    if "type" in str(error) and any(leaf.dtype != own for leaf in leaves):
+        return f"The weights are {own}: convert the inputs, x.to({own}), and scale them as in training"
     if isinstance(inputs, tuple | list) and len(inputs) > 1:
         return "A tuple holds the arguments of the model: pass the inputs alone, without their targets"
     return "Inputs are those of training, with the batch as their first dimension: a single example is x[None]"
