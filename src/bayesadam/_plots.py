@@ -96,22 +96,19 @@ def probabilities(ax: Any, x: Array | None, probs: Array) -> Any:
     return _with_legend(ax)
 
 
-def reliability(ax: Any, confidence: Array, right: Array, *, bins: int = 15) -> Any:
-    """How often answers are right against how sure they were, in equal bins of confidence, ± a standard error.
+def reliability(ax: Any, counts: Array, confidence: Array, right: Array) -> Any:
+    """How often answers are right against how sure they were, ± a standard error, of numbers and sums bin by bin.
 
     The expected calibration error is Σ_k (n_k/n) |accuracy_k − confidence_k|, as in `scores.ece`.
     """
     ax = axes_or_new(ax, height=4.4)
-    index = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
-    counts = np.bincount(index, minlength=bins)
     filled = counts > 0
     n = counts[filled]
-    sure = np.bincount(index, confidence, bins)[filled] / n
-    share = np.bincount(index, right, bins)[filled] / n
+    sure, share = confidence[filled] / n, right[filled] / n
     error = np.sqrt(share * (1 - share) / n)
     ece = float((n * np.abs(share - sure)).sum() / n.sum())
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="as sure as right")
-    label = f"bins of {n.sum():,} examples, area by number"
+    label = f"bins of {n.sum():,.0f} examples, area by number"
     ax.errorbar(sure, share, error, fmt="none", ecolor=COLOURS[0], elinewidth=1, alpha=0.7)
     ax.scatter(sure, share, s=10 + 110 * n / n.max(), color=COLOURS[0], linewidth=0, zorder=3, label=label)
     ax.set_xlim(0, 1.03)

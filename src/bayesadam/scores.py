@@ -6,6 +6,7 @@ Plain functions of tensors on any device. The tests hold them against scikit-lea
 import torch
 from torch import Tensor
 
+from bayesadam._measures import chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import NumericPredictive, Predictive
 from bayesadam.likelihoods.classification import check_classes
@@ -43,10 +44,8 @@ def ece(probs: Tensor, y: Tensor, *, bins: int = 15) -> float:
     if bins < 1:
         raise SettingError(f"bins must be at least 1, got {bins!r}")
     confidence, answer = probs.double().max(dim=-1)
-    right = (answer == y).double()
-    index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=probs.device).index_add_(0, index, right - confidence)
-    return float(gaps.abs().sum() / len(y))
+    counts, sure, right = in_bins(confidence, answer == y, bins)
+    return float((right - sure).abs().sum() / counts.sum())
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
@@ -69,13 +68,9 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
     """
-    scores = torch.cat([inside.flatten(), outside.flatten()]).double()
-    _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
-    n_in, n_out = inside.numel(), outside.numel()
-    if not n_in or not n_out:
-        raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {n_in} and {n_out}")
-    return float((ranks[n_in:].sum() - n_out * (n_out + 1) / 2) / (n_in * n_out))
+    if not inside.numel() or not outside.numel():
+        raise MatchError(f"AUROC needs in- and out-of-distribution scores, got {inside.numel()} and {outside.numel()}")
+    return chance_above(inside, outside)
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:

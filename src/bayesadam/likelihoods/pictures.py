@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesadam import _plots as plots
+from bayesadam._measures import chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods.predictive import (
     LogitPredictive,
@@ -23,6 +23,7 @@ from bayesadam.likelihoods.regression import HeteroscedasticPredictive, Regressi
 Kind = Literal["bands", "probabilities", "reliability", "novelty"]
 _NUMERIC: tuple[Kind, ...] = ("bands", "novelty")
 _CLASSES: tuple[Kind, ...] = ("probabilities", "reliability", "novelty")
+_BINS = 15
 # Lines that can still be told apart.
 _MOST_OUTPUTS = 8
 
@@ -56,7 +57,7 @@ def draw(
     confidence, answer = probs.double().max(dim=-1)
     # What a loss leaves out is padding.
     counted = y >= 0
-    return plots.reliability(ax, _array(confidence[counted]), _array((answer == y)[counted]))
+    return plots.reliability(ax, *_array(in_bins(confidence[counted], (answer == y)[counted], _BINS)))
 
 
 def _bands(predictive: NumericPredictive, x: Any, y: Tensor | None, level: float, ax: Any) -> Any:
@@ -93,17 +94,14 @@ def _function_interval(predictive: NumericPredictive, level: float) -> Tensor | 
 
 
 def _novelty(predictive: Predictive, other: Predictive | None, ax: Any) -> Any:
-    own = _array(predictive.novelty)
+    own = predictive.novelty
     if other is None:
-        return plots.histogram(ax, {"these": own}, label="novelty (nats)")
+        return plots.histogram(ax, {"these": _array(own)}, label="novelty (nats)")
     if not isinstance(other, Predictive):
         raise SettingError(f"other must be a predictive of other inputs, got {type(other).__name__}")
-    theirs = _array(other.novelty)
-    # The chance that one of theirs is above one of ours, ties counting half.
-    order = np.sort(own)
-    below = (np.searchsorted(order, theirs, "left") + np.searchsorted(order, theirs, "right")) / 2
-    title = f"AUROC {below.mean() / len(own):.3f}"
-    return plots.histogram(ax, {"these": own, "other": theirs}, label="novelty (nats)", title=title)
+    groups = {"these": _array(own), "other": _array(other.novelty)}
+    title = f"AUROC {chance_above(own, other.novelty.to(own.device)):.3f}"
+    return plots.histogram(ax, groups, label="novelty (nats)", title=title)
 
 
 def _column(x: Any, n: int) -> plots.Array:
