@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesadam._kinds import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, quietly
+from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, n_examples, quietly
 from bayesadam.calibration.evidence import by_evidence
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.calibration.validation import Tables, by_validation, tables_of
@@ -151,14 +151,14 @@ class _Network:
         """Of all examples, or of those that are predicted again and again, to which they are a start."""
         data = self.data
         if data.options.predictive == "linearised":
-            return tables_of(data.posterior, data, torch.arange(sum(len(y) for _, y in data.batches)))
+            return tables_of(data.posterior, data, torch.arange(n_examples(data.batches)))
         looked_at = replace(data, batches=[batch for piece in self.predictions.pieces for batch in piece])
         return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.examples)))
 
     @cached_property
     def whole(self) -> _Fit:
         """Fitted to all examples."""
-        return self._fitted(torch.ones(sum(len(y) for _, y in self.data.batches), dtype=torch.bool), self.data)
+        return self._fitted(torch.ones(n_examples(self.data.batches), dtype=torch.bool), self.data)
 
     def fitted(self, chosen: Tensor) -> _Fit:
         """Fitted to the examples that are chosen, booleans.
@@ -262,7 +262,7 @@ class _Scores(NamedTuple):
 
 def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
     """Every example under a fit to the others; under `fits` where there are too few of them, or one fold is asked for."""
-    record, n = task.options.record, sum(len(y) for _, y in task.batches)
+    record, n = task.options.record, n_examples(task.batches)
     folds = folds or (5 if n < _FEW else 2)
     crossed = folds > 1 and n >= FEWEST_SCORED
     parts = _parts(task.batches, folds) if crossed else [task.batches]
@@ -318,7 +318,7 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
             "novelty are those of the posterior all the same",
             UnusedPosteriorWarning,
         )
-    n = sum(len(y) for _, y in task.batches)
+    n = n_examples(task.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
     of_data = task.options.likelihood, task.method, n, n if scores.crossed else 0
     before = settings_of(task.members)
@@ -328,7 +328,7 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
 def _warn_of_doubt(task: _Task) -> None:
     """Warn where the data look like those of another likelihood, or where there are too few."""
     record, first = task.options.record, task.networks[0].data
-    total = sum(len(y) for _, y in task.batches)
+    total = n_examples(task.batches)
     # Logits show themselves in one example, and those of a text may be many.
     some = cut(task.batches, torch.arange(total) < (1 if record.coupled else _JUDGED))
     if (doubt := record.doubt(*replace(first, batches=some).outputs(first.posterior))) is not None:
@@ -359,5 +359,5 @@ def _places(total: int, folds: int) -> Tensor:
 
 def _parts(batches: Batches, folds: int) -> list[Batches]:
     """The examples part by part."""
-    places = _places(sum(len(y) for _, y in batches), folds)
+    places = _places(n_examples(batches), folds)
     return [cut(batches, places == number) for number in range(folds)]

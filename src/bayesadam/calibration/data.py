@@ -145,6 +145,11 @@ class HeldOut:
             yield found
 
 
+def n_examples(batches: Batches) -> int:
+    """How many examples all batches have."""
+    return sum(len(y) for _, y in batches)
+
+
 def cut(batches: Batches, chosen: Tensor) -> Batches:
     """The examples that are chosen, booleans, over all batches; none of those that have none."""
     found, first = [], 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesadam.calibration.data import COLDEST, Batches, HeldOut, cut, examples_of
+from bayesadam.calibration.data import COLDEST, Batches, HeldOut, cut, examples_of, n_examples
 from bayesadam.errors import CalibrationError
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior import Posterior
@@ -56,7 +56,7 @@ class Predictions:
     @classmethod
     def of(cls, data: HeldOut) -> "Predictions":
         """Pieces drawn at random but always the same; a single one, the batches as they are, of few examples."""
-        total = sum(len(y) for _, y in data.batches)
+        total = n_examples(data.batches)
         if total <= LEVELS[0]:
             pieces, numbers = [data.batches], [torch.arange(total)]
         else:

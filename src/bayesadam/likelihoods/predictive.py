@@ -30,6 +30,8 @@ _ENTROPY_DRAWS = 256
 _HALVINGS = 60
 # Below that many held-out examples all of them are fitted.
 FEWEST_SCORED = 20
+# Novelty costs a covariance of all outputs with each other; up to here that is a small part of a prediction.
+FEW_OUTPUTS = 20
 _COMMON = ("mean", "variance", "covariance", "draws", "novel", "guarantee", "score", "plan")
 
 
@@ -148,7 +150,7 @@ class Predictive:
             remedy = f"calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
         elif name == "novelty":
             remedy = (
-                "calibration keeps it of at most 20 outputs. Of more, with h = posterior.novelty(held_out): "
+                f"calibration keeps it of at most {FEW_OUTPUTS} outputs. Of more, with h = posterior.novelty(held_out): "
                 "(1 + (h >= p.novelty[:, None]).sum(1)) / (1 + len(h))"
             )
         else:

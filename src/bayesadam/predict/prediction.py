@@ -13,7 +13,7 @@ from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import LikelihoodName, Predictive
-from bayesadam.likelihoods.predictive import Novel, Score, average, rows
+from bayesadam.likelihoods.predictive import FEW_OUTPUTS, Novel, Score, average, rows
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
 from bayesadam.predict.batches import for_model
 from bayesadam.predict.call import Call, evaluating, plain
@@ -38,9 +38,6 @@ from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Novelty costs a covariance of all outputs with each other; up to here that is a small part of a prediction.
-_FEW_OUTPUTS = 20
 
 
 def predict(
@@ -190,39 +187,22 @@ def _linearised(
 ) -> tuple[Tensor, Tensor, Tensor | None, Novel | None]:
     """Mean, variance, covariance where it is asked for, and the moments for novelty."""
     record, params = options.record, parameters_at_mean(gaussian)
-    few = options.novelty is None and plan.outputs <= _FEW_OUTPUTS
+    few = options.novelty is None and plan.outputs <= FEW_OUTPUTS
     other = None
     if options.novelty or few:
         other = gaussian if options.for_novelty else gaussian.for_novelty
     together = other is not None and _same(gaussian.mean, other.mean)
     asked = [gaussian, other] if other is not None and together and other is not gaussian else [gaussian]
     covariance = options.covariance or (together and record.coupled)
-    found = moments_of(
-        asked,
-        call,
-        params,
-        inputs,
-        budget=options.memory_budget,
-        covariance=covariance,
-        plan=plan,
-        captured=options.captured,
-    )
+    how: Any = {"budget": options.memory_budget, "plan": plan, "captured": options.captured}
+    found = moments_of(asked, call, params, inputs, covariance=covariance, **how)
     mean, variance = found.mean, found.variance[0]
     block = found.covariance[0] if options.covariance and found.covariance is not None else None
     if other is None:
         return mean, variance, block, None
     if not together:
         params = parameters_at_mean(other)
-        found = moments_of(
-            [other],
-            call,
-            params,
-            inputs,
-            budget=options.memory_budget,
-            covariance=record.coupled,
-            plan=plan,
-            captured=options.captured,
-        )
+        found = moments_of([other], call, params, inputs, covariance=record.coupled, **how)
     precision = record.hessian_diagonal(found.mean, gaussian.noise_variance)
     return mean, variance, block, _novel(found, precision, running_deviation(call, params, inputs))
 
