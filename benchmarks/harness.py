@@ -224,7 +224,7 @@ def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str])
     return "\n".join(lines)
 
 
-# --- fair timing ----------------------------------------------------------------------------------------------------
+# --- fair timing and memory -----------------------------------------------------------------------------------------
 
 
 def interleaved(
@@ -270,3 +270,9 @@ def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup:
         ended.synchronize()
         times.append(began.elapsed_time(ended))
     return statistics.median(times)
+
+
+def resident(field: str) -> float:
+    """MiB of this process, now (`VmRSS`) or at most (`VmHWM`); `ru_maxrss` would begin at the parent's own peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024

@@ -11,7 +11,6 @@ the anonymous kind: pages mapped from the file are the system's cache.
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
 from bayesadam.inspect import inspect_checkpoint
-from harness import arguments, setting, write_results
+from harness import arguments, resident, setting, write_results
 
 N = 60_000
 QUICK = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 20_000}
@@ -93,7 +92,7 @@ def on_disk(task: str, small: str, path: str) -> dict[str, float]:
     """One task in this process, after a small one for what the first use brings into memory."""
     TASKS[task](small)
     found = measured(lambda: TASKS[task](path), "cpu")
-    return {**found, "most_resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return {**found, "most_resident_mib": resident("VmHWM")}
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

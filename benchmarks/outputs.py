@@ -6,8 +6,7 @@
 - score: ½ tr(H Cov f) by one random direction of the outputs, `posterior.epistemic(..., probes=1)`; two give its error.
 - top: variances of the ten largest outputs and of the rest of the softmax, no probes. At all places of GPT-2 by three draws.
 - growth: a network with 10 to 50,000 outputs; the slope of log seconds over log outputs.
-- billion: a model of 1.1 billion weights: posterior out of the optimiser, one draw, save, load.
-
+- billion: a model of 1.0 billion weights: posterior out of the optimiser, one draw, save, load.
 - sharded: the same model over two processes on the CPU (FSDP2).
 
 Times are medians of calls that come again; forward is the model's own, in float32 without gradients. Memory is the peak beyond
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import statistics
 import tempfile
 import time
@@ -35,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bayesadam as ba
-from harness import Target, arguments, at_most, setting, write_results
+from harness import Target, arguments, at_most, resident, setting, write_results
 from networks import ResNet18, vit
 
 Batch = Any
@@ -253,7 +251,7 @@ def _one_shard(rank: int, sizes: Sizes, folder: str) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    found: dict[str, Any] = {"MiB before": _most_resident()}
+    found: dict[str, Any] = {"MiB before": resident("VmHWM")}
     kept: dict[str, Any] = {}
     path = Path(folder) / "posterior"
     works: dict[str, Callable[[], object]] = {
@@ -266,14 +264,10 @@ def _one_shard(rank: int, sizes: Sizes, folder: str) -> None:
         torch.distributed.barrier()
         began = time.perf_counter()
         work()
-        found[name] = {"seconds": time.perf_counter() - began, "most MiB so far": _most_resident()}
+        found[name] = {"seconds": time.perf_counter() - began, "most MiB so far": resident("VmHWM")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-def _most_resident() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _billion_config(sizes: Sizes) -> GPT2Config:

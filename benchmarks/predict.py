@@ -43,6 +43,7 @@ from harness import (
     interleaved,
     ratio,
     ratio_range,
+    resident,
     setting,
     write_results,
 )
@@ -220,12 +221,6 @@ def child(name: str, side: str, answer: str) -> None:
     call()
     peak = resident("VmHWM")
     Path(answer).write_text(json.dumps({"grown_mib": peak - before, "peak_mib": peak}))
-
-
-def resident(field: str) -> float:
-    """MiB of this process, now (`VmRSS`) or at most (`VmHWM`); `ru_maxrss` would begin at the parent's own peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def bench_mlp(options: argparse.Namespace) -> tuple[dict[str, Any], list[Target]]:
