@@ -14,7 +14,7 @@ other software, and `dictionary`, `python`, `german` and `french`.
 
 Rows: the network alone; at the temperature of the greatest likelihood of all calibration documents; the posterior of AdamW's
 second moment with p = 1 and p = 1/2; the Kronecker one of the gradients of 50 training batches; and, of the networks of all
-seeds, the ensemble and the mixtures. Ours are calibrated by `ba.calibrate` on the last bytes of 64 windows of 64 bytes. NLL
+seeds, the ensemble and the mixtures. Ours are calibrated by `ba.calibrate` on the last bytes of 512 windows of 64 bytes. NLL
 and ECE are of the next byte, in nats, on the held-out blocks of `manual`. A document's doubt: "epistemic" is
 ½ Σ tr(H Cov f) over its places (`posterior.epistemic`), of the calibrated posterior, "novelty" the same under the settings of
 novelty, which calibration does not touch; beside them stand the mean NLL (the logarithm of the perplexity), the mean entropy
@@ -78,7 +78,7 @@ class Sizes:
     batch: int = 64
     keep: int = 50
     window: int = 64
-    places: int = 64
+    places: int = 512
     documents: int = 384
     draws: int = 8
     probes: int = 4
