@@ -160,6 +160,7 @@ def picture(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) 
                 axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
             plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["total_std"], method=method, **shared)
             axes.set(title=TITLES[method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        panels[0, 0].locator_params(axis="x", nbins=4)
         for axes in panels.flat[len(curves) - columns : len(curves)]:
             axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(curves) :]:
