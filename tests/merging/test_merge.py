@@ -421,6 +421,12 @@ def test_copies_are_warned_of(tuned, tmp_path):
         merge([posteriors(tuned)[0], posteriors(tuned)[0]])
 
 
+def test_a_base_that_is_one_of_the_models_is_warned_of(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    with pytest.warns(ba.BayesAdamWarning, match=r"the base has the weights of 1\.pt, .* before fine-tuning"):
+        merge(paths[:2], base=paths[1])
+
+
 def test_n_that_is_known_of_some_counts_for_none_and_that_is_said(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
     merged = merge([posteriors(tuned)[0], *paths[1:]], base=tuned[0])

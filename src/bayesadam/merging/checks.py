@@ -46,6 +46,16 @@ def warn_of_copies(experts: Sequence[Expert], trained: Sequence[str]) -> None:
             )
 
 
+def warn_of_no_change(base: Expert, experts: Sequence[Expert], trained: Sequence[str]) -> None:
+    """Warn of models whose trained weights are those of the base, so that θᵢ − θ₀ = 0."""
+    for expert in experts:
+        if trained and all(_same(base, expert, name) for name in trained):
+            warn(
+                f"the base has the weights of {expert.label}, whose fine-tuning then counts for nothing: base= is the network "
+                "before fine-tuning"
+            )
+
+
 def _same(one: Expert, other: Expert, name: str) -> bool:
     if one.outline[name].shape != other.outline[name].shape or one.outline[name].dtype != other.outline[name].dtype:
         return False

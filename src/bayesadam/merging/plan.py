@@ -24,6 +24,7 @@ from bayesadam.merging.checks import (
     check_twice,
     notes_on,
     warn_of_copies,
+    warn_of_no_change,
     warn_of_overlap,
 )
 from bayesadam.merging.experts import BaseSource, Expert, Source, as_operator, expert_of
@@ -180,6 +181,8 @@ def plan_of(
     if chosen == "kronecker":
         check_bases(experts, trained)
     warn_of_copies(experts, [*trained, *pairs])
+    if start is not None:
+        warn_of_no_change(start, experts, trained)
     for expert in experts:
         warn_of_memory(expert.origin, expert.label)
     warn_of_overlap(reduce(Sums.__add__, sums.values()), experts)
