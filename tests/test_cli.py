@@ -44,7 +44,7 @@ def run(*arguments: object) -> int:
 
 
 def raising(error: BaseException):
-    def command(**_: object) -> None:
+    def command(*_: object, **__: object) -> None:
         raise error
 
     return command
@@ -513,6 +513,13 @@ def test_out_that_is_a_file_is_refused_before_any_work(tmp_path, monkeypatch, ca
     assert str(file) in error
     assert "is a file" in error
     assert file.read_text() == "precious"
+
+
+def test_a_demo_that_fails_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "compute", raising(ba.BayesAdamError("no convergence")))
+    assert run("demo", "--out", tmp_path / "made" / "out") == 2
+    assert "no convergence" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "matplotlib"])

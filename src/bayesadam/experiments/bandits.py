@@ -253,25 +253,25 @@ def run_bandits(
     if engine not in ENGINES:
         raise SettingError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
-    run.prepare()
-    run, ledger = resumed(run, "problems", "agents")
-    names = settings.cells()
-    unfinished = out / "unfinished"
-    begin = partial(start, seed=seed, settings=settings, device=device)
-    if engine == "local":
-        unfinished.mkdir(exist_ok=True)
-        work = partial(_locally, begin=partial(begin, folder=unfinished.resolve()), at_once=_AT_ONCE[device])
-    else:
-        work = partial(_on_ray, begin=partial(begin, folder=None), device=device)
-    together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
-    done = run_parts(run, ledger, names, work, **together)
-    ordered = {name: done[name] for name in names}
-    run.show(table(ordered, settings))
-    files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
-    paths = run.finish(files, by_problem(ordered))
-    ledger.close()
-    for state in unfinished.glob("*.safetensors"):
-        state.unlink()
-    if unfinished.is_dir() and not any(unfinished.iterdir()):
-        unfinished.rmdir()
-    return paths
+    with run.prepared():
+        run, ledger = resumed(run, "problems", "agents")
+        names = settings.cells()
+        unfinished = out / "unfinished"
+        begin = partial(start, seed=seed, settings=settings, device=device)
+        if engine == "local":
+            unfinished.mkdir(exist_ok=True)
+            work = partial(_locally, begin=partial(begin, folder=unfinished.resolve()), at_once=_AT_ONCE[device])
+        else:
+            work = partial(_on_ray, begin=partial(begin, folder=None), device=device)
+        together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
+        done = run_parts(run, ledger, names, work, **together)
+        ordered = {name: done[name] for name in names}
+        run.show(table(ordered, settings))
+        files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
+        paths = run.finish(files, by_problem(ordered))
+        ledger.close()
+        for state in unfinished.glob("*.safetensors"):
+            state.unlink()
+        if unfinished.is_dir() and not any(unfinished.iterdir()):
+            unfinished.rmdir()
+        return paths

@@ -262,9 +262,9 @@ def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None
     """The `demo` command."""
     settings = settings or DemoSettings()
     run = Run("demo", seed, out, asdict(settings), quiet=quiet)
-    run.prepare()
-    with run.progress() as track:
-        demo = compute(settings, seed, track)
-        figure = picture(demo)
-    run.show(str(demo.diagnosis), table(demo), score_line(demo))
-    return run.finish({"demo.png": plots.png(figure)}, results(demo))
+    with run.prepared():
+        with run.progress() as track:
+            demo = compute(settings, seed, track)
+            figure = picture(demo)
+        run.show(str(demo.diagnosis), table(demo), score_line(demo))
+        return run.finish({"demo.png": plots.png(figure)}, results(demo))

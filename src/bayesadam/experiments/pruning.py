@@ -292,16 +292,16 @@ def run_pruning(
         titles, recorded = {name: TITLES[name] for name in settings.methods}, asdict(settings)
         file, draw = "figure2.png", partial(picture, titles=TITLES, title=title)
     run = Run("pruning", seed, out, recorded, device=device, quiet=quiet)
-    run.prepare()
-    # Here, so that missing data are reported, or fetched, before anything is trained.
-    load_images(settings.data, progress=not quiet)
-    run, ledger = resumed(run, "methods")
-    rows = run_parts(run, ledger, list(titles), partial(_rows, curves=curves), jobs=jobs)
-    found = [Curve(name, ranking, tuple(map(tuple, r))) for name in titles for ranking, r in rows[name].items()]
-    run.show(table(found, titles))
-    results: dict[str, dict[str, Any]] = {}
-    for curve in found:
-        results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
-    paths = run.finish({file: plots.png(draw(found))}, results)
-    ledger.close()
-    return paths
+    with run.prepared():
+        # Here, so that missing data are reported, or fetched, before anything is trained.
+        load_images(settings.data, progress=not quiet)
+        run, ledger = resumed(run, "methods")
+        rows = run_parts(run, ledger, list(titles), partial(_rows, curves=curves), jobs=jobs)
+        found = [Curve(name, ranking, tuple(map(tuple, r))) for name in titles for ranking, r in rows[name].items()]
+        run.show(table(found, titles))
+        results: dict[str, dict[str, Any]] = {}
+        for curve in found:
+            results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
+        paths = run.finish({file: plots.png(draw(found))}, results)
+        ledger.close()
+        return paths

@@ -189,17 +189,17 @@ def run_regression(
 ) -> tuple[Path, ...]:
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
-    run.prepare()
-    run, ledger = resumed(run, "methods")
-    work = partial(fit_group, seed=seed, settings=settings)
-    found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
-    failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
-    if len(failed) == len(found):
-        raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
-    ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
-    run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-    saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
-    files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
-    paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
-    ledger.close()
-    return paths
+    with run.prepared():
+        run, ledger = resumed(run, "methods")
+        work = partial(fit_group, seed=seed, settings=settings)
+        found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
+        failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
+        if len(failed) == len(found):
+            raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+        ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
+        run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
+        saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
+        files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
+        paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
+        ledger.close()
+        return paths

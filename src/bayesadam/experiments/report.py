@@ -76,34 +76,34 @@ def run_report(
     The page is written again after each experiment, so that a long reproduction can be read while it runs.
     """
     run = Run("report", seed, out, asdict(settings), device=device, quiet=quiet)
-    run.prepare()
-    work = _Work(out, seed, device, jobs, quiet, settings)
-    runs = {experiment: _present(work, experiment) for experiment in EXPERIMENTS}
-    missing: dict[str, str] = {}
+    with run.prepared():
+        work = _Work(out, seed, device, jobs, quiet, settings)
+        runs = {experiment: _present(work, experiment) for experiment in EXPERIMENTS}
+        missing: dict[str, str] = {}
 
-    def report() -> Report:
-        return Report(dict(runs), dict(missing), settings.quick, f"{date.today().day} {date.today():%B %Y}")
+        def report() -> Report:
+            return Report(dict(runs), dict(missing), settings.quick, f"{date.today().day} {date.today():%B %Y}")
 
-    for experiment in EXPERIMENTS:
-        if any(found.name in (experiment, f"{QUICK}/{experiment}") for found in runs[experiment]):
-            continue
-        if experiment not in settings.only:
-            missing[experiment] = f"Not run: the report was asked for {', '.join(settings.only)} alone."
-            continue
-        try:
-            reason = _MISSING[experiment](work)
-        except BayesAdamError as error:
-            reason = f"Could not be run: {error}"
-        if reason:
-            missing[experiment] = reason
-            print("bayesadam:", f"{experiment}:", *reason.split(), file=sys.stderr)
-        runs[experiment] = _present(work, experiment)
-        with replacing(out / "report.html") as temporary:
-            text(page(report()))(temporary)
-    whole = report()
-    if not whole.every_run:
-        raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
-    return run.finish({"report.html": text(page(whole))}, whole.plain(), name="report.json")
+        for experiment in EXPERIMENTS:
+            if any(found.name in (experiment, f"{QUICK}/{experiment}") for found in runs[experiment]):
+                continue
+            if experiment not in settings.only:
+                missing[experiment] = f"Not run: the report was asked for {', '.join(settings.only)} alone."
+                continue
+            try:
+                reason = _MISSING[experiment](work)
+            except BayesAdamError as error:
+                reason = f"Could not be run: {error}"
+            if reason:
+                missing[experiment] = reason
+                print("bayesadam:", f"{experiment}:", *reason.split(), file=sys.stderr)
+            runs[experiment] = _present(work, experiment)
+            with replacing(out / "report.html") as temporary:
+                text(page(report()))(temporary)
+        whole = report()
+        if not whole.every_run:
+            raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
+        return run.finish({"report.html": text(page(whole))}, whole.plain(), name="report.json")
 
 
 def _present(work: _Work, experiment: str) -> list[Finished]:

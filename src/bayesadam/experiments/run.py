@@ -124,21 +124,15 @@ class Run:
         """The time taken so far, over all sessions."""
         return self.before + time.perf_counter() - self.started
 
-    def prepare(self) -> None:
-        """Make the folder, so that one which cannot be written to is refused before the work and not after."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
-        except OSError as error:
-            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
-
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """The folder made for the work inside; where that ends in an error, folders that were made for it are removed."""
+        """The folder made for the work inside, so that one which cannot be written to is refused before the work.
+
+        Where that ends in an error, folders that were made for it and are empty are removed.
+        """
         absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
         try:
-            self.prepare()
+            self._make_folder()
             yield
         except BaseException:
             for folder in absent:
@@ -146,6 +140,14 @@ class Run:
                 with suppress(OSError):
                     folder.rmdir()
             raise
+
+    def _make_folder(self) -> None:
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
+        except OSError as error:
+            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
 
     @contextmanager
     def progress(self) -> Iterator[Track]:
