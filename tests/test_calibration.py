@@ -560,14 +560,21 @@ def search(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], predictive: st
     return found, predictions
 
 
+def cost_of(temperature: float) -> float:
+    """−log p(T), but for a constant."""
+    log = math.log(temperature)
+    return 2 * log**2 if log < 0 else log**2 / 2
+
+
 def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], rows: Tensor, **options: Any) -> float:
-    """The greatest mean log-likelihood of some rows over temperatures, predicted anew and searched on a fine grid."""
+    """The greatest mean log-likelihood of some rows over temperatures, with log p(T), predicted anew, on a fine grid."""
     x, y = batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CollapsedPredictionWarning)
         p = predict(candidate, x, likelihood="classification", n_samples=6, generator=seeded(3), **options)
     values = [
         (p.draws.double() / t).softmax(dim=2).mean(dim=0).gather(1, y[:, None])[rows].log().mean()
+        - cost_of(float(t)) / int(rows.sum())
         for t in torch.logspace(math.log10(0.25), math.log10(5.6), 400, dtype=torch.float64)
     ]
     return float(torch.stack(values).max())
@@ -580,18 +587,18 @@ def test_a_part_chooses_by_its_own_examples_among_what_was_looked_at(classificat
     assert len(predictions.finalists) > 4
     for part in (torch.arange(90) % 2 == 0, torch.arange(90) % 2 == 1, torch.arange(90) < 20):
         values = {
-            each.settings.scale * float(each.prior_precision["0.weight"]): at_best_temperature(
+            (each.settings.scale, float(each.prior_precision["0.weight"])): at_best_temperature(
                 each, batch, part, predictive=predictive
             )
             for each in predictions.finalists
         }
         own = best_known(part, predictions)
-        found = values[own.settings.scale * float(own.prior_precision["0.weight"])]
+        found = values[own.settings.scale, float(own.prior_precision["0.weight"])]
         # A parabola through temperatures of a ratio of √2 is not the peak itself.
         assert found >= max(values.values()) - 2e-3
         x, y = batch
         p = predict(own, x, likelihood="classification", predictive=predictive, n_samples=6, generator=seeded(3))
-        assert float(p.log_prob(y)[part].double().mean()) >= found - 2e-3
+        assert float(p.log_prob(y)[part].double().mean()) - cost_of(own.temperature) / int(part.sum()) >= found - 2e-3
 
 
 def test_stretched_draws_are_those_of_another_scale(classification):

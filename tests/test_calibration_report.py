@@ -96,9 +96,12 @@ def nll_at(temperature: float, f: np.ndarray, y: Tensor) -> float:
 
 
 def best_temperature(f: np.ndarray, y: Tensor) -> float:
-    found = minimize_scalar(
-        lambda t: nll_at(math.exp(t), f, y), bounds=(-3, 3), method="bounded", options={"xatol": 1e-7}
-    )
+    """Of the greatest likelihood and prior, in which log T is half as wide below 0 as above."""
+
+    def cost(log_t: float) -> float:
+        return nll_at(math.exp(log_t), f, y) + (log_t**2 / 2 if log_t > 0 else 2 * log_t**2) / len(y)
+
+    found = minimize_scalar(cost, bounds=(math.log(0.25), 3), method="bounded", options={"xatol": 1e-7})
     return math.exp(found.x)
 
 
@@ -375,6 +378,22 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     assert not torch.allclose(sampled.probs, p.probs, rtol=1e-3)
     used = found.replace(averaged=True).predict(x, likelihood="classification")
     assert not torch.allclose(used.probs, p.probs, rtol=1e-4)
+
+
+def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
+    posterior = network(steps=60)
+    x, _ = blobs(30, 5)
+    y = torch.from_numpy(logits(posterior.model, x).argmax(axis=1))
+    found = calibrated(posterior, (x, y))
+    # Without a prior the best temperature is the coldest there may be, where the next wrong guess costs most.
+    assert nll_at(0.25, logits(posterior.model, x), y) < nll_at(0.5, logits(posterior.model, x), y)
+    assert 0.35 < found.temperature <= 1
+    if not found.averaged:
+        assert found.temperature == pytest.approx(best_temperature(logits(posterior.model, x), y), rel=1e-3)
+    fresh, labels = blobs(2000, 6)
+    alone = nll_at(1.0, logits(posterior.model, fresh), labels)
+    coldest = nll_at(0.25, logits(posterior.model, fresh), labels)
+    assert -float(log_probs(found, fresh, labels).mean()) - alone < 0.25 * (coldest - alone)
 
 
 def problem(seed: int, count: int) -> tuple[ba.Posterior, Batch, Batch]:

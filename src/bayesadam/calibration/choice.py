@@ -65,7 +65,8 @@ def calibrate(
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance, and compares with the best temperature alone: where the posterior is not better by more than 1.5
+    outputs a variance and under a prior, −½ (log T/s)² nats with s = ½ below 1 and 1 above, for which a few examples that
+    are all right are no reason to be certain, and compares with the best temperature alone: where the posterior is not better by more than 1.5
     standard errors, probabilities are the mean network's at that temperature, a warning and the report say so, and the
     posterior stays for all else. `"evidence"`
     takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c

@@ -29,6 +29,8 @@ from bayesadam.structures.structure import Directions
 Batches = Sequence[tuple[Any, Tensor]]
 # Temperatures from the coldest to the hottest there may be.
 COLDEST, HOTTEST = 0.25, 20.0
+# Standard deviations of log T before any example is seen, below T = 1 and above: more networks are too sure than too unsure.
+_COLD, _HOT = 0.5, 1.0
 # Of texts with many possible tokens so many places are looked at, each.
 _PLACES = 4
 
@@ -92,11 +94,12 @@ class HeldOut:
                 yield found.mean[keep], found.variance[:, keep], block, y[keep], owner
 
     def scores(self, mean: Tensor, variances: Tensor, y: Tensor, **of_outputs: Any) -> list[float]:
-        """Mean log-likelihood of the targets under each of k sets of variances, (k, n, ...); −∞ where it is not finite."""
+        """Mean log-likelihood of the targets, and log p(T), under each of k sets of variances, (k, n, ...); −∞ where not finite."""
         k = len(variances)
         means, targets = mean.expand(k, *mean.shape).flatten(0, 1), y.expand(k, *y.shape).flatten(0, 1)
         found = self.options.record.predictive(means, variances.flatten(0, 1), link=self.options.link, **of_outputs)
         values = found.log_prob(targets).reshape(k, -1).mean(dim=1, dtype=torch.float64)
+        values += log_prior(of_outputs.get("temperature", 1.0)) / max(len(y), 1)
         return [value if math.isfinite(value) else -math.inf for value in values.tolist()]
 
     def score(self, mean: Tensor, variance: Tensor, y: Tensor, **of_outputs: Any) -> float:
@@ -120,7 +123,7 @@ class HeldOut:
         return mean, y
 
     def temperature(self, posterior: Posterior) -> float:
-        """T of the greatest log-likelihood of the mean network."""
+        """T of the greatest log-likelihood and prior of the mean network."""
         mean, y = self.outputs(posterior)
         return self.best_temperature(mean, torch.zeros_like(mean), y, start=1.0, reach=math.log(HOTTEST))
 
@@ -131,7 +134,7 @@ class HeldOut:
         return _refined(lambda w: self.score(mean, table / w, y, **of_outputs), start, most=most)
 
     def best_temperature(self, mean: Tensor, variance: Tensor, y: Tensor, *, start: float, reach: float) -> float:
-        """T of the greatest log-likelihood, within bounds: a temperature near 0 would be sure of everything."""
+        """T of the greatest log-likelihood and prior, within bounds."""
         least = math.log(COLDEST)
         return _refined(lambda t: self.score(mean, variance, y, temperature=t), start, reach=reach, least=least)
 
@@ -143,6 +146,16 @@ class HeldOut:
                 found = predictive_of(posterior, inputs, replace(self.options, generator=generator, novelty=False))
             self.step()
             yield found
+
+
+def log_prior(temperature: float) -> float:
+    """log p(T) but for a constant, −½ (log T/s)² with s = ½ below T = 1 and 1 above.
+
+    A few examples that are all told right would else ask for the coldest temperature there is, and the next one that is not
+    would cost dearly; hundreds of them outvote it.
+    """
+    log = math.log(temperature)
+    return -0.5 * (log / (_COLD if log < 0 else _HOT)) ** 2
 
 
 def n_examples(batches: Batches) -> int:

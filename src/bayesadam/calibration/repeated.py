@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesadam.calibration.data import COLDEST, Batches, HeldOut, cut, examples_of, n_examples
+from bayesadam.calibration.data import COLDEST, Batches, HeldOut, cut, examples_of, log_prior, n_examples
 from bayesadam.errors import CalibrationError
 from bayesadam.likelihoods import Predictive
 from bayesadam.posterior import Posterior
@@ -71,11 +71,13 @@ class Predictions:
         """The chosen examples, booleans, of the pieces up to that level."""
         kept = range(level + 1)
         parts = [self._log_probs(candidate, i)[:, chosen[self.numbers[i]]] for i in kept]
-        values = torch.cat(parts, dim=1).mean(dim=1, dtype=torch.float64)
+        scores = torch.cat(parts, dim=1)
+        values = scores.mean(dim=1, dtype=torch.float64)
         values = torch.where(values.isfinite(), values, -math.inf)
         if not self.data.options.record.tempered:
             return _Scored(float(values), candidate.temperature)
-        return _peak(values.tolist())
+        prior = values.new_tensor([log_prior(t) for t in _TEMPERATURES])
+        return _peak((values + prior / scores.shape[1]).tolist())
 
     def _log_probs(self, candidate: Posterior, piece: int) -> Tensor:
         """log p, (t, rows), of the temperatures tried, one where the likelihood has none."""
