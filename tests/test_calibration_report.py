@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.calibration.choice import _PARAMETERS, _parts
-from bayesadam.errors import CalibrationError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
 
@@ -394,6 +394,43 @@ def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
     alone = nll_at(1.0, logits(posterior.model, fresh), labels)
     coldest = nll_at(0.25, logits(posterior.model, fresh), labels)
     assert -float(log_probs(found, fresh, labels).mean()) - alone < 0.25 * (coldest - alone)
+
+
+def test_labels_of_other_inputs_are_warned_of():
+    x, y = blobs(200, 5)
+    with pytest.warns(
+        HeldOutWarning, match="worse on the held-out data than their class frequencies .* scaled as in training"
+    ):
+        calibrated(network(), (x, y[torch.randperm(len(y), generator=seeded())]))
+
+
+def test_inputs_that_are_not_scaled_are_warned_of():
+    x, y = blobs(200, 5)
+    with pytest.warns(HeldOutWarning, match="scaled as in training"):
+        # As a network of ReLUs has them.
+        calibrated(network(), (x, y), forward=lambda model, x: 12 * model(x))
+
+
+@pytest.mark.parametrize(("steps", "lr"), [(300, 2e-2), (10, 1e-3)])
+def test_held_out_data_of_the_same_kind_are_not(steps, lr):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeldOutWarning)
+        calibrated(network(steps=steps, lr=lr), blobs(200, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda y: y + 1, "count from 0, y - 1"),
+        (lambda y: y - 1, "leave out what is padding"),
+        (lambda y: F.one_hot(y, 3), r"take y\.argmax\(-1\)"),
+        (lambda y: y[:, None], r"take y\.squeeze\(-1\)"),
+    ],
+)
+def test_labels_in_another_form_are_told_how_to_become_indices(change, remedy):
+    x, y = blobs(30, 5)
+    with pytest.raises(MatchError, match=remedy):
+        calibrated(network(), (x, change(y)))
 
 
 def problem(seed: int, count: int) -> tuple[ba.Posterior, Batch, Batch]:

@@ -43,6 +43,9 @@ _JUDGED = 1000
 _SATURATED = 1e-3
 # A negative log-likelihood below that share of it is that of a network that tells classes apart.
 _TOLD_APART = 0.9
+# A network is out of place that is sure and wrong, so many times worse than chance, and then at its best temperature no better
+# than chance by more than that share, or so hot.
+_WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
 # By how many standard errors of the mean difference the posterior has to beat the best temperature.
 _SURE = 1.5
 
@@ -296,6 +299,7 @@ def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[Calib
     scores = _scored(task, fits, folds)
     best, nll = scores.best, scores.nll
     _warn_of_saturation(scores, nll[best])
+    _warn_of_chance(task, fits, nll)
     averaged = best == _POSTERIOR
     chosen = [
         fit.posterior if averaged else fit.posterior.replace(temperature=fit.temperature, averaged=False)
@@ -347,9 +351,26 @@ def _warn_of_saturation(scores: _Scores, nll: float) -> None:
     least = min((float(each.min()) for each in scores.novelty), default=0.0)
     if nll < _TOLD_APART * scores.limit and (1 - _SATURATED) * scores.limit < least:
         warn(
-            f"the novelty of all held-out examples is near {scores.limit:.3g}, the largest there can be: under its settings "
-            "the posterior is too wide to tell them from others. Rank by p.entropy() or p.epistemic, or record gradients for "
-            "structure='kronecker'"
+            f"the novelty of all held-out examples is near {scores.limit:.3g}, the largest there can be, so that little is left "
+            "by which it could tell them from others: try it on inputs that you know to be unlike them, beside p.entropy() and "
+            "p.epistemic, before you rely on it"
+        )
+
+
+def _warn_of_chance(task: _Task, fits: Sequence[_Fit], nll: Mapping[str, float]) -> None:
+    """Warn where the network is sure of the held-out classes and wrong, as by labels of other inputs or inputs of another scale."""
+    if _TEMPERATURE not in nll or not task.options.record.coupled or n_examples(task.batches) < FEWEST_SCORED:
+        return
+    labels = torch.cat([y.flatten() for _, y in task.batches])
+    counts = torch.bincount(labels[labels >= 0].long()).double()
+    chance = float(torch.special.entr(counts / counts.sum()).sum())
+    hottest = max(fit.temperature for fit in fits)
+    if nll[_ALONE] > _WORSE * chance and (nll[_TEMPERATURE] > _NO_BETTER * chance or hottest > _TOO_HOT):
+        warn(
+            f"the network is worse on the held-out data than their class frequencies alone (negative log-likelihood "
+            f"{nll[_ALONE]:.3g} against {chance:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the labels those of "
+            "these inputs, and are the inputs scaled as in training?",
+            HeldOutWarning,
         )
 
 

@@ -236,14 +236,19 @@ def check_classes(scores: Tensor, y: Tensor) -> None:
     _check_shape(y, scores)
     classes = scores.shape[-1]
     if y.numel() and not bool(((y >= 0) & (y < classes)).all()):
-        raise MatchError(
-            f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}: leave out what is padding"
-        )
+        remedy = "count from 0, y - 1" if int(y.min()) > 0 and int(y.max()) == classes else "leave out what is padding"
+        raise MatchError(f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}: {remedy}")
 
 
 def _check_shape(y: Tensor, outputs: Tensor) -> None:
     if y.shape != outputs.shape[:-1]:
-        raise MatchError(f"expected class indices of shape {tuple(outputs.shape[:-1])}, got {tuple(y.shape)}")
+        remedies = {
+            outputs.shape: ": take y.argmax(-1) of one-hot rows",
+            (*outputs.shape[:-1], 1): ": take y.squeeze(-1)",
+        }
+        raise MatchError(
+            f"expected class indices of shape {tuple(outputs.shape[:-1])}, got {tuple(y.shape)}{remedies.get(y.shape, '')}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
