@@ -252,3 +252,12 @@ def test_classes_with_too_few_held_out_examples_are_named():
     with pytest.warns(BayesAdamWarning, match=r"1 of 3 classes are in every set: class 2 has 10 .* needs 19"):
         sets = calibrated.predict(x, **K).prediction_set(0.95, by_class=True)
     assert bool(sets[:, 2].all())
+
+
+def test_rates_in_place_of_their_logarithms_are_doubted():
+    generator = torch.Generator().manual_seed(0)
+    rates = 1 + 9 * torch.rand(200, 1, generator=generator)
+    found = likelihood("poisson").doubt(rates, torch.poisson(rates, generator=generator))
+    assert "forward=lambda model, x: model(x).log()" in found
+    # Log rates that happen to be positive are none.
+    assert likelihood("poisson").doubt(rates.log() + 0.1, torch.poisson(1.1 * rates, generator=generator)) is None

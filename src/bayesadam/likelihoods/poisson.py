@@ -158,7 +158,13 @@ class Poisson(Likelihood):
         """Overdispersion, Σ (y − exp f)²/Σ exp f, far above 1."""
         if targets is None or len(targets) < FEWEST_TO_JUDGE:
             return None
-        rates = outputs.double().clamp(max=_LARGEST).exp()
+        logs = outputs.double().clamp(max=_LARGEST)
+        rates = logs.exp()
+        if bool((outputs > 0).all()) and float((outputs - targets * outputs.log() - rates + targets * logs).mean()) < 0:
+            return (
+                "the outputs are rates rather than their logarithms, for under those the held-out counts are less likely: "
+                "likelihood='poisson' takes log rates, forward=lambda model, x: model(x).log()"
+            )
         dispersion = float((targets - rates).square().sum() / rates.sum())
         if not dispersion > _DISPERSED:
             return None

@@ -633,7 +633,11 @@ def like(y: Tensor, mean: Tensor) -> Tensor:
     if y.dim() > 0 and len(y) == len(mean) and y[0].squeeze().shape == mean[0].squeeze().shape:
         y = y.reshape(mean.shape)
     if y.shape != mean.shape:
-        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}")
+        several = y.dim() == 1 and len(y) == len(mean) and mean.dim() == 2
+        remedy = (
+            ": there is to be a target for each output, or likelihood='classification' for classes" if several else ""
+        )
+        raise MatchError(f"the targets have shape {tuple(y.shape)}, the outputs {tuple(mean.shape)}{remedy}")
     return y.to(mean)
 
 

@@ -159,7 +159,10 @@ class Posterior(
         spec = structure_named(structure, recorded=recorder is not None)
         given = set(map(id, matching.listed_optimizers(optimizer)))
         if recorder is not None and given != set(map(id, recorder.optimizers)):
-            raise MatchError("the recorder is attached to another optimiser than the one given")
+            raise MatchError(
+                "the recorder is attached to another optimiser than the one given, or to none: gradients of "
+                "Recorder.from_batches are read by Posterior.from_recorder(model, recorder, n_data)"
+            )
         # Recorded gradients do without a second moment of the optimiser's own, which SGD has not.
         chosen = "ogd" if recorder is not None and not spec.needs_state else reader
         match = match_optimizers(model, optimizer, chosen)
