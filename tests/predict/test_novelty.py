@@ -213,6 +213,7 @@ def test_the_likelihood_form_does_not_change_it():
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 def test_calibration_does_not_change_it(structure):
     posterior, x = trained(structure), normal(5, 3, seed=100)

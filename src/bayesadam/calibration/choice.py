@@ -43,8 +43,8 @@ _JUDGED = 1000
 _SATURATED = 1e-3
 # A negative log-likelihood below that share of it is that of a network that tells classes apart.
 _TOLD_APART = 0.9
-# A network is out of place that is sure and wrong, so many times worse than chance, and then at its best temperature no better
-# than chance by more than that share, or so hot.
+# A network is out of place that is sure and wrong, so many times worse than a guess, and then at its best temperature no better
+# than one by more than that share, or so hot.
 _WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
 # By how many standard errors of the mean difference the posterior has to beat the best temperature.
 _SURE = 1.5
@@ -361,14 +361,12 @@ def _warn_of_chance(task: _Task, fits: Sequence[_Fit], nll: Mapping[str, float])
     """Warn where the network is sure of the held-out classes and wrong, as by labels of other inputs or inputs of another scale."""
     if _TEMPERATURE not in nll or not task.options.record.coupled or n_examples(task.batches) < FEWEST_SCORED:
         return
-    labels = torch.cat([y.flatten() for _, y in task.batches])
-    counts = torch.bincount(labels[labels >= 0].long()).double()
-    chance = float(torch.special.entr(counts / counts.sum()).sum())
+    guess = math.log(max(int(torch.cat([y.flatten() for _, y in task.batches]).max()) + 1, 2))
     hottest = max(fit.temperature for fit in fits)
-    if nll[_ALONE] > _WORSE * chance and (nll[_TEMPERATURE] > _NO_BETTER * chance or hottest > _TOO_HOT):
+    if nll[_ALONE] > _WORSE * guess and (nll[_TEMPERATURE] > _NO_BETTER * guess or hottest > _TOO_HOT):
         warn(
-            f"the network is worse on the held-out data than their class frequencies alone (negative log-likelihood "
-            f"{nll[_ALONE]:.3g} against {chance:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the labels those of "
+            f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
+            f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the labels those of "
             "these inputs, and are the inputs scaled as in training?",
             HeldOutWarning,
         )
