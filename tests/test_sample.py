@@ -189,6 +189,7 @@ def files(tmp_path_factory):
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(
     ("task", "times"), [("inspect", 2.0), ("prune", 4.0), pytest.param("sample", 4.0, marks=pytest.mark.slow)]

@@ -264,6 +264,7 @@ for name in ("killed", "whole"):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_simulation_ends_with_the_same_numbers(tmp_path):
     done = run_python(KILLED, tmp_path)
     assert done.returncode == 0, done.stderr

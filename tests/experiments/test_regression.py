@@ -139,6 +139,7 @@ def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monk
     assert not list(cut.glob("unfinished*"))
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, monkeypatch):
     stopping_at("mc-dropout", monkeypatch)
     with pytest.raises(KeyboardInterrupt):

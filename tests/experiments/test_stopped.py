@@ -93,6 +93,7 @@ class Command:
         return len(self.workers) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ended_by"),
     [
@@ -132,6 +133,7 @@ regression.METHODS = {**regression.METHODS, "bbb": lambda problem: time.sleep(10
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_numbers_of_one_left_alone(tmp_path):
     settings = RegressionSettings(methods=("badam", "bbb"), n_seeds=2, epochs=200)
     options = ["--methods", "badam,bbb", "--seeds", "2", "--epochs", "200", "--jobs", "1"]

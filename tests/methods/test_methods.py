@@ -146,6 +146,7 @@ def test_the_diagonal_laplace_of_a_linear_model_is_its_exact_marginal_precision(
     assert ((precision - exact) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lr", "tolerance"),
     [

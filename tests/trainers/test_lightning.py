@@ -239,6 +239,7 @@ def test_the_older_package_serves_too(tmp_path):
     assert equal(callback.posterior, ba.Posterior.from_optimizer(module, run.optimizers, N))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "rest"),
     [
