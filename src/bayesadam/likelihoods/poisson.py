@@ -160,14 +160,14 @@ class Poisson(Likelihood):
             return None
         logs = outputs.double().clamp(max=_LARGEST)
         rates = logs.exp()
-        if bool((outputs > 0).all()) and float((outputs - targets * outputs.log() - rates + targets * logs).mean()) < 0:
-            return (
-                "the outputs are rates rather than their logarithms, for under those the held-out counts are less likely: "
-                "likelihood='poisson' takes log rates, forward=lambda model, x: model(x).log()"
-            )
         dispersion = float((targets - rates).square().sum() / rates.sum())
         if not dispersion > _DISPERSED:
             return None
+        if bool((outputs > 0).all()) and float((rates - targets * logs - outputs + targets * outputs.log()).mean()) > 0:
+            return (
+                "the held-out counts are likelier if the outputs are rates, but likelihood='poisson' takes them for the "
+                "logarithms of rates: pass forward=lambda model, x: model(x).log(), or train on if logarithms is what they are"
+            )
         return (
             f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts would. "
             "Calibration makes up for that by widening the posterior: p.predicted_mean is then too high, and p.interval too wide. "
