@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import bayesadam as ba
@@ -394,6 +394,29 @@ def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
     alone = nll_at(1.0, logits(posterior.model, fresh), labels)
     coldest = nll_at(0.25, logits(posterior.model, fresh), labels)
     assert -float(log_probs(found, fresh, labels).mean()) - alone < 0.25 * (coldest - alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [25, 60])
+def test_few_held_out_examples_do_no_harm_on_real_data(count):
+    x, y = (torch.as_tensor(each) for each in load_breast_cancer(return_X_y=True))
+    x = ((x - x.mean(dim=0)) / x.std(dim=0)).float()
+    alone, mine = [], []
+    for seed in range(1000, 1004):
+        train, held_out, test = torch.randperm(len(y), generator=seeded(seed)).split([227, count, 342 - count])
+        torch.manual_seed(seed)
+        model = mlp(30, 64, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        for _ in range(60):
+            for rows in train[torch.randperm(len(train))].split(50):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        found = ba.Posterior.from_optimizer(model, optimizer, len(train), prior_precision=1.0)
+        found = ba.calibrate(found, (x[held_out], y[held_out]), likelihood="classification")
+        alone.append(nll_at(1.0, logits(model, x[test]), y[test]))
+        mine.append(-float(log_probs(found, x[test], y[test]).mean()))
+    assert np.mean(mine) < 1.1 * np.mean(alone)
 
 
 def test_labels_of_other_inputs_are_warned_of():

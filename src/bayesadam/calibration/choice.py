@@ -68,13 +68,14 @@ def calibrate(
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
     the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance and under a prior, −½ (log T/s)² nats with s = ½ below 1 and 1 above, for which a few examples that
-    are all right are no reason to be certain, and compares with the best temperature alone: where the posterior is not better by more than 1.5
-    standard errors, probabilities are the mean network's at that temperature, a warning and the report say so, and the
-    posterior stays for all else. `"evidence"`
-    takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total curvature Σ w c
-    equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ = γ/|θ|²,
-    γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
+    outputs a variance and under a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, for which a few examples that
+    are all right are no reason to be certain, and compares with the best temperature alone: where the posterior is not
+    better by more than 1.5 standard errors, probabilities are the mean network's at that temperature, a warning and the
+    report say so, and the posterior stays for all else.
+
+    `"evidence"` takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total
+    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point
+    δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
     nothing, so regression defaults to evidence; for classification evidence fails where validation works, so that is the
     default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
     all parameters, whatever it was before; a `LoraPrior` is multiplied by one number. `novelty` is not touched.

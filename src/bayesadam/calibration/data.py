@@ -149,7 +149,7 @@ class HeldOut:
 
 
 def log_prior(temperature: float) -> float:
-    """log p(T) but for a constant, −½ (log T/s)² with s = ½ below T = 1 and 1 above.
+    """log p(T) but for a constant, −½ (log T/τ)² with τ = ½ below T = 1 and 1 above.
 
     A few examples that are all told right would else ask for the coldest temperature there is, and the next one that is not
     would cost dearly; hundreds of them outvote it.
