@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
+from bayesadam.gaussian import novelty
 from bayesadam.predict.options import PredictiveKind
-from bayesadam.structures import novelty
 from doubt_data import Pixels, Suite
 from harness import import_peer
 from networks import ResNet18, lenet, mlp, small_resnet, vit

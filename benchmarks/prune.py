@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import member
-from bayesadam.experiments.pruning import problem_of
-from bayesadam.methods import Network, Training
+from bayesadam.paper.methods import Network, Training
+from bayesadam.paper.pruning import problem_of
 from harness import arguments, interleaved, ratio, write_results
 from networks import mlp, train_classifier
 

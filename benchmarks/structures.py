@@ -40,10 +40,10 @@ from bayesadam import scores
 from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.engine.stack import Stack
-from bayesadam.experiments.regression import RegressionSettings, drawn
 from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.likelihoods.record import CalibrationMethod
-from bayesadam.methods import Data, Problem, Training
+from bayesadam.paper.methods import Data, Problem, Training
+from bayesadam.paper.regression import RegressionSettings, drawn
 from harness import arguments, import_peer, mean_and_error, parallel, setting, write_results
 
 MEMBERS, KEEP, NOISE_ROUNDS = 5, 50, 8

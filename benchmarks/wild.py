@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import read_checkpoint, read_curvature
 from bayesadam.errors import BayesAdamError
+from bayesadam.readers.formats import read_checkpoint, read_curvature
 from harness import arguments, setting, write_results
 
 TOLERANCE = 1e-6

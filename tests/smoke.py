@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bayesadam as ba
+from floats import assert_close
 
 
 def shell(*arguments: object) -> str:
@@ -43,7 +44,7 @@ def main() -> None:
     p = posterior.predict(x[300:], likelihood="classification")
     accuracy = (p.probs.argmax(dim=-1) == y[300:]).float().mean().item()
     assert accuracy > 0.8, accuracy
-    torch.testing.assert_close(p.probs.sum(dim=-1), torch.ones(100))
+    assert_close(p.probs.sum(dim=-1), torch.ones(100))
 
     agent = ba.bandits.make_agent("linear", n_features=4, n_arms=2, seed=0)
     agent.update(x[0].numpy(), agent.act(x[0].numpy()), 1.0)
@@ -52,7 +53,7 @@ def main() -> None:
         folder = Path(name)
         posterior.save(folder / "posterior.safetensors")
         loaded = ba.Posterior.load(folder / "posterior.safetensors", model)
-        torch.testing.assert_close(loaded.predict(x[300:], likelihood="classification").probs, p.probs)
+        assert_close(loaded.predict(x[300:], likelihood="classification").probs, p.probs)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.pt")
         shell("prune", folder / "last.pt", "--fraction", "0.5", "-o", folder / "pruned.pt")
         model.load_state_dict(torch.load(folder / "pruned.pt", weights_only=True)["model"])

@@ -23,6 +23,7 @@ from bayesadam.auditing.measures import rivals, robust_variance
 from bayesadam.auditing.picture import png, shown
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
 from cases import mlp, trained
+from floats import approx, assert_close
 
 BATCH, PRIOR = 8, 0.5
 
@@ -77,12 +78,12 @@ def test_classes_agree_with_the_dense_jacobian():
         j = max(others, key=lambda k: float(f[i, k]))
         a = torch.zeros(4, dtype=torch.float64)
         a[y[i]], a[j] = 1, -1
-        assert found.suspicion[i] == pytest.approx(float(-(a @ f[i]) / (a @ novel[i] @ a) ** 0.25), rel=1e-5)
+        assert found.suspicion[i] == approx(float(-(a @ f[i]) / (a @ novel[i] @ a) ** 0.25), rel=1e-5)
         change = own[i] @ (f[i].softmax(dim=0) - F.one_hot(y[i], 4))
-        torch.testing.assert_close(found.change[i], change.float(), rtol=1e-5, atol=1e-6)
-        assert found.influence[i] == pytest.approx(float(change.norm()), rel=1e-5)
-    torch.testing.assert_close(found.loss, F.cross_entropy(f, y, reduction="none").float())
-    torch.testing.assert_close(found.novelty, posterior.novelty(x).float())
+        assert_close(found.change[i], change.float(), rtol=1e-5, atol=1e-6)
+        assert found.influence[i] == approx(float(change.norm()), rel=1e-5)
+    assert_close(found.loss, F.cross_entropy(f, y, reduction="none").float())
+    assert_close(found.novelty, posterior.novelty(x).float())
     assert torch.equal(found.predicted, f.argmax(dim=1))
     assert torch.equal(found.labels, y)
 
@@ -95,9 +96,9 @@ def test_binary_is_the_same_as_two_classes():
     found = audit(posterior, (x, y), likelihood="binary")
     own, novel = covariances(posterior, x)
     f, sign = model(x).detach()[:, 0], 2 * y - 1
-    torch.testing.assert_close(found.suspicion, (-sign * f / novel[:, 0, 0] ** 0.25).float())
-    torch.testing.assert_close(found.change[:, 0], (own[:, 0, 0] * (f.sigmoid() - y)).float())
-    torch.testing.assert_close(found.loss, F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").float())
+    assert_close(found.suspicion, (-sign * f / novel[:, 0, 0] ** 0.25).float())
+    assert_close(found.change[:, 0], (own[:, 0, 0] * (f.sigmoid() - y)).float())
+    assert_close(found.loss, F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").float())
     assert torch.equal(found.predicted, (f > 0).long())
 
 
@@ -108,7 +109,7 @@ def test_of_several_binary_outputs_the_most_suspect_counts():
     found = audit(posterior, (x, y.double()), likelihood="binary")
     _, novel = covariances(posterior, x)
     each = -(2 * y - 1) * model(x).detach() / novel.diagonal(dim1=1, dim2=2) ** 0.25
-    torch.testing.assert_close(found.suspicion, each.amax(dim=1).float())
+    assert_close(found.suspicion, each.amax(dim=1).float())
     assert torch.equal(found.labels, y)
 
 
@@ -137,9 +138,9 @@ def test_regression_agrees_with_the_hat_matrix():
     hat = (x @ x.T).diagonal()
     residual = (y - x @ (x.T @ y))[:, 0]
     found = audit(exact_posterior(x, y, noise), (x, y), likelihood="regression")
-    torch.testing.assert_close(found.suspicion, (residual.abs() / (noise * (1 + hat)).sqrt()).float())
+    assert_close(found.suspicion, (residual.abs() / (noise * (1 + hat)).sqrt()).float())
     # Leaving an example out moves its output by −h r/(1 − h); to first order by −h r.
-    torch.testing.assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
     assert not found.noise_estimated
 
 
@@ -155,9 +156,7 @@ def test_an_unseen_examples_suspicion_is_the_textbooks_studentised_residual():
         turned = x @ torch.linalg.inv(r)
         posterior = exact_posterior(turned[keep], y[keep], noise)
         found = audit(posterior, (turned[i : i + 1], y[i : i + 1]), likelihood="regression")
-        assert float(found.suspicion) == pytest.approx(
-            float(residual[i].abs() / (noise * (1 - hat[i])).sqrt()), rel=1e-5
-        )
+        assert float(found.suspicion) == approx(float(residual[i].abs() / (noise * (1 - hat[i])).sqrt()), rel=1e-5)
 
 
 def test_several_outputs_are_a_mahalanobis_distance():
@@ -170,9 +169,9 @@ def test_several_outputs_are_a_mahalanobis_distance():
     noise, r = torch.tensor([0.5, 2.0]).double().diag(), y - model(x).detach()
     distance = torch.stack([(r[i] @ torch.linalg.inv(own[i] + noise) @ r[i]).sqrt() for i in range(6)])
     found = audit(posterior, (x, y), likelihood="regression")
-    torch.testing.assert_close(found.suspicion, distance.float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.suspicion, distance.float(), rtol=1e-5, atol=1e-6)
     white = r @ torch.linalg.inv(noise)
-    torch.testing.assert_close(found.change, -(own @ white[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.change, -(own @ white[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_noise_is_estimated_and_said_so():
@@ -185,7 +184,7 @@ def test_an_unknown_noise_is_estimated_and_said_so():
     residual = (y - model(x).detach()[:, 0]).abs()
     assert found.noise_estimated
     assert "estimated from the residuals" in repr(found)
-    assert float(found.noise_variance) == pytest.approx(float((residual.sort().values[19] / 0.67449) ** 2), rel=1e-3)
+    assert float(found.noise_variance) == approx(float((residual.sort().values[19] / 0.67449) ** 2), rel=1e-3)
     assert found.suspects(1)[0].index == 3
     with pytest.raises(SettingError, match="noise variance is 0"):
         audit(posterior, (x, model(x).detach()), likelihood="regression")
@@ -193,7 +192,7 @@ def test_an_unknown_noise_is_estimated_and_said_so():
 
 def test_the_robust_variance_is_that_of_a_normal_variable():
     sample = 3 * torch.randn(200_001, 2, dtype=torch.float64)
-    torch.testing.assert_close(robust_variance(sample), torch.full((2,), 9.0).double(), rtol=0.03, atol=0)
+    assert_close(robust_variance(sample), torch.full((2,), 9.0).double(), rtol=0.03)
 
 
 @pytest.mark.parametrize("name", ["poisson", "heteroscedastic"])
@@ -205,16 +204,16 @@ def test_other_likelihoods_standardise_by_their_own_predictive(name):
     found = audit(posterior, (x, y), likelihood=name)
     predictive = posterior.predict(x, likelihood=name, covariance=True)
     z = (y - predictive.predicted_mean) / predictive.stddev
-    torch.testing.assert_close(found.suspicion, z.square().sum(dim=1).sqrt().float())
+    assert_close(found.suspicion, z.square().sum(dim=1).sqrt().float())
     f = model(x).detach().requires_grad_()
     if name == "poisson":
         nll = (f.exp() - y * f + torch.lgamma(y + 1)).sum(dim=1)
     else:
         nll = 0.5 * (math.log(2 * math.pi) + f[:, 1] + (y[:, 0] - f[:, 0]).square() * (-f[:, 1]).exp())
     (error,) = torch.autograd.grad(nll.sum(), f)
-    torch.testing.assert_close(found.loss, nll.detach().float(), rtol=1e-4, atol=1e-4)
+    assert_close(found.loss, nll.detach().float(), rtol=1e-4, atol=1e-4)
     change = (predictive.covariance @ error[..., None])[..., 0]
-    torch.testing.assert_close(found.change, change.float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.change, change.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_flipped_labels_come_first():
@@ -251,11 +250,11 @@ def test_examples_are_numbered_as_they_come_however_they_are_cut():
     for batches in pieces.values():
         found = audit(posterior, batches)
         for name in ("suspicion", "novelty", "influence", "loss", "change"):
-            torch.testing.assert_close(getattr(found, name), getattr(whole, name))
+            assert_close(getattr(found, name), getattr(whole, name))
         assert torch.equal(found.labels, y)
     # A budget that holds the covariances of a few examples at a time.
     small = audit(posterior, (x, y), memory_budget=32 * 16 * 60)
-    torch.testing.assert_close(small.suspicion, whole.suspicion)
+    assert_close(small.suspicion, whole.suspicion)
 
 
 def test_classes_left_out_are_never_suspects():
@@ -269,7 +268,7 @@ def test_classes_left_out_are_never_suspects():
         assert column[[2, 5]].isnan().all()
         keep = torch.arange(len(y)) != 2
         keep[5] = False
-        torch.testing.assert_close(column[keep], getattr(whole, name)[keep])
+        assert_close(column[keep], getattr(whole, name)[keep])
     for by in ("suspicion", "novelty", "influence", "loss"):
         assert {one.index for one in found.suspects(100, by=by)} == set(range(len(y))) - {2, 5}
 
@@ -350,7 +349,7 @@ def test_moments_of_novelty_are_computed_once(monkeypatch):
     alone = posterior.novelty(x)
     together = posterior.predict(x, likelihood="classification", covariance=True, novelty=True).novelty
     assert asked == [1, 2]
-    torch.testing.assert_close(alone, together)
+    assert_close(alone, together)
 
 
 def test_progress_is_shown_on_standard_error(capfd):
@@ -448,7 +447,7 @@ def test_pictures_hold_the_pixels():
     assert torch.equal(decoded(png(pixels)), pixels.long())
     imread = pytest.importorskip("matplotlib.image").imread
     read = imread(io.BytesIO(png(pixels)))
-    torch.testing.assert_close(torch.tensor(read), pixels.float() / 255)
+    assert_close(torch.tensor(read), pixels.float() / 255)
 
 
 @pytest.mark.parametrize(

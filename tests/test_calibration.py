@@ -19,11 +19,12 @@ import bayesadam as ba
 from bayesadam.calibration import choice, data, log_marginal_likelihood, validation
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of
-from bayesadam.structures.diagonal import Diagonal
 from cases import mlp
+from floats import approx, assert_close, close
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over
 
 
@@ -163,7 +164,7 @@ def test_validation_of_a_regression_finds_the_noise_of_every_output(regression):
     assert found.noise_variance.shape == (2,)
     assert (found.noise_variance <= residual * (1 + 1e-5)).all()
     total = predict(found, x).total_variance.mean(dim=0)
-    torch.testing.assert_close(total, residual, rtol=0.2, atol=0)
+    assert_close(total, residual, rtol=0.2)
 
 
 @every_likelihood
@@ -223,7 +224,7 @@ def test_the_starting_point_does_not_matter(request, coarse, likelihood: str, me
     )
     first, second = (calibrate(p, batch, likelihood=likelihood, method=method) for p in (posterior, other))
     for name, variance in first.variance.items():
-        torch.testing.assert_close(second.variance[name], variance, rtol=1e-2, atol=0)
+        assert_close(second.variance[name], variance, rtol=1e-2)
 
 
 # --- evidence -------------------------------------------------------------------------------------------------------
@@ -270,8 +271,8 @@ def test_evidence_finds_mackays_fixed_point_with_the_true_diagonal_of_the_gauss_
     # One trace for all outputs: the matrix has XᵀX/σ² for each of them, v knows of one scale.
     h = x.square().sum(dim=0).expand(outputs, -1) * float((1 / sigma2).mean())
     delta = found.prior_precision["weight"]
-    assert delta == pytest.approx(mackay(h, weight), rel=1e-5)
-    torch.testing.assert_close(1 / found.variance["weight"], h + delta, rtol=1e-8, atol=0)
+    assert delta == approx(mackay(h, weight), rel=1e-5)
+    assert_close(1 / found.variance["weight"], h + delta, rtol=1e-8)
 
 
 def test_evidence_is_stationary_where_it_is_known_exactly():
@@ -313,7 +314,7 @@ def test_the_total_curvature_is_that_of_the_gauss_newton_matrix(request, likelih
     delta = {name: float(d) for name, d in found.prior_precision.items()}
     total = sum((1 / v - delta[name]).sum() for name, v in found.variance.items())
     # The noise, and with it the trace, is settled to a percent.
-    torch.testing.assert_close(total, trace.detach(), rtol=0.03 if likelihood == "regression" else 1e-4, atol=0)
+    assert_close(total, trace.detach(), rtol=0.03 if likelihood == "regression" else 1e-4)
 
 
 def test_noise_and_uncertainty_together_are_the_held_out_residuals(regression):
@@ -322,7 +323,7 @@ def test_noise_and_uncertainty_together_are_the_held_out_residuals(regression):
     residual = (y - posterior.model(x).detach()).square().mean(dim=0)
     assert found.noise_variance.shape == (2,)
     predicted = predict(found, x).total_variance.mean(dim=0)
-    torch.testing.assert_close(predicted, residual, rtol=0.03, atol=0)
+    assert_close(predicted, residual, rtol=0.03)
     # Each output has a noise of its own.
     assert found.noise_variance[1] > 10 * found.noise_variance[0]
 
@@ -331,9 +332,9 @@ def test_noise_and_uncertainty_fit_the_mean_that_the_prior_has_moved(regression)
     posterior, (x, y) = regression
     found = calibrate(posterior.replace(form="likelihood"), (x, y), likelihood="regression", method="evidence")
     predicted = predict(found, x)
-    assert not torch.allclose(predicted.mean, posterior.model(x), rtol=1e-3)
+    assert not close(predicted.mean, posterior.model(x), rtol=1e-3)
     residual = (y - predicted.mean).square().mean(dim=0)
-    torch.testing.assert_close(predicted.total_variance.mean(dim=0), residual, rtol=0.05, atol=0)
+    assert_close(predicted.total_variance.mean(dim=0), residual, rtol=0.05)
 
 
 @pytest.mark.parametrize("method", ["validation", "evidence"])
@@ -385,14 +386,12 @@ def test_the_marginal_likelihood_is_laplaces(likelihood: str):
     expected = fit + prior.log_prob(theta) + len(theta) / 2 * math.log(2 * math.pi) - 0.5 * torch.logdet(precision)
     posterior = posterior.replace(noise_variance=noise)
     found = log_marginal_likelihood(posterior, (x, y), likelihood=likelihood)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    assert_close(found, expected, rtol=1e-10)
     # Half of the data stands for all of it.
     halves = [(x[:15], y[:15]), (x[15:], y[15:])]
-    torch.testing.assert_close(
-        log_marginal_likelihood(posterior, halves, likelihood=likelihood), expected, rtol=1e-10, atol=0
-    )
+    assert_close(log_marginal_likelihood(posterior, halves, likelihood=likelihood), expected, rtol=1e-10)
     doubled = log_marginal_likelihood(posterior, halves * 2, likelihood=likelihood)
-    torch.testing.assert_close(doubled, expected, rtol=1e-10, atol=0)
+    assert_close(doubled, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("form", ["map", "likelihood"])
@@ -416,9 +415,7 @@ def test_the_marginal_likelihood_of_a_linear_model_is_exact_in_both_forms(form: 
     ).replace(noise_variance=noise)
     prior = noise * torch.eye(n, dtype=torch.float64) + x @ x.T / delta
     expected = torch.distributions.MultivariateNormal(torch.zeros(n, dtype=torch.float64), prior).log_prob(y[:, 0])
-    torch.testing.assert_close(
-        log_marginal_likelihood(posterior, (x, y), likelihood="regression"), expected, rtol=1e-9, atol=0
-    )
+    assert_close(log_marginal_likelihood(posterior, (x, y), likelihood="regression"), expected, rtol=1e-9)
 
 
 def test_the_marginal_likelihood_is_of_one_network():
@@ -611,7 +608,7 @@ def test_stretched_draws_are_those_of_another_scale(classification):
         delta = {name: factor * float(d) for name, d in posterior.prior_precision.items()}
         other = posterior.replace(scale=factor * posterior.settings.scale, prior_precision=delta)
         expected = at_best_temperature(other, (x, y), every, predictive="linearised-sampled")
-        assert predictions.scored(other, every, 0).value == pytest.approx(expected, abs=2e-3)
+        assert predictions.scored(other, every, 0).value == approx(expected, abs=2e-3)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -706,8 +703,8 @@ def test_held_out_data_of_every_kind(classification):
     expected = calibrate(posterior, (x, y), likelihood="classification", method="evidence")
     for name, batches in loaders(x, y):
         found = calibrate(posterior, batches, likelihood="classification", method="evidence")
-        assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-3), name
-        assert found.prior_precision["0.weight"] == pytest.approx(expected.prior_precision["0.weight"], rel=1e-3), name
+        assert found.settings.scale == approx(expected.settings.scale, rel=1e-3), name
+        assert found.prior_precision["0.weight"] == approx(expected.prior_precision["0.weight"], rel=1e-3), name
 
 
 def test_several_inputs_and_a_forward_of_the_users_own(classification, coarse):
@@ -719,7 +716,7 @@ def test_several_inputs_and_a_forward_of_the_users_own(classification, coarse):
         likelihood="classification",
         forward=lambda model, batch: model(torch.cat(batch, dim=1)),
     )
-    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-3)
+    assert found.settings.scale == approx(expected.settings.scale, rel=1e-3)
 
 
 def test_data_that_is_none_is_named(classification):
@@ -749,7 +746,7 @@ def test_data_made_in_inference_mode(classification, coarse):
         batches = ((x.clone(), y), {"input": x.clone(), "labels": y})
     for batch in batches:
         found = calibrate(posterior, [batch], likelihood="classification")
-        assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-6)
+        assert found.settings.scale == approx(expected.settings.scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["validation", "evidence"])
@@ -763,8 +760,8 @@ def test_classes_of_minus_100_are_left_out(classification, coarse, method: str, 
     kept = marked != -100
     found = calibrate(posterior, (x, marked), generator=seeded(), **options)
     expected = calibrate(posterior, (x[kept], y[kept]), generator=seeded(), **options)
-    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-5)
-    assert found.prior_precision["0.weight"] == pytest.approx(expected.prior_precision["0.weight"], rel=1e-5)
+    assert found.settings.scale == approx(expected.settings.scale, rel=1e-5)
+    assert found.prior_precision["0.weight"] == approx(expected.prior_precision["0.weight"], rel=1e-5)
     with pytest.raises(MatchError, match="every class is -100"):
         calibrate(posterior, (x, torch.full_like(y, -100)), **options)
 
@@ -821,7 +818,7 @@ def test_the_data_may_be_cut_to_fit_the_memory(classification, coarse):
     )
     found = calibrate(moved, batch, likelihood="classification", memory_budget=20_000)
     assert max(rows[-5:]) < 60
-    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-3)
+    assert found.settings.scale == approx(expected.settings.scale, rel=1e-3)
 
 
 def test_an_example_of_which_nothing_is_known_does_not_take_the_noise_away():
@@ -842,5 +839,5 @@ def test_an_example_of_which_nothing_is_known_does_not_take_the_noise_away():
     # One input that does not vanish there, and whose variance is more than all residuals together.
     far = torch.cat([x, torch.tensor([[0.0, 3.0]]).double()])
     told = calibrate(posterior, (far, torch.cat([y, model(far[-1:]).detach()])), likelihood="regression")
-    assert float(calm) == pytest.approx(0.01, rel=0.3)
-    torch.testing.assert_close(told.noise_variance, calm, rtol=0.1, atol=0)
+    assert float(calm) == approx(0.01, rel=0.3)
+    assert_close(told.noise_variance, calm, rtol=0.1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.calibration import data
 from bayesadam.predict.options import Options
+from floats import assert_close
 
 
 class Tokens(nn.Module):
@@ -72,7 +73,7 @@ def test_rows_of_many_classes_are_what_predictions_have():
     for mean, variances, _, y, _ in parts:
         for row, own, label in zip(mean, variances[0], y, strict=True):
             same = (logits - row).abs().amax(dim=1) < 1e-5
-            torch.testing.assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
+            assert_close(own, outputs[same][0], rtol=1e-4, atol=1e-7)
             assert bool((targets.flatten()[same] == label).any())
 
 

@@ -20,6 +20,7 @@ from bayesadam.calibration.choice import _PARAMETERS, _parts
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
+from floats import approx, assert_close, close
 
 # Which of the two the data prefer is asked where it matters.
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
@@ -194,10 +195,10 @@ def test_the_report_s_numbers(steps):
     assert (report.n_fitted, report.n_scored) == (120, 120)
     pairs = list(zip(temperatures(fits, posterior.model), (scored for _, scored in fits), strict=True))
     of_temperature = sum(nll_at(t, logits(posterior.model, x), y) * len(y) for t, (x, y) in pairs) / 120
-    assert report.nll["best temperature alone"] == pytest.approx(of_temperature, rel=1e-4)
+    assert report.nll["best temperature alone"] == approx(of_temperature, rel=1e-4)
     f = logits(posterior.model, batch[0])
-    assert report.nll["network alone"] == pytest.approx(nll_at(1.0, f, batch[1]), rel=1e-5)
-    assert report.nll["posterior"] == pytest.approx(-float(joined(fits, log_probs).mean()), rel=1e-5)
+    assert report.nll["network alone"] == approx(nll_at(1.0, f, batch[1]), rel=1e-5)
+    assert report.nll["posterior"] == approx(-float(joined(fits, log_probs).mean()), rel=1e-5)
     # The settings are those of all examples.
     assert found.settings.scale == whole.settings.scale
     assert (report.temperatures, report.averaged) == ((found.temperature,), found.averaged)
@@ -206,7 +207,7 @@ def test_the_report_s_numbers(steps):
     gain = joined(fits, log_probs) - torch.cat(at_temperature).gather(1, labels[:, None]).squeeze(1)
     assert report.averaged == beyond_chance(gain)
     if not report.averaged:
-        assert found.temperature == pytest.approx(best_temperature(f, batch[1]), rel=1e-2)
+        assert found.temperature == approx(best_temperature(f, batch[1]), rel=1e-2)
 
 
 @pytest.mark.parametrize("method", ["evidence", "validation"])
@@ -227,15 +228,15 @@ def test_the_report_s_numbers_of_a_regression(method):
     spreads = [error.square().mean(dim=0).sqrt() for error in reversed(errors)]
     alone = [torch.distributions.Normal(0.0, spread).log_prob(e) for spread, e in zip(spreads, errors, strict=True)]
     assert report.nll == {
-        "posterior": pytest.approx(-float(scores.mean()), abs=1e-5),
-        "network alone": pytest.approx(-float(torch.cat(alone).sum(dim=1).mean()), abs=1e-4),
+        "posterior": approx(-float(scores.mean()), abs=1e-5),
+        "network alone": approx(-float(torch.cat(alone).sum(dim=1).mean()), abs=1e-4),
     }
     residuals = joined(fits, lambda fit, x, y: ((y - by_hand(fit, x).mean) / by_hand(fit, x).stddev).abs())
-    torch.testing.assert_close(report.guarantee.residuals, residuals)
+    assert_close(report.guarantee.residuals, residuals)
     assert report.guarantee.classes == {}
     # Of a new input, novelty will be under the noise of the fit to all; so are those it is compared with.
     of_all = joined(fits, lambda fit, x, y: found.novelty(x, likelihood="regression"))
-    torch.testing.assert_close(report.guarantee.novelty, of_all)
+    assert_close(report.guarantee.novelty, of_all)
 
 
 def in_use(found: Any, fits: list[tuple[Any, Batch]]) -> list[tuple[Any, Batch]]:
@@ -254,14 +255,14 @@ def test_the_guarantee_s_scores(seed, steps):
     assert torch.equal(guarantee.labels, joined(fits, lambda fit, x, y: y))
     scores = joined(fits, log_probs)
     nll = found.calibration.nll["posterior" if found.averaged else "best temperature alone"]
-    assert nll == pytest.approx(-float(scores.mean()), rel=1e-4)
-    torch.testing.assert_close(guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
+    assert nll == approx(-float(scores.mean()), rel=1e-4)
+    assert_close(guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
     # Nothing is ever fitted to novelty.
     novelty = joined(fits, lambda fit, x, y: posterior.novelty(x))
-    torch.testing.assert_close(guarantee.novelty, novelty)
+    assert_close(guarantee.novelty, novelty)
     fresh = blobs(30, 2)[0]
     by_hand = (1 + (novelty[None] >= posterior.novelty(fresh)[:, None]).sum(dim=1)) / 201
-    torch.testing.assert_close(
+    assert_close(
         found.predict(fresh, likelihood="classification").novelty_pvalue, by_hand.double(), rtol=1e-6, atol=1e-9
     )
 
@@ -326,9 +327,9 @@ def test_without_parts_there_are_no_guarantees(count, folds):
     assert found.calibration.guarantee.tensors() == {}
     # Scored on the fitted ones themselves, less what a parameter wins by that.
     f, nll = logits(found.model, batch[0]), found.calibration.nll
-    assert nll["network alone"] == pytest.approx(nll_at(1.0, f, batch[1]), rel=1e-5)
+    assert nll["network alone"] == approx(nll_at(1.0, f, batch[1]), rel=1e-5)
     t = best_temperature(f, batch[1])
-    assert nll["best temperature alone"] == pytest.approx(nll_at(t, f, batch[1]), rel=1e-4)
+    assert nll["best temperature alone"] == approx(nll_at(t, f, batch[1]), rel=1e-4)
     alone = nll["best temperature alone"] + 1 / count
     assert found.averaged == (nll["posterior"] + 3 / count < alone)
     p = found.predict(batch[0], likelihood="classification")
@@ -375,9 +376,9 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     # Variances, draws and what samples are the posterior's all the same.
     assert bool((p.variance > 0).all())
     sampled = found.predict(x, likelihood="classification", predictive="sampled", generator=seeded())
-    assert not torch.allclose(sampled.probs, p.probs, rtol=1e-3)
+    assert not close(sampled.probs, p.probs, rtol=1e-3)
     used = found.replace(averaged=True).predict(x, likelihood="classification")
-    assert not torch.allclose(used.probs, p.probs, rtol=1e-4)
+    assert not close(used.probs, p.probs, rtol=1e-4)
 
 
 def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
@@ -389,7 +390,7 @@ def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
     assert nll_at(0.25, logits(posterior.model, x), y) < nll_at(0.5, logits(posterior.model, x), y)
     assert 0.35 < found.temperature <= 1
     if not found.averaged:
-        assert found.temperature == pytest.approx(best_temperature(logits(posterior.model, x), y), rel=1e-3)
+        assert found.temperature == approx(best_temperature(logits(posterior.model, x), y), rel=1e-3)
     fresh, labels = blobs(2000, 6)
     alone = nll_at(1.0, logits(posterior.model, fresh), labels)
     coldest = nll_at(0.25, logits(posterior.model, fresh), labels)
@@ -517,7 +518,7 @@ def same_report(found: Any, expected: Any) -> None:
     tensors = expected.guarantee.tensors()
     assert found.guarantee.tensors().keys() == tensors.keys()
     assert tensors
-    torch.testing.assert_close(found.guarantee.tensors(), tensors, rtol=0, atol=0)
+    assert_close(found.guarantee.tensors(), tensors)
 
 
 @pytest.mark.parametrize("steps", [300, 10])
@@ -556,7 +557,7 @@ def test_a_saved_mixture_keeps_its_report(tmp_path):
     assert [m.temperature for m in found] == [m.temperature for m in mixture]
     x = blobs(40, 2)[0]
     mine, theirs = (each.predict(x, likelihood="classification") for each in (found, mixture))
-    torch.testing.assert_close(mine.novelty_pvalue, theirs.novelty_pvalue)
+    assert_close(mine.novelty_pvalue, theirs.novelty_pvalue)
     assert torch.equal(mine.prediction_set(0.9), theirs.prediction_set(0.9))
     assert mixture.replace(scale=2.0).calibration is None
     assert mixture.to(dtype=torch.float64).calibration is mixture.calibration
@@ -579,12 +580,12 @@ def test_a_mixture_s_numbers_are_of_the_whole(weights):
     f = [logits(member.model, batch[0]) for member in mixture]
     pooled = sum(w * torch.from_numpy(each).softmax(dim=1) for w, each in zip(weights, f, strict=True))
     alone = -float(pooled.gather(1, batch[1][:, None]).log().mean())
-    assert report.nll["network alone"] == pytest.approx(alone, rel=1e-5)
-    torch.testing.assert_close(report.guarantee.novelty, joined(fits, lambda fit, x, y: mixture.novelty(x)))
+    assert report.nll["network alone"] == approx(alone, rel=1e-5)
+    assert_close(report.guarantee.novelty, joined(fits, lambda fit, x, y: mixture.novelty(x)))
     scores = joined(fits, log_probs)
-    assert report.nll["posterior"] == pytest.approx(-float(scores.mean()), rel=1e-4)
+    assert report.nll["posterior"] == approx(-float(scores.mean()), rel=1e-4)
     if report.averaged:
-        torch.testing.assert_close(report.guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
+        assert_close(report.guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
 
 
 # --- once more --------------------------------------------------------------------------------------------------------
@@ -596,7 +597,7 @@ def test_calibrating_again_starts_anew(method):
     once = calibrated(network(), batch, method=method)
     again = calibrated(network().replace(temperature=5.0, averaged=False), batch, method=method)
     assert again.averaged == once.averaged
-    assert again.calibration.nll == pytest.approx(once.calibration.nll, rel=1e-4)
+    assert again.calibration.nll == approx(once.calibration.nll, rel=1e-4)
 
 
 def test_no_warning_where_the_posterior_is_in_use():

@@ -22,14 +22,14 @@ from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
 from bayesadam.bandits.agents import SETTINGS
-from bayesadam.curvature.compression import Compression
 from bayesadam.data.images import IMAGE_SETS
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import FileError, SettingError
-from bayesadam.experiments import bandits, demo, pruning, regression, report
-from bayesadam.experiments.run import Run
 from bayesadam.merging.plan import Method
+from bayesadam.paper import bandits, demo, pruning, regression, report
+from bayesadam.paper.run import Run
 from bayesadam.pruning.masks import Scope
+from bayesadam.readers.compression import Compression
 from processes import PATIENCE, eventually
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -142,7 +142,7 @@ def test_the_users_commands_come_first_and_the_papers_are_together(capsys):
 
 @pytest.mark.parametrize("name", ["regression", "pruning", "bandits", "report"])
 def test_the_short_names_go_on_working_with_a_hint(name, tmp_path, monkeypatch, capsys):
-    module = importlib.import_module(f"bayesadam.experiments.{name}")
+    module = importlib.import_module(f"bayesadam.paper.{name}")
     calls = []
     monkeypatch.setattr(module, f"run_{name}", lambda **given: calls.append(given))
     given = [tmp_path] if name == "report" else ["--out", tmp_path]
@@ -465,7 +465,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 from bayesadam.__main__ import main
-from bayesadam.experiments import demo
+from bayesadam.paper import demo
 
 train = demo.train_network
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.curvature import StateReader, read_optimizer
+from bayesadam.readers import StateReader, read_optimizer
 from cases import mlp, train, trained
+from floats import approx
 
 
 def finding(diagnosis: ba.Diagnosis, code: str) -> ba.Finding:
@@ -111,7 +112,7 @@ def test_few_steps_are_those_below_the_memory(steps: int, found: bool) -> None:
         few = finding(diagnosis, "few-steps")
         assert few.severity == "warning"
         assert few.data["steps"] == steps
-        assert few.data["memory"] == pytest.approx(10)
+        assert few.data["memory"] == approx(10)
         assert few.parameters == ("0.weight", "0.bias")
         assert f"{steps} steps against a memory of" in few.message
 
@@ -136,7 +137,7 @@ def test_dead_units_have_no_curvature() -> None:
     assert zero.severity == "warning"
     # Three weights in, one bias, one weight out.
     assert zero.data["zeros"] == {"0.weight": 3, "0.bias": 1, "2.weight": 1}
-    assert zero.data["share"] == pytest.approx(5 / 21)
+    assert zero.data["share"] == approx(5 / 21)
     assert zero.parameters == ("0.weight", "0.bias", "2.weight")
     assert "5 of 21 weights (23.8%)" in zero.message
     assert "prior_precision > 0" in zero.message
@@ -229,7 +230,7 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
     told = finding(ba.doctor(model, optimizer), "coupled-decay")
     assert told.severity == "warning"
     assert told.data["weight_decay"] == {"weight": 0.5}
-    assert told.data["median_share_of_v"]["weight"] == pytest.approx(4 / 25, rel=1e-4)
+    assert told.data["median_share_of_v"]["weight"] == approx(4 / 25, rel=1e-4)
     assert "decay up to 0.5" in told.message
     assert "16.0% of v" in told.message
     assert "AdamW" in told.message

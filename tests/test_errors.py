@@ -15,8 +15,8 @@ from bayesadam import bandits, errors
 from bayesadam._files import replacing
 from bayesadam.data.images import read_idx
 from bayesadam.data.tables import read_statlog
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict import predict
-from bayesadam.structures.diagonal import Diagonal
 from cases import mlp
 
 ALSO = {

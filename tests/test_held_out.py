@@ -17,6 +17,7 @@ import bayesadam as ba  # noqa: E402
 from bayesadam.calibration import calibrate, log_marginal_likelihood, validation  # noqa: E402
 from bayesadam.errors import MatchError  # noqa: E402
 from bayesadam.held_out import aligned  # noqa: E402
+from floats import approx, assert_close  # noqa: E402
 from predict.cases_networks import jacobian, posterior_over  # noqa: E402
 
 # Which probabilities made-up data prefer does not matter here, nor that they are few.
@@ -135,15 +136,13 @@ def test_the_held_out_nll_is_the_models_own_loss(name: str):
     posterior = posterior_over(model)
     # The loss of some of them is computed in float32.
     for batch, loss in zip(batches, losses, strict=True):
-        assert mean_nll(posterior, batch) == pytest.approx(loss, rel=1e-6)
+        assert mean_nll(posterior, batch) == approx(loss, rel=1e-6)
     expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert mean_nll(posterior, batches) == pytest.approx(expected, rel=1e-6)
-    assert mean_nll(posterior, [transformers.BatchEncoding(batch) for batch in batches]) == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert mean_nll(posterior, batches) == approx(expected, rel=1e-6)
+    assert mean_nll(posterior, [transformers.BatchEncoding(batch) for batch in batches]) == approx(expected, rel=1e-6)
     # A second time, as a callback does that has looked at the data before.
     again = list(aligned(posterior, batches, likelihood="classification"))
-    assert mean_nll(posterior, again) == pytest.approx(expected, rel=1e-6)
+    assert mean_nll(posterior, again) == approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT, masked", "BART"])
@@ -168,7 +167,7 @@ def test_a_sequence_classifier_keeps_its_labels():
     posterior = posterior_over(model)
     renamed = {{"labels": "label_ids"}.get(key, key): value for key, value in batch.items()}
     for given in (batch, renamed, ({key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"])):
-        assert mean_nll(posterior, given) == pytest.approx(loss, rel=1e-6)
+        assert mean_nll(posterior, given) == approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["validation", "evidence"])
@@ -195,8 +194,8 @@ def test_calibration_on_labels_is_that_on_outputs_cut_by_hand(method: str, predi
         generator=torch.Generator().manual_seed(0),
         **options,
     )
-    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-6)
-    assert found.prior_precision == pytest.approx(expected.prior_precision, rel=1e-6)
+    assert found.settings.scale == approx(expected.settings.scale, rel=1e-6)
+    assert found.prior_precision == approx(expected.prior_precision, rel=1e-6)
 
 
 def test_the_curvature_of_a_language_model_is_an_average_over_the_tokens_that_count():
@@ -212,7 +211,7 @@ def test_the_curvature_of_a_language_model_is_an_average_over_the_tokens_that_co
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     trace = 120 / len(p) * torch.einsum("ncp,ncd,ndp->", j, hessian, j)
     total = sum((1 / v - found.prior_precision[name]).sum() for name, v in found.variance.items())
-    torch.testing.assert_close(total, trace.detach(), rtol=1e-4, atol=0)
+    assert_close(total, trace.detach(), rtol=1e-4)
 
 
 def test_a_mixture_of_language_models():
@@ -228,7 +227,7 @@ def test_a_mixture_of_language_models():
             method="evidence",
             forward=lambda model, inputs: model(**inputs).logits[:, :-1],
         )
-        assert tuned.settings.scale == pytest.approx(expected.settings.scale)
+        assert tuned.settings.scale == approx(expected.settings.scale)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ def test_labels_that_cannot_be_placed_are_refused_until_forward_says(build: Call
         return getattr(output, "logits", output)[:, :-1]
 
     found = mean_nll(posterior, (inputs, batch["labels"][:, 1:]), forward=cut)
-    assert found == pytest.approx(float(expected), rel=1e-9)
+    assert found == approx(float(expected), rel=1e-9)
 
 
 def test_targets_beside_the_inputs_belong_to_the_outputs_as_they_are():
@@ -290,8 +289,8 @@ def test_targets_beside_the_inputs_belong_to_the_outputs_as_they_are():
     with torch.no_grad():
         expected = float(posterior.model(input_ids=ids, labels=ids).loss)
     for inputs in ({"input_ids": ids[:, :-1]}, ids[:, :-1], (ids[:, :-1],)):
-        assert mean_nll(posterior, (inputs, ids[:, 1:])) == pytest.approx(expected, rel=1e-6)
-    assert mean_nll(posterior, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}) == pytest.approx(expected, rel=1e-6)
+        assert mean_nll(posterior, (inputs, ids[:, 1:])) == approx(expected, rel=1e-6)
+    assert mean_nll(posterior, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}) == approx(expected, rel=1e-6)
     for batch in (({"input_ids": ids}, ids), (ids, ids), {"input_ids": ids, "targets": ids}):
         with pytest.raises(MatchError, match="under 'labels', or move them by one place"):
             log_marginal_likelihood(posterior, batch, likelihood="classification")
@@ -313,7 +312,7 @@ def test_an_encoder_decoder_is_given_the_inputs_of_its_decoder():
         (source, target),
         {**source, "labels": target, "decoder_input_ids": own},
     ):
-        assert mean_nll(posterior, given) == pytest.approx(expected, rel=1e-6)
+        assert mean_nll(posterior, given) == approx(expected, rel=1e-6)
 
 
 def test_labels_that_are_none_are_named():
@@ -337,4 +336,4 @@ def test_a_batch_without_targets_among_others():
     nothing = batch | {"labels": torch.full((4, LENGTH), -100)}
     with torch.no_grad():
         expected = float(posterior.model(**batch).loss)
-    assert mean_nll(posterior, [nothing, batch]) == pytest.approx(expected, rel=1e-6)
+    assert mean_nll(posterior, [nothing, batch]) == approx(expected, rel=1e-6)

@@ -16,12 +16,13 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
-from bayesadam.checkpoint import CheckpointOptions, read_checkpoint
-from bayesadam.checkpoint.resolve import explain
 from bayesadam.errors import FileError, SettingError
-from bayesadam.experiments import inspection as command
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
+from bayesadam.paper import inspection as command
+from bayesadam.readers.formats import CheckpointOptions, read_checkpoint
+from bayesadam.readers.formats.resolve import explain
 from cases import mlp, train
+from floats import approx, assert_close
 
 
 def run(*arguments: object) -> int:
@@ -65,7 +66,7 @@ def test_the_numbers_are_those_of_the_live_posterior(trained_pair: Any, path: Pa
         snr = posterior.snr()[row.name]
         expected = torch.quantile(snr.double(), torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
         measured = torch.tensor([row.snr_q05, row.snr_q50, row.snr_q95], dtype=torch.float64)
-        torch.testing.assert_close(measured, expected, rtol=1e-5, atol=1e-7)
+        assert_close(measured, expected, rtol=1e-5, atol=1e-7)
         assert row.below == int((snr < 2.0).sum())
         assert row.weights == snr.numel()
         assert row.shape == tuple(snr.shape)
@@ -94,7 +95,7 @@ def test_without_n_only_the_order_is_told(path: Path) -> None:
     assert (scaled.n_data, scaled.threshold) == (400, 1.0)
     assert "only the order" not in str(scaled)
     for one, other in zip(plain.parameters, scaled.parameters, strict=True):
-        assert other.snr_q50 == pytest.approx(20 * one.snr_q50, rel=1e-5)
+        assert other.snr_q50 == approx(20 * one.snr_q50, rel=1e-5)
     # A threshold that is asked for is counted at N = 1.
     assert inspect_checkpoint(path, snr=1e9).below == plain.weights
 
@@ -121,7 +122,7 @@ def test_quantiles_of_large_tensors_come_from_a_sample(path: Path, monkeypatch: 
             other.histogram,
         )
         assert (one.snr_q50 == other.snr_q50) == (one.weights <= 200)
-        assert other.snr_q50 == pytest.approx(one.snr_q50, rel=0.3)
+        assert other.snr_q50 == approx(one.snr_q50, rel=0.3)
 
 
 def test_the_doctor_is_asked(path: Path) -> None:
@@ -179,7 +180,7 @@ def agrees(found: inspect.Inspection, expected: Mapping[str, torch.Tensor]) -> N
     for row in found.parameters:
         values = expected[row.name].double()
         levels = torch.quantile(values, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64))
-        torch.testing.assert_close(torch.tensor(row.quantiles, dtype=torch.float64), levels, rtol=1e-5, atol=1e-9)
+        assert_close(torch.tensor(row.quantiles, dtype=torch.float64), levels, rtol=1e-5, atol=1e-9)
         assert row.shape == tuple(values.shape)
         assert row.below == (int((values < 1.0).sum()) if found.has_weights else None)
 
@@ -221,7 +222,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
         assert "--optimizer-file" in found.scale_note
         written = found.to_dict()["parameters"]["2.weight"]
         assert "snr_q50" not in written
-        assert written["std_q50"] == pytest.approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
+        assert written["std_q50"] == approx(float(posterior.stddev["2.weight"].median()), rel=0.01)
 
 
 @pytest.mark.parametrize("structure", ["kronecker", "low-rank+diagonal"])

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
+from floats import approx, assert_close  # noqa: E402
 
 WORDS, LENGTH, CLASSES, WIDTH = 10, 6, 3, 16
 
@@ -175,8 +176,8 @@ def test_the_predictive_variance_is_that_of_the_full_jacobian(adapted, last_toke
     variance = posterior.variance
     expected = sum((jacobians[name].square() * variance[name]).flatten(expected_mean.dim()).sum(-1) for name in own)
     found = posterior.predict(inputs, likelihood="classification", forward=forward)
-    torch.testing.assert_close(found.mean, expected_mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.variance, expected.detach(), rtol=1e-8, atol=1e-12)
+    assert_close(found.mean, expected_mean, rtol=1e-9, atol=1e-9)
+    assert_close(found.variance, expected.detach(), rtol=1e-8, atol=1e-12)
     assert (found.variance > 0).all()
 
 
@@ -220,7 +221,7 @@ def test_batches_of_a_language_model_are_scored_as_its_own_loss_does(language_mo
     options = {"likelihood": "classification", "method": "evidence"}
     found = ba.calibrate(posterior, [{**inputs, "labels": inputs["input_ids"]}], **options)
     expected = ba.calibrate(posterior, (inputs, y), forward=language_model.forward, **options)
-    assert found.settings.scale == pytest.approx(expected.settings.scale, rel=1e-6)
+    assert found.settings.scale == approx(expected.settings.scale, rel=1e-6)
 
 
 def test_draws_leave_the_frozen_weights_alone(adapted):

@@ -14,6 +14,7 @@ peft = pytest.importorskip("peft")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.lora import pairs_in  # noqa: E402
+from floats import approx, assert_close  # noqa: E402
 
 WORDS, WIDTH, CLASSES, RANK, BATCH = 7, 6, 3, 3, 10
 CLOSE = {"rtol": 1e-5, "atol": 0.0}
@@ -126,9 +127,9 @@ def assert_same_predictions(found: ba.Posterior, expected: ba.Posterior) -> None
     for name in ("mean", "variance", "covariance", "probs", "novelty"):
         ours, theirs = getattr(a, name), getattr(b, name)
         assert ours is not None
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()), msg=name)
-    torch.testing.assert_close(a.variance, b.variance, **CLOSE)
-    torch.testing.assert_close(a.novelty, b.novelty, **CLOSE)
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()), msg=name)
+    assert_close(a.variance, b.variance, **CLOSE)
+    assert_close(a.novelty, b.novelty, **CLOSE)
 
 
 # --- the symmetry ---------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_the_distribution_of_draws_is_that_of_the_product(adapted, options, c):
     theta = before.sample(8, generator=torch.Generator().manual_seed(0))
     sizes = [(b.shape[0], a.shape[1]) for b, a in factors(adapted)]
     volume = sum((up - down) * float(each.abs().log().sum()) for (up, down), each in zip(sizes, c, strict=True))
-    torch.testing.assert_close(after.log_prob(moved(theta, c)), before.log_prob(theta) - volume, **CLOSE)
+    assert_close(after.log_prob(moved(theta, c)), before.log_prob(theta) - volume, **CLOSE)
 
 
 def test_draws_of_the_product_are_the_same_ones(adapted):
@@ -159,7 +160,7 @@ def test_draws_of_the_product_are_the_same_ones(adapted):
     draws = [each.sample(4, generator=torch.Generator().manual_seed(0)) for each in (read(adapted), before)]
     for pair in pairs_in(before.mode):
         found, expected = (draw[pair.up] @ draw[pair.down] for draw in draws)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+        assert_close(found, expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")
@@ -171,7 +172,7 @@ def test_calibration_keeps_the_symmetry(adapted, options, c, method):
     chosen = {"likelihood": "classification", "method": method, "folds": 1}
     tuned = [ba.calibrate(p, data(30, seed=1), **chosen) for p in (read(adapted, **options), before)]
     assert_same_predictions(*tuned)
-    assert tuned[0].settings.scale == pytest.approx(tuned[1].settings.scale, rel=1e-4)
+    assert tuned[0].settings.scale == approx(tuned[1].settings.scale, rel=1e-4)
     assert_same_predictions(*(each.replace(averaged=True, temperature=1.0) for each in tuned))
 
 
@@ -213,7 +214,7 @@ def test_the_prior_is_the_diagonal_of_the_penalty(adapted):
         for number, name in enumerate(theta):
             size = theta[name].numel()
             expected = hessian(penalty, argnums=number)(*theta.values()).reshape(size, size).diagonal()
-            torch.testing.assert_close(prior[name].flatten(), expected)
+            assert_close(prior[name].flatten(), expected)
     assert {delta} == {value for name, value in prior.items() if "modules_to_save" in name}
 
 
@@ -222,7 +223,7 @@ def test_rotated_factors_get_the_mean(adapted, options):
     whole, found = read(adapted).prior_precision, read(adapted, "kronecker", **options).prior_precision
     for pair in pairs_in(whole):
         for name in (pair.up, pair.down):
-            assert found[name] == pytest.approx(float(whole[name].mean()))
+            assert found[name] == approx(float(whole[name].mean()))
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")
@@ -232,10 +233,10 @@ def test_calibration_multiplies_it_by_one_number(adapted, method):
     chosen = {"likelihood": "classification", "method": method, "folds": 1}
     tuned = ba.calibrate(posterior, data(80, seed=1), **chosen)
     ratios = [torch.as_tensor(tuned.prior_precision[name] / delta) for name, delta in posterior.prior_precision.items()]
-    assert max(map(float, (r.max() for r in ratios))) == pytest.approx(min(map(float, (r.min() for r in ratios))))
+    assert max(map(float, (r.max() for r in ratios))) == approx(min(map(float, (r.min() for r in ratios))))
     again = ba.calibrate(tuned, data(80, seed=1), **chosen)
     name = "base_model.model.head.modules_to_save.default.bias"
-    assert again.prior_precision[name] == pytest.approx(tuned.prior_precision[name], rel=1e-3)
+    assert again.prior_precision[name] == approx(tuned.prior_precision[name], rel=1e-3)
 
 
 def test_a_convolution_has_factors_too():
@@ -254,12 +255,8 @@ def test_a_convolution_has_factors_too():
     ((up, down),) = factors(model)
     (pair,) = pairs_in(prior)
     for j in range(2):
-        torch.testing.assert_close(
-            prior[pair.up][:, j].unique(), down[j].square().sum()[None].detach(), rtol=1e-5, atol=0
-        )
-        torch.testing.assert_close(
-            prior[pair.down][j].unique(), up[:, j].square().sum()[None].detach(), rtol=1e-5, atol=0
-        )
+        assert_close(prior[pair.up][:, j].unique(), down[j].square().sum()[None].detach(), rtol=1e-5)
+        assert_close(prior[pair.down][j].unique(), up[:, j].square().sum()[None].detach(), rtol=1e-5)
 
 
 def test_a_frozen_factor_counts(adapted):
@@ -332,7 +329,7 @@ def test_layers_of_ones_own_need_a_scaling():
         posterior.replace(prior_precision=ba.LoraPrior())
     found = posterior.replace(prior_precision=ba.LoraPrior(2.0, scaling=0.5)).prior_precision["0.lora_B"]
     expected = 2.0 * 0.25 * model[0].lora_A.square().sum(dim=1)
-    torch.testing.assert_close(found, expected.detach().expand(4, 2))
+    assert_close(found, expected.detach().expand(4, 2))
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, "much"])

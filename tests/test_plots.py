@@ -14,6 +14,7 @@ from bayesadam import scores
 from bayesadam.errors import MatchError, MissingExtraError, SettingError
 from bayesadam.likelihoods import likelihood
 from cases import mlp
+from floats import approx, assert_close
 from processes import run_python
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -65,11 +66,11 @@ def test_bands_reach_from_quantile_to_quantile():
         for number in range(12):
             column = vertices[np.isclose(vertices[:, 0], float(x[number]))][:, 1]
             expected = [float(p.mean[number] + sign * z * variance[number].sqrt()) for sign in (-1, 1)]
-            np.testing.assert_allclose([column.min(), column.max()], expected, rtol=1e-4)
+            assert_close([column.min(), column.max()], expected, rtol=1e-4)
     line, dots = ax.lines
     order = x.flatten().argsort()
-    np.testing.assert_allclose(line.get_ydata(), p.mean.flatten()[order].numpy())
-    np.testing.assert_allclose(dots.get_ydata(), (p.mean + 0.1).flatten().numpy(), rtol=1e-6)
+    assert_close(line.get_ydata(), p.mean.flatten()[order].numpy())
+    assert_close(dots.get_ydata(), (p.mean + 0.1).flatten().numpy(), rtol=1e-6)
 
 
 def test_without_x_there_is_a_bar_for_every_example():
@@ -79,7 +80,7 @@ def test_without_x_there_is_a_bar_for_every_example():
     assert labels(ax) == ["95 % of observations", "95 % of the function", "output 0", "targets", "output 1"]
     low, high = p.interval(0.95)
     segments = np.array(ax.collections[0].get_segments())
-    np.testing.assert_allclose(segments[:, :, 1], torch.stack([low[:, 0], high[:, 0]], dim=1).numpy(), rtol=1e-5)
+    assert_close(segments[:, :, 1], torch.stack([low[:, 0], high[:, 0]], dim=1).numpy(), rtol=1e-5)
 
 
 def test_an_unknown_noise_leaves_the_function_alone_and_says_nothing():
@@ -93,7 +94,7 @@ def test_other_numbers_have_bands_too(name):
     ax = p.plot(np.arange(12.0))
     low, high = p.interval(0.95)
     found = polygons(ax)[0][:, 1]
-    np.testing.assert_allclose([found.min(), found.max()], [float(low.min()), float(high.max())], rtol=1e-4)
+    assert_close([found.min(), found.max()], [float(low.min()), float(high.max())], rtol=1e-4)
 
 
 def test_mixtures_are_drawn_like_their_kind():
@@ -110,17 +111,17 @@ def test_a_reliability_diagram_shows_the_calibration_error():
     (dots,) = [each for each in ax.collections if hasattr(each, "get_sizes") and len(each.get_offsets()) > 1]
     for sure, share in np.asarray(dots.get_offsets()):
         inside = ((confidence * 15).ceil() == np.ceil(sure * 15)).numpy()
-        assert share == pytest.approx((answer == y).numpy()[inside].mean())
-        assert sure == pytest.approx(confidence.numpy()[inside].mean(), rel=1e-5)
+        assert share == approx((answer == y).numpy()[inside].mean())
+        assert sure == approx(confidence.numpy()[inside].mean(), rel=1e-5)
 
 
 def test_probabilities_are_means_or_lines_over_x():
     p, _ = classes(n=20, k=3)
     bars = p.plot().patches
-    np.testing.assert_allclose([bar.get_height() for bar in bars], p.probs.mean(dim=0).numpy(), rtol=1e-6)
+    assert_close([bar.get_height() for bar in bars], p.probs.mean(dim=0).numpy(), rtol=1e-6)
     ax = p.plot(torch.arange(20.0))
     assert labels(ax) == ["class 0", "class 1", "class 2"]
-    np.testing.assert_allclose(ax.lines[1].get_ydata(), p.probs[:, 1].numpy(), rtol=1e-6)
+    assert_close(ax.lines[1].get_ydata(), p.probs[:, 1].numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["regression", "classification"])
@@ -143,7 +144,7 @@ def test_signal_to_noise_ratios_by_layer(make):
     medians = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
     snr = q.snr()
     expected = [torch.cat([snr[f"{k}.weight"].flatten(), snr[f"{k}.bias"]]).double().numpy() for k in (0, 2)]
-    np.testing.assert_allclose(medians, [np.median(each) for each in expected], rtol=1e-5)
+    assert_close(medians, [np.median(each) for each in expected], rtol=1e-5)
 
 
 def test_the_users_axes_are_used_and_returned():

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam import _storage as storage
 from bayesadam import publish
-from bayesadam.checkpoint import format_of, read_checkpoint, read_curvature
 from bayesadam.cli import app
-from bayesadam.curvature.compression import BLOCK, decode, encode, expanded, orthonormal, outline
-from bayesadam.curvature.probes import probe
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.optim import SOAP
 from bayesadam.publish import export_checkpoint
+from bayesadam.readers.compression import BLOCK, decode, encode, expanded, orthonormal, outline
+from bayesadam.readers.formats import format_of, read_checkpoint, read_curvature
+from bayesadam.readers.probes import probe
+from floats import approx, assert_close, close
 
 COMPRESSIONS = (None, "8bit", "factored")
 
@@ -57,7 +58,7 @@ def test_eight_bits_at_the_ends_of_float32():
 
 def test_the_bytes_of_eight_bits():
     parts = encode(torch.rand(1000, 512), "8bit")
-    assert sum(part.numel() * part.itemsize for part in parts.values()) / (4 * 512_000) == pytest.approx(0.25, rel=0.02)
+    assert sum(part.numel() * part.itemsize for part in parts.values()) / (4 * 512_000) == approx(0.25, rel=0.02)
 
 
 def test_factored_is_the_product_of_the_margins():
@@ -66,9 +67,9 @@ def test_factored_is_the_product_of_the_margins():
     found = decode(encode(v, "factored"), "v")
     dense = v.double().reshape(5, 12)
     expected = torch.outer(dense.sum(1), dense.sum(0)) / dense.sum()
-    assert torch.allclose(found.double().reshape(5, 12), expected, rtol=1e-6, atol=0)
+    assert_close(found.double().reshape(5, 12), expected, rtol=1e-6)
     rank_one = torch.outer(torch.rand(4) + 0.1, torch.rand(6) + 0.1)
-    assert torch.allclose(decode(encode(rank_one, "factored"), "v"), rank_one, rtol=1e-6, atol=0)
+    assert_close(decode(encode(rank_one, "factored"), "v"), rank_one, rtol=1e-6)
     assert not decode(encode(torch.zeros(4, 6), "factored"), "v").any()
 
 
@@ -128,13 +129,13 @@ def saved(tmp_path):
     return tmp_path, model, optimizer
 
 
-def close(found, expected, compress):
+def same_moments(found, expected, compress):
     assert list(found) == list(expected)
     for name, v in expected.items():
         if compress == "factored" and v.dim() > 1:
-            assert torch.allclose(found[name].sum(dim=1), v.sum(dim=1), rtol=1e-4, atol=0)
+            assert_close(found[name].sum(dim=1), v.sum(dim=1), rtol=1e-4)
         else:
-            assert torch.allclose(found[name], v, rtol=0.0 if compress is None else 0.05, atol=0)
+            assert_close(found[name], v, rtol=0.0 if compress is None else 0.05)
 
 
 def published(folder, model, compress=None, **options):
@@ -150,8 +151,8 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     live = ba.Posterior.from_optimizer(model, optimizer, n_data=64)
     out = published(folder, model, compress, batch_size=16)
     loaded = ba.Posterior.load(out, model)
-    close(loaded.structure.second_moment, live.structure.second_moment, compress)
-    assert loaded.prior_precision == pytest.approx(live.prior_precision)
+    same_moments(loaded.structure.second_moment, live.structure.second_moment, compress)
+    assert loaded.prior_precision == approx(live.prior_precision)
     assert (loaded.settings.n_data, loaded.settings.batch_size, loaded.settings.power) == (64, 16, 0.5)
     assert all(torch.equal(loaded.mode[name], theta) for name, theta in live.mode.items())
     # As the optimiser's state of weights in another file, of the weights beside it, of a folder.
@@ -160,7 +161,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     for path, second in ((folder / "elsewhere.pt", out), (folder / "model.safetensors", None)):
         found = ba.Posterior.from_checkpoint(path, fresh, optimizer_path=second)
         assert all(torch.equal(found.structure.second_moment[n], v) for n, v in loaded.structure.second_moment.items())
-        assert found.prior_precision == pytest.approx(live.prior_precision)
+        assert found.prior_precision == approx(live.prior_precision)
         assert found.n_data == 64
     inspected, direct = (ba.inspect_checkpoint(folder / name) for name in ("model.safetensors", "last.ckpt"))
     assert (inspected.optimizer, inspected.n_data) == ("published", 64)
@@ -171,7 +172,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     ba.sample_checkpoint(folder / "model.safetensors", folder / "draw.safetensors", seed=3)
     drawn = loaded.sample(generator=torch.Generator().manual_seed(3))
     written = load_file(folder / "draw.safetensors")
-    assert all(torch.allclose(written[name], value, rtol=1e-5, atol=1e-7) for name, value in drawn.items())
+    assert all(close(written[name], value, rtol=1e-5, atol=1e-7) for name, value in drawn.items())
 
 
 def test_the_optimisers_own_state_comes_first(saved):
@@ -198,7 +199,7 @@ def test_save_and_load_with_every_option(saved, weights, compress):
     path = folder / "saved.safetensors"
     live.save(path, weights=weights, compress=compress)
     found = ba.Posterior.load(path, model)
-    close(found.structure.second_moment, live.structure.second_moment, compress)
+    same_moments(found.structure.second_moment, live.structure.second_moment, compress)
     assert (found.temperature, found.prior_precision) == (1.5, live.prior_precision)
     assert all(torch.equal(found.mode[name], theta) for name, theta in live.mode.items())
     header = storage.read(path)[1]
@@ -218,7 +219,7 @@ def test_a_whole_posterior_is_a_checkpoint_by_itself(saved):
     assert report.to_dict()
     assert set(load_file(folder / "pruned.safetensors")) == set(model.state_dict())
     found = ba.Posterior.from_checkpoint(folder / "whole.safetensors", build())
-    close(found.structure.second_moment, live.structure.second_moment, "8bit")
+    same_moments(found.structure.second_moment, live.structure.second_moment, "8bit")
 
 
 def test_double_precision_stays(tmp_path):
@@ -265,13 +266,11 @@ def test_kronecker_is_published_with_its_bases(soap, compress):
             continue
         # Rounding leaves numbers in a block that are twenty decades below the others.
         tolerance = 1e-5 if compress is None else 0.12
-        assert torch.allclose(loaded.structure.second_moment[name], v, rtol=tolerance, atol=0)
-        assert torch.allclose(loaded.variance[name], live.variance[name], rtol=tolerance, atol=0)
+        assert_close(loaded.structure.second_moment[name], v, rtol=tolerance)
+        assert_close(loaded.variance[name], live.variance[name], rtol=tolerance)
         # The diagonal of the weights' own coordinates, never the rotated numbers.
         weights = expected.structure.second_moment[name]
-        assert torch.allclose(
-            diagonal.structure.second_moment[name], weights, rtol=tolerance, atol=1e-3 * weights.max()
-        )
+        assert_close(diagonal.structure.second_moment[name], weights, rtol=tolerance, atol=1e-3 * weights.max())
 
 
 def test_rotated_moments_are_never_read_as_the_weights_own(soap):
@@ -293,7 +292,7 @@ def test_low_rank_in_fewer_bytes_and_not_as_a_checkpoint(saved):
     live.save(path, compress="8bit")
     found = ba.Posterior.load(path, model)
     for name, sigma in live.variance.items():
-        assert torch.allclose(found.variance[name], sigma, rtol=0.05)
+        assert_close(found.variance[name], sigma, rtol=0.05)
     with pytest.raises(FileError, match=r"low-rank\+diagonal posterior.*Posterior.load"):
         read_checkpoint(path)
     ba.Mixture([live]).save(path)
@@ -388,9 +387,9 @@ def test_the_batch_size_of_a_published_file_counts_in_a_merge(saved):
     expected = ba.merge(live, base=base)
     found = ba.merge([(folder / "model.safetensors", out), folder / "other.safetensors"], base=base)
     assert found.report.notes == ()
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    assert all(close(found[name], expected[name], atol=1e-6) for name in expected)
     shares = [{row.name: row.shares for row in each.report.parameters} for each in (found, expected)]
-    assert all(shares[0][name] == pytest.approx(own, abs=1e-5) for name, own in shares[1].items())
+    assert all(shares[0][name] == approx(own, abs=1e-5) for name, own in shares[1].items())
 
 
 def test_the_probe_is_a_copy_of_a_few_weights():

@@ -13,6 +13,7 @@ import bayesadam as ba
 from bayesadam import scores
 from bayesadam.errors import MatchError
 from bayesadam.predict import BinaryPredictive, ClassificationPredictive, RegressionPredictive
+from floats import approx
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def classified() -> tuple[torch.Tensor, torch.Tensor]:
 def test_ece_equals_torchmetrics(classified, bins):
     probs, y = classified
     expected = float(multiclass_calibration_error(probs, y, num_classes=7, n_bins=bins, norm="l1"))
-    assert scores.ece(probs, y, bins=bins) == pytest.approx(expected, abs=1e-6)
+    assert scores.ece(probs, y, bins=bins) == approx(expected, abs=1e-6)
 
 
 def test_certain_and_right_has_no_calibration_error():
@@ -39,8 +40,8 @@ def test_brier_and_accuracy_by_hand(classified):
     expected = sum(
         sum((float(p[c]) - (c == int(k))) ** 2 for c in range(7)) for p, k in zip(probs, y, strict=True)
     ) / len(y)
-    assert scores.brier(probs, y) == pytest.approx(expected, rel=1e-5)
-    assert scores.accuracy(probs, y) == pytest.approx((probs.argmax(1) == y).sum().item() / 500)
+    assert scores.brier(probs, y) == approx(expected, rel=1e-5)
+    assert scores.accuracy(probs, y) == approx((probs.argmax(1) == y).sum().item() / 500)
 
 
 @pytest.mark.parametrize("levels", [1000, 5])
@@ -50,9 +51,9 @@ def test_auroc_and_fpr95_equal_scikit_learn_ties_included(levels):
     outside = torch.randint(levels, (200,), generator=generator).float() + levels / 4
     labels = [0] * 300 + [1] * 200
     both = torch.cat([inside, outside])
-    assert scores.auroc(inside, outside) == pytest.approx(roc_auc_score(labels, both))
+    assert scores.auroc(inside, outside) == approx(roc_auc_score(labels, both))
     false, true, _ = roc_curve(labels, both, drop_intermediate=False)
-    assert scores.fpr95(inside, outside) == pytest.approx(min(false[true >= 0.95]))
+    assert scores.fpr95(inside, outside) == approx(min(false[true >= 0.95]))
 
 
 def test_coverage_and_nll_of_a_known_gaussian():
@@ -60,9 +61,9 @@ def test_coverage_and_nll_of_a_known_gaussian():
     mean, variance = torch.zeros(20_000, 1), torch.full((20_000, 1), 0.75)
     found = RegressionPredictive(mean, variance, noise_variance=torch.tensor([0.25]))
     y = torch.randn(20_000, generator=generator)
-    assert scores.coverage(found, y, level=0.9) == pytest.approx(0.9, abs=0.01)
-    assert scores.nll(found, y) == pytest.approx(0.5 * (math.log(2 * math.pi) + 1), abs=0.03)
-    assert scores.rmse(mean, y) == pytest.approx(1.0, abs=0.02)
+    assert scores.coverage(found, y, level=0.9) == approx(0.9, abs=0.01)
+    assert scores.nll(found, y) == approx(0.5 * (math.log(2 * math.pi) + 1), abs=0.03)
+    assert scores.rmse(mean, y) == approx(1.0, abs=0.02)
 
 
 def test_wrong_shapes_are_named(classified):
@@ -74,7 +75,7 @@ def test_wrong_shapes_are_named(classified):
     with pytest.raises(ba.BayesAdamError, match="bins"):
         scores.ece(probs, y, bins=0)
     certain = ClassificationPredictive(torch.zeros(2, 3), torch.zeros(2, 3))
-    assert scores.nll(certain, torch.tensor([0, 2])) == pytest.approx(math.log(3))
+    assert scores.nll(certain, torch.tensor([0, 2])) == approx(math.log(3))
 
 
 @pytest.mark.parametrize("score", [scores.accuracy, scores.brier, scores.ece])

@@ -28,6 +28,7 @@ from bayesadam.errors import StructureWarning, UnusedPosteriorWarning
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, DivergedError, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split
+from floats import approx, assert_close, close
 from processes import run_python
 
 # Enough to see what each test is about; how well the estimators do is a matter for benchmarks/tabular.py.
@@ -105,7 +106,7 @@ def test_frames_in_arrays_out():
     assert model.n_features_in_ == 2
     for mine, theirs in zip(found, plain.predict(X, return_std=True), strict=True):
         assert isinstance(mine, np.ndarray)
-        assert np.allclose(mine, theirs, rtol=1e-6)
+        assert_close(mine, theirs, rtol=1e-6)
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame.rename(columns={"one": "three"}))
 
@@ -172,11 +173,11 @@ def test_networks_trained_together_are_those_of_a_plain_loop(schedule):
         assert found.best_epoch == best + 1
         weights, state = states[best]
         for mine, theirs in zip(found.params.values(), weights, strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
+            assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
         for index, entry in state.items():
             mine = found.state["state"][index]
             for name in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(mine[name], entry[name], rtol=1e-4, atol=1e-6)
+                assert_close(mine[name], entry[name], rtol=1e-4, atol=1e-6)
             assert float(mine["step"]) == float(entry["step"])
 
 
@@ -202,7 +203,7 @@ def test_a_network_that_stops_early_does_not_wait_for_the_others():
         (alone,) = fit_toy(x, y, [part], **settings)
         assert (alone.best_epoch, alone.epochs) == (found.best_epoch, found.epochs)
         for name, theirs in alone.params.items():
-            torch.testing.assert_close(found.params[name], theirs, rtol=1e-3, atol=1e-5)
+            assert_close(found.params[name], theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 63, 100, 1000])
@@ -269,7 +270,7 @@ def test_tiny_data(n, calibration):
     mean, std = BadamRegressor(**{**settings, "n_ensemble": 2}).fit(X, y).predict(X, return_std=True)
     assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
     probs = BadamClassifier(**settings).fit(X, np.arange(n) % 2).predict_proba(X)
-    assert np.allclose(probs.sum(axis=1), 1)
+    assert_close(probs.sum(axis=1), 1)
 
 
 def test_constant_inputs_and_targets():
@@ -292,7 +293,7 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == y[:6].shape
     assert mean.dtype == std.dtype == np.float64
-    assert np.allclose(model.predict(X[:6]), mean, rtol=1e-12)
+    assert_close(model.predict(X[:6]), mean, rtol=1e-12)
 
     shift, scale = y.reshape(len(y), -1).mean(axis=0), y.reshape(len(y), -1).std(axis=0)
     x = torch.from_numpy((X[:6] - X.mean(axis=0)) / X.std(axis=0))
@@ -316,8 +317,8 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     assert list(model.posterior_) == model.posteriors_
     expected = np.mean(means, axis=0)
     variance = np.mean(variances, axis=0) + np.mean(np.square(means), axis=0) - expected**2
-    assert np.allclose(mean.reshape(6, -1), expected * scale + shift, rtol=1e-9)
-    assert np.allclose(std.reshape(6, -1), np.sqrt(variance) * scale, rtol=1e-6)
+    assert_close(mean.reshape(6, -1), expected * scale + shift, rtol=1e-9)
+    assert_close(std.reshape(6, -1), np.sqrt(variance) * scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize("data", [sine, two_targets])
@@ -339,9 +340,9 @@ def test_a_draw_is_one_function_over_all_rows():
     n = 10_000
     draws = model.sample_y(X[[0, 0]], n)
     _, std = model.predict(X[:1], return_std=True)
-    assert np.var(draws[0] - draws[1]) == pytest.approx(2 * model.noise_variance_, rel=0.1)
+    assert np.var(draws[0] - draws[1]) == approx(2 * model.noise_variance_, rel=0.1)
     function_variance, error = std[0] ** 2 - model.noise_variance_, std[0] ** 2 / np.sqrt(n)
-    assert np.cov(draws)[0, 1] == pytest.approx(function_variance, abs=4 * error)
+    assert np.cov(draws)[0, 1] == approx(function_variance, abs=4 * error)
     assert function_variance > 4 * error
 
 
@@ -364,8 +365,8 @@ def test_a_linear_problem_is_solved_with_its_noise():
     exact = LinearRegression().fit(X[:400], y[:400])
     mean, std = model.predict(X[400:], return_std=True)
     assert np.abs(mean - exact.predict(X[400:])).max() < 0.25
-    assert model.noise_variance_ == pytest.approx(4, rel=0.25)
-    assert (np.abs(y[400:] - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.05)
+    assert model.noise_variance_ == approx(4, rel=0.25)
+    assert (np.abs(y[400:] - mean) < 1.96 * std).mean() == approx(0.95, abs=0.05)
 
 
 @pytest.mark.parametrize("calibration", ["evidence", "validation"])
@@ -384,8 +385,8 @@ def test_predictions_are_in_the_units_of_the_data():
     for mine, theirs, shift in zip(
         model.predict(X, return_std=True), other.predict(1e6 * X + 5e6, return_std=True), (-3, 0), strict=True
     ):
-        assert np.allclose(1e-5 * mine + shift, theirs, rtol=1e-3, atol=1e-7)
-    assert other.noise_variance_ == pytest.approx(1e-10 * model.noise_variance_, rel=1e-3)
+        assert_close(1e-5 * mine + shift, theirs, rtol=1e-3, atol=1e-7)
+    assert other.noise_variance_ == approx(1e-10 * model.noise_variance_, rel=1e-3)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
@@ -400,7 +401,7 @@ def test_every_structure_fits_predicts_clones(structure, n):
     again = clone(found)
     assert again.get_params()["structure"] == structure
     for one, other in zip((mean, std), again.fit(x, y).predict(x, return_std=True), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        assert_close(one, other, rtol=1e-6)
     assert np.isfinite(mean).all()
     assert (std > 0).all()
 
@@ -457,11 +458,11 @@ def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     shift, scale = (0.0, 1.0) if name == "poisson" else (y.mean(), y.std())
     mean, std = model.predict(X[:6], return_std=True)
     assert mean.shape == std.shape == (6,)
-    assert np.allclose(model.predict(X[:6]), mean, rtol=1e-12)
-    assert np.allclose(mean, found.predicted_mean.numpy()[:, 0] * scale + shift, rtol=1e-12)
-    assert np.allclose(std, found.stddev.numpy()[:, 0] * scale, rtol=1e-12)
+    assert_close(model.predict(X[:6]), mean, rtol=1e-12)
+    assert_close(mean, found.predicted_mean.numpy()[:, 0] * scale + shift, rtol=1e-12)
+    assert_close(std, found.stddev.numpy()[:, 0] * scale, rtol=1e-12)
     scaled = torch.from_numpy((y[:6, None] - shift) / scale)
-    assert np.allclose(model.log_likelihood(X[:6], y[:6]), found.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
+    assert_close(model.log_likelihood(X[:6], y[:6]), found.log_prob(scaled).numpy() - np.log(scale), rtol=1e-9)
     draws = model.sample_y(X[:6], 1500, random_state=1)
     assert draws.shape == (6, 1500)
     assert np.abs((draws.mean(axis=-1) - mean) / std).max() < 5 / np.sqrt(1500)
@@ -476,14 +477,14 @@ def test_densities_integrate_to_one(name):
     model = BadamRegressor(likelihood=name, **SMALL).fit(X, y)
     grid = np.linspace(y.min() - 30, y.max() + 30, 8001)
     density = np.exp(model.log_likelihood(np.repeat(X[:1], len(grid), axis=0), grid))
-    assert np.trapezoid(density, grid) == pytest.approx(1, abs=1e-3)
+    assert np.trapezoid(density, grid) == approx(1, abs=1e-3)
 
 
 def test_counts_have_probabilities_of_sum_one():
     X, y, _ = counts(120)
     model = BadamRegressor(likelihood="poisson", **SMALL).fit(X, y)
     values = np.arange(400)
-    assert np.exp(model.log_likelihood(np.repeat(X[:1], 400, axis=0), values)).sum() == pytest.approx(1, abs=1e-3)
+    assert np.exp(model.log_likelihood(np.repeat(X[:1], 400, axis=0), values)).sum() == approx(1, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -492,7 +493,7 @@ def test_a_changing_noise_is_found():
     model = BadamRegressor(likelihood="heteroscedastic", random_state=0).fit(X[:800], y[:800])
     mean, found = model.predict(X[800:], return_std=True)
     assert np.corrcoef(np.log(found), np.log(std[800:]))[0, 1] > 0.9
-    assert (np.abs(y[800:] - mean) < 1.96 * found).mean() == pytest.approx(0.95, abs=0.03)
+    assert (np.abs(y[800:] - mean) < 1.96 * found).mean() == approx(0.95, abs=0.03)
     plain = BadamRegressor(random_state=0).fit(X[:800], y[:800])
     gain = model.log_likelihood(X[800:], y[800:]) - plain.log_likelihood(X[800:], y[800:])
     assert gain.mean() > 0.15
@@ -506,7 +507,7 @@ def test_rates_are_found_whatever_their_size():
         model = BadamRegressor(likelihood="poisson", random_state=0).fit(X[:800], many[:800])
         mean, std = model.predict(X[800:], return_std=True)
         assert np.median(np.abs(mean / (factor * rate[800:]) - 1)) < 0.1
-        assert (np.abs(many[800:] - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.04)
+        assert (np.abs(many[800:] - mean) < 1.96 * std).mean() == approx(0.95, abs=0.04)
 
 
 def test_several_targets_each_have_a_noise_or_a_rate():
@@ -542,7 +543,7 @@ def test_labels_of_any_kind(labels):
     assert list(model.classes_) == sorted(labels)
     probs = model.predict_proba(X)
     assert probs.shape == (len(X), len(labels))
-    assert np.allclose(probs.sum(axis=1), 1)
+    assert_close(probs.sum(axis=1), 1)
     assert np.array_equal(model.predict(X), model.classes_[probs.argmax(axis=1)])
     assert model.score(X, y) > 0.75
 
@@ -552,8 +553,8 @@ def test_probabilities_are_averaged_over_the_networks():
     model = BadamClassifier(**{**SMALL, "n_ensemble": 3}).fit(X, y)
     x = torch.from_numpy((X - X.mean(axis=0)) / X.std(axis=0))
     each = [posterior.predict(x, likelihood="classification").probs.numpy() for posterior in model.posteriors_]
-    assert not np.allclose(each[0], each[1], atol=1e-3)
-    assert np.allclose(model.predict_proba(X), np.mean(each, axis=0), rtol=1e-9)
+    assert not close(each[0], each[1], atol=1e-3)
+    assert_close(model.predict_proba(X), np.mean(each, axis=0), rtol=1e-9)
 
 
 def test_far_from_the_data_the_classifier_is_less_sure_than_its_network():
@@ -586,7 +587,7 @@ def test_the_random_state_determines_everything_and_no_global_one_is_touched():
         again = BadamRegressor(**{**SMALL, "random_state": state, "n_ensemble": 2}).fit(X, y)
         assert all(np.array_equal(a, b) for a, b in zip(again.predict(X, return_std=True), expected, strict=True))
     other = BadamRegressor(**{**SMALL, "random_state": 1, "n_ensemble": 2}).fit(X, y)
-    assert not np.allclose(other.predict(X), expected[0])
+    assert not close(other.predict(X), expected[0])
 
 
 def test_threads_may_fit_and_predict_at_once():
@@ -601,7 +602,7 @@ def test_threads_may_fit_and_predict_at_once():
     for model, std in zip(fitted, expected, strict=True):
         assert np.array_equal(model.predict(X, return_std=True)[1], std)
     assert all(np.array_equal(std, expected[0]) for std in shared)
-    assert all(np.allclose(found[0] if number % 2 else found, means[0]) for number, found in enumerate(means))
+    assert all(close(found[0] if number % 2 else found, means[0]) for number, found in enumerate(means))
     assert all(np.array_equal(drawn, draws[0]) for drawn in draws)
 
 
@@ -612,7 +613,7 @@ def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
     here, there = (estimator(**{**SMALL, "n_ensemble": 2}, device=device).fit(X, y) for device in ("cpu", "cuda"))
     assert {p.device.type for network in there.networks_ for p in network.parameters()} == {"cpu"}
     predict = "predict" if estimator is BadamRegressor else "predict_proba"
-    assert np.allclose(getattr(here, predict)(X), getattr(there, predict)(X), atol=0.02)
+    assert_close(getattr(here, predict)(X), getattr(there, predict)(X), atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import bayesadam as ba
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.posterior import Settings
 from bayesadam.sparse_tuning import tune_only, tuning_masks
-from bayesadam.structures.diagonal import Diagonal
 from cases import mlp, train
 
 

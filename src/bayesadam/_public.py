@@ -1,11 +1,10 @@
 """The public names, each from the module that has it. `bayesadam` imports this one when the first of them is asked for."""
 
-from bayesadam import bandits, checkpoint, curvature, methods, optim, scores
+from bayesadam import bandits, optim, readers, scores
 from bayesadam._version import __version__
 from bayesadam.anchoring import Anchor, anchor
 from bayesadam.auditing import Audit, Suspect, audit
 from bayesadam.calibration import calibrate, log_marginal_likelihood
-from bayesadam.curvature.recorder import Recorder
 from bayesadam.diagnosis import Diagnosis, Finding, doctor
 from bayesadam.errors import (
     BayesAdamError,
@@ -50,6 +49,7 @@ from bayesadam.pruning import (
     to_torch_prune,
 )
 from bayesadam.publish import export_checkpoint
+from bayesadam.readers.recorder import Recorder
 from bayesadam.sample import sample_checkpoint
 from bayesadam.sparse_tuning import tune_only, tuning_masks
 
@@ -92,8 +92,6 @@ __all__ = [
     "audit",
     "bandits",
     "calibrate",
-    "checkpoint",
-    "curvature",
     "doctor",
     "export_checkpoint",
     "from_torch_prune",
@@ -103,7 +101,6 @@ __all__ = [
     "log_marginal_likelihood",
     "merge",
     "merge_checkpoints",
-    "methods",
     "neuron_masks",
     "optim",
     "path_scores",
@@ -111,6 +108,7 @@ __all__ = [
     "prune_checkpoint",
     "pruning_masks",
     "pruning_report",
+    "readers",
     "sample_checkpoint",
     "save_masks",
     "scores",

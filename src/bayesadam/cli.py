@@ -1,4 +1,4 @@
-"""The command line. A command parses its options here and does its work in `bayesadam.experiments`.
+"""The command line. A command parses its options here and does its work in `bayesadam.paper`.
 
 Nothing here imports torch before a command has begun, so that help, errors in options and completion are immediate.
 """
@@ -146,7 +146,7 @@ def _checkpoint_options(
     optimizer_key: Annotated[str | None, _OptimizerKey] = None,
 ) -> Any:
     """The options of every command that reads a checkpoint."""
-    from bayesadam.checkpoint import CheckpointOptions
+    from bayesadam.readers.formats import CheckpointOptions
 
     weights = ",".join(weights_key) if weights_key else None
     return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights, optimizer_key)
@@ -272,7 +272,7 @@ def inspect(
     CHECKPOINT is what a trainer saved, or a posterior of ours: what Posterior.save or `bayesadam export` wrote.
     """
     require("matplotlib")
-    from bayesadam.experiments.inspection import run_inspect
+    from bayesadam.paper.inspection import run_inspect
 
     settings: Any = {"plot": plot, "json": as_json, "why": why, "n_data": n_data, "snr": snr}
     run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, **settings)
@@ -296,7 +296,7 @@ def doctor(
     To read before a posterior is trusted. Ends with code 1 where no posterior can be read.
     """
     require("matplotlib")
-    from bayesadam.experiments.inspection import run_doctor
+    from bayesadam.paper.inspection import run_doctor
 
     if not run_doctor(out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, json=as_json):
         raise typer.Exit(1)
@@ -325,7 +325,7 @@ def prune(
 
     All else in the file stays as it was; without --out it goes to out/prune/pruned.*.
     """
-    from bayesadam.experiments.saved_file import run_prune
+    from bayesadam.paper.saved_file import run_prune
 
     settings: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _names(exclude)}
     run_prune(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
@@ -351,7 +351,7 @@ def sample(
 
     The draw is a safetensors file; without --out it is out/sample/sample.safetensors.
     """
-    from bayesadam.experiments.saved_file import run_sample
+    from bayesadam.paper.saved_file import run_sample
 
     settings: Any = {"n_data": n_data, "prior_precision": prior_precision}
     run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
@@ -389,7 +389,7 @@ def merge(
 
     Weighted by their second moments, as a safetensors file; without --out it is out/merge/merged.safetensors.
     """
-    from bayesadam.experiments.merging import run_merge
+    from bayesadam.paper.merging import run_merge
 
     settings: Any = {"base": base, "method": method, "weights": weight or None}
     run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **settings)
@@ -419,7 +419,7 @@ def export(
 
     Without --out it is out/export/posterior.safetensors.
     """
-    from bayesadam.experiments.saved_file import run_export
+    from bayesadam.paper.saved_file import run_export
 
     settings: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
     run_export(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
@@ -433,7 +433,7 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
     """
     # Before any training, so that a missing package costs no time.
     require("matplotlib")
-    from bayesadam.experiments.demo import run_demo
+    from bayesadam.paper.demo import run_demo
 
     run_demo(seed=seed, out=out, quiet=quiet)
 
@@ -483,7 +483,7 @@ def regression(
     """Figure 1: the paper's toy regression with every method."""
     chosen = _chosen("methods", methods, REGRESSION_METHODS)
     require("matplotlib")
-    from bayesadam.experiments.regression import RegressionSettings, run_regression
+    from bayesadam.paper.regression import RegressionSettings, run_regression
 
     settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **chosen)
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
@@ -509,7 +509,7 @@ def pruning(
     """Figure 2: accuracy after pruning, with every method."""
     chosen = _chosen("methods", methods, PRUNING_METHODS)
     require("matplotlib")
-    from bayesadam.experiments import pruning as experiment
+    from bayesadam.paper import pruning as experiment
 
     where = _device(device)
     asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs}
@@ -541,7 +541,7 @@ def bandits(
     """Table 1: Thompson sampling on the bandit problems."""
     chosen = _chosen("problems", problems, PROBLEMS) | _chosen("agents", agents, AGENTS)
     require("matplotlib")
-    from bayesadam.experiments.bandits import BanditSettings, run_bandits
+    from bayesadam.paper.bandits import BanditSettings, run_bandits
 
     asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []), **chosen)
     run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
@@ -571,7 +571,7 @@ def report(
     chosen = _chosen("only", only, EXPERIMENTS)
     require("matplotlib")
     require("jinja2")
-    from bayesadam.experiments.report import ReportSettings, run_report
+    from bayesadam.paper.report import ReportSettings, run_report
 
     asked = ReportSettings(quick=quick, settings=settings, **chosen)
     run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam.curvature.match import Entry, Match, match_optimizers
-from bayesadam.curvature.read import pieces, read_entry
-from bayesadam.curvature.reader import StateReader
 from bayesadam.errors import BayesAdamError
 from bayesadam.posterior.running import biases_before_norms, norm_widths
+from bayesadam.readers.match import Entry, Match, match_optimizers
+from bayesadam.readers.read import pieces, read_entry
+from bayesadam.readers.reader import StateReader
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import Checkpoint, CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
-from bayesadam.checkpoint.identify import read_alike
-from bayesadam.checkpoint.registry import refuse_keys
-from bayesadam.checkpoint.resolve import match_and_explain
-from bayesadam.curvature.match import Entry, match_state_dict
-from bayesadam.curvature.read import pieces, read_entry
 from bayesadam.diagnosis import Diagnosis, Finding, diagnose
 from bayesadam.errors import BayesAdamError, MissingFileError, SettingError
+from bayesadam.gaussian.formulas import precision
+from bayesadam.gaussian.settings import Settings
 from bayesadam.posterior.stored import StoredPosterior
-from bayesadam.structures.formulas import precision
-from bayesadam.structures.settings import Settings
+from bayesadam.readers.formats import Checkpoint, CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
+from bayesadam.readers.formats.identify import read_alike
+from bayesadam.readers.formats.registry import refuse_keys
+from bayesadam.readers.formats.resolve import match_and_explain
+from bayesadam.readers.match import Entry, match_state_dict
+from bayesadam.readers.read import pieces, read_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

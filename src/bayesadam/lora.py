@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam._shards import whole
-from bayesadam.curvature.match import own_parameters
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.structures.settings import CovariantPrior, Precision, positive
+from bayesadam.gaussian.settings import CovariantPrior, Precision, positive
+from bayesadam.readers.match import own_parameters
 
 # (the module's name, the adapter's, its rank) → s.
 Scaling = Callable[[str, str | None, int], float | None]

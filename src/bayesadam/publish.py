@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
-from bayesadam.checkpoint.lazy import Lazy
-from bayesadam.curvature.compression import check_compression, compressed, encode, outline
-from bayesadam.curvature.match import Match
-from bayesadam.curvature.origin import origin_of, warn_of_memory
-from bayesadam.curvature.probes import probe
-from bayesadam.curvature.read import check_entries, read_entry, working_dtype
 from bayesadam.errors import FileError, SettingError
+from bayesadam.gaussian.kronecker import kronecker_of
+from bayesadam.gaussian.settings import Settings, prior_or_decay
 from bayesadam.posterior.header import header_of, weight_roles
-from bayesadam.structures.kronecker import kronecker_of
-from bayesadam.structures.settings import Settings, prior_or_decay
+from bayesadam.readers.compression import check_compression, compressed, encode, outline
+from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
+from bayesadam.readers.formats.lazy import Lazy
+from bayesadam.readers.match import Match
+from bayesadam.readers.origin import origin_of, warn_of_memory
+from bayesadam.readers.probes import probe
+from bayesadam.readers.read import check_entries, read_entry, working_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,7 +52,7 @@ def export_checkpoint(
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         batch_size: B, examples behind one gradient; readers who want power=1, and merging, need it.
         compress: None, float32; `"8bit"`, a quarter of the bytes; `"factored"`, next to none and much coarser: see
-            `bayesadam.curvature.compression.encode`.
+            `bayesadam.readers.compression.encode`.
         structure: `"diagonal"`; `"kronecker"` for a SOAP's state, with its bases, which is all read before it is written.
         **options: how the file is read, see `CheckpointOptions`.
     """

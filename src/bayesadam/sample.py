@@ -11,14 +11,14 @@ from torch import Tensor
 
 from bayesadam._files import replacing
 from bayesadam._storage import write_tensors
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
-from bayesadam.checkpoint.names import identities
-from bayesadam.curvature.match import Entry
-from bayesadam.curvature.read import check_entries, read_entry
 from bayesadam.errors import FileError, ImproperError
-from bayesadam.structures.formulas import PrecisionRule
-from bayesadam.structures.noise import draw, fresh_seed, stream_seed
-from bayesadam.structures.settings import Form, Precision, Settings, prior_or_decay
+from bayesadam.gaussian.formulas import PrecisionRule
+from bayesadam.gaussian.noise import draw, fresh_seed, stream_seed
+from bayesadam.gaussian.settings import Form, Precision, Settings, prior_or_decay
+from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
+from bayesadam.readers.formats.names import identities
+from bayesadam.readers.match import Entry
+from bayesadam.readers.read import check_entries, read_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import unwrap
-from bayesadam.curvature.match import listed_optimizers
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.merging.experts import diagonal_of
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.masks import pruning_masks
 from bayesadam.pruning.names import checked_masks
+from bayesadam.readers.match import listed_optimizers
 
 
 def tuning_masks(posterior: Posterior, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from bayesadam.bandits.learners import Greedy
 from bayesadam.bandits.linear import NeuralLinear, with_constant
 from bayesadam.engine.network import member
 from bayesadam.engine.streams import Streams
+from floats import approx, assert_close
 
 H = 9.0
 SMALL = {"hidden": (6, 5), "batch_size": 16, "train_steps": 4}
@@ -47,15 +48,15 @@ def weights(n: int = 40, half_life: float = H) -> np.ndarray:
 def test_the_buffer_s_moments_and_count_are_weighted(half_life):
     _, buffer = fed("uniform", half_life=half_life)
     own = np.ones(40) if half_life is None else weights(half_life=half_life)
-    assert buffer.effective_count == pytest.approx(own.sum(), rel=1e-9)
+    assert buffer.effective_count == approx(own.sum(), rel=1e-9)
     rewards = buffer.rewards[:, :40].double().numpy()
     mean = (own * rewards).sum(axis=1) / own.sum()
     std = np.sqrt((own * (rewards - mean[:, None]) ** 2).sum(axis=1) / own.sum())
     found = buffer.moments()
-    np.testing.assert_allclose(found[0][:, 0], mean, rtol=1e-9)
-    np.testing.assert_allclose(found[1][:, 0], std, rtol=1e-7)
-    np.testing.assert_allclose(buffer.weights(slice(0, 40)), own)
-    np.testing.assert_allclose(buffer.widened(100).moments()[0][:, 0], mean, rtol=1e-9)
+    assert_close(found[0][:, 0], mean, rtol=1e-9)
+    assert_close(found[1][:, 0], std, rtol=1e-7)
+    assert_close(buffer.weights(slice(0, 40)), own)
+    assert_close(buffer.widened(100).moments()[0][:, 0], mean, rtol=1e-9)
 
 
 @pytest.mark.parametrize("half_life", [2.0, 9.0, 1e9])
@@ -81,7 +82,7 @@ def test_a_training_draws_its_mini_batches_so():
     twin._prepare()
     twin.stack.prepare(rows.transpose(0, 1), lambda done: own.lr / (1 + own.lr_decay * done))
     twin.stack.run(own.train_steps)
-    torch.testing.assert_close(learner.stack.weights, twin.stack.weights)
+    assert_close(learner.stack.weights, twin.stack.weights)
 
 
 # --- posteriors -----------------------------------------------------------------------------------------------------
@@ -108,10 +109,10 @@ def test_linear_is_the_posterior_of_weighted_data_however_it_was_fed(standardise
             mine = (buffer.arms[run, :40] == arm).numpy()
             x = np.column_stack([buffer.contexts[run, :40].double().numpy()[mine], np.ones(mine.sum())])
             mu, lam, a, b = conjugate(x, rewards[mine], own[mine], 0.25, 6, 6)
-            np.testing.assert_allclose(found.mean[run, arm], mu, rtol=1e-6, atol=1e-8)
-            np.testing.assert_allclose(found.factor[run, arm] @ found.factor[run, arm].T, lam, rtol=1e-9, atol=1e-9)
-            assert float(found.shape[run, arm]) == pytest.approx(a, rel=1e-9)
-            assert float(found.scale[run, arm]) == pytest.approx(b, rel=1e-6)
+            assert_close(found.mean[run, arm], mu, rtol=1e-6, atol=1e-8)
+            assert_close(found.factor[run, arm] @ found.factor[run, arm].T, lam, rtol=1e-9, atol=1e-9)
+            assert float(found.shape[run, arm]) == approx(a, rel=1e-9)
+            assert float(found.scale[run, arm]) == approx(b, rel=1e-6)
 
 
 def test_linear_ends_with_the_prior_of_an_arm_that_is_never_seen_again():
@@ -120,9 +121,9 @@ def test_linear_ends_with_the_prior_of_an_arm_that_is_never_seen_again():
     agent.update(rows[:10], np.zeros(10, int), np.ones(10))
     agent.update(rows[10:], np.ones(60, int), np.ones(60))
     found = agent._actor.linear_posterior()
-    np.testing.assert_allclose(found.mean[0, 0], 0, atol=1e-12)
-    np.testing.assert_allclose(found.factor[0, 0], 0.5 * np.eye(4), atol=1e-12)
-    assert float(found.shape[0, 0]) == pytest.approx(6)
+    assert_close(found.mean[0, 0], 0, atol=1e-12)
+    assert_close(found.factor[0, 0], 0.5 * np.eye(4), atol=1e-12)
+    assert float(found.shape[0, 0]) == approx(6)
 
 
 @pytest.mark.parametrize("window", [1000, 4])
@@ -142,9 +143,9 @@ def test_neural_linear_weighs_its_window(window):
             w = own[kept] * own[mine].sum() / own[kept].sum()
             rewards = buffer.rewards[run, :40].double().numpy()
             mu, _, a, b = conjugate(features[kept], rewards[kept], w, 0.25, 6, 6)
-            np.testing.assert_allclose(found.mean[run, arm], mu, rtol=1e-4, atol=1e-5)
-            assert float(found.shape[run, arm]) == pytest.approx(a, rel=1e-9)
-            assert float(found.scale[run, arm]) == pytest.approx(b, rel=1e-4)
+            assert_close(found.mean[run, arm], mu, rtol=1e-4, atol=1e-5)
+            assert float(found.shape[run, arm]) == approx(a, rel=1e-9)
+            assert float(found.scale[run, arm]) == approx(b, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["badam", "badam-map", "vadam", "ivon", "bbb"])
@@ -152,11 +153,11 @@ def test_n_is_the_effective_count(name):
     learner, _ = fed(name)
     learner.train()
     expected = weights().sum() * (learner.settings.n_per_round or 16)
-    assert float(learner.stack.n_data) == pytest.approx(expected, rel=1e-5)
+    assert float(learner.stack.n_data) == approx(expected, rel=1e-5)
     if name == "badam-map":
         moment = learner.stack.state["exp_avg_sq"].double() / (1 - learner.settings.betas[1] ** 4)
         precision = expected * moment.sqrt() + 1 / learner.settings.prior_variance
-        torch.testing.assert_close(learner.gaussian().variance.double(), 1 / precision, rtol=1e-4, atol=0)
+        assert_close(learner.gaussian().variance.double(), 1 / precision, rtol=1e-4)
 
 
 def test_the_noise_is_forgotten_too():
@@ -165,7 +166,7 @@ def test_the_noise_is_forgotten_too():
     learner.train()
     before = learner._errors.clone()
     learner.observe(buffer.add(torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), 3.0)))
-    torch.testing.assert_close(learner._errors[:, 1], before[:, 1] * 2 ** (-3 / H) + 3)
+    assert_close(learner._errors[:, 1], before[:, 1] * 2 ** (-3 / H) + 3)
 
 
 # --- in a world that changes ----------------------------------------------------------------------------------------

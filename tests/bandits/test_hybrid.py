@@ -20,6 +20,7 @@ from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.hybrid import Head, Hybrid
 from bayesadam.bandits.linear import Statistics
 from bayesadam.bandits.simulation import Playing
+from floats import approx, assert_close
 
 CPU = torch.device("cpu")
 
@@ -67,9 +68,9 @@ def test_updates_in_blocks_are_the_normal_equations(size):
         for arm in range(ARMS):
             own = (arms[run].numpy(), x[run].numpy(), rewards[run].numpy())
             mean, covariance, residual = reference(*own, arm, np.zeros(WIDTH), 1.0)
-            np.testing.assert_allclose(head.mean[run, arm, 0], mean, atol=1e-10)
-            np.testing.assert_allclose(head.covariance[run, arm], covariance, atol=1e-10)
-            np.testing.assert_allclose(head.scale[run, arm, 0], residual, atol=1e-10)
+            assert_close(head.mean[run, arm, 0], mean, atol=1e-10)
+            assert_close(head.covariance[run, arm], covariance, atol=1e-10)
+            assert_close(head.scale[run, arm, 0], residual, atol=1e-10)
             assert head.shape[run, arm] == 1 + 0.5 * (own[0] == arm).sum()
 
 
@@ -85,7 +86,7 @@ def test_a_fit_is_the_normal_equations_around_prior_means():
         found = reference(*own, arm, prior[run, arm, component].numpy(), float(precision[run]))
         place = run, arm, component
         for mine, theirs in zip((head.mean[place], head.covariance[place[:2]], residual[place]), found, strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-10)
+            assert_close(mine, theirs, atol=1e-10)
 
 
 def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
@@ -100,7 +101,7 @@ def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
         mean, _, _ = reference(
             arms[1, kept].numpy(), x[1, kept].numpy(), rewards[1, kept].numpy(), arm, zero, precision=0.5
         )
-        assert float(errors[1, place]) == pytest.approx(float(rewards[1, place]) - float(x[1, place].numpy() @ mean))
+        assert float(errors[1, place]) == approx(float(rewards[1, place]) - float(x[1, place].numpy() @ mean))
 
 
 def deviations(learner: Hybrid, contexts: torch.Tensor) -> torch.Tensor:
@@ -206,9 +207,9 @@ def test_the_penalty_falls_with_the_data_and_with_the_noise():
     for one in (learner, other):
         one._prepare()
         fades = 100 / (100 + one.buffer.count)
-        assert float(one._l2) == pytest.approx(one.settings.l2 * fades * float(one.noise_variance()), rel=1e-5)
+        assert float(one._l2) == approx(one.settings.l2 * fades * float(one.noise_variance()), rel=1e-5)
     assert float(learner.noise_variance()) < 0.7 * float(other.noise_variance())
-    assert float(other.noise_variance()) == pytest.approx(1, abs=0.15)
+    assert float(other.noise_variance()) == approx(1, abs=0.15)
 
 
 def test_the_default_agent_is_hybrid():

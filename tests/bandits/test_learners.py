@@ -27,6 +27,7 @@ from bayesadam.engine.rules import RULES
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 from bayesadam.optim import IVON, Vadam, _perturbed
+from floats import approx, assert_close, close
 
 CPU = torch.device("cpu")
 NETWORK = Network(3, (6, 5), 4)
@@ -78,7 +79,7 @@ def test_the_gradient_is_autograds(activation, extra):
     arms, rewards = buffer.arms[runs, rows], buffer.rewards[runs, rows]
     flat, x = learner.stack.weights, buffer.contexts[runs, rows]
     expected = reference_gradient(learner.network, flat, x, arms, rewards, masks, importance)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
@@ -96,7 +97,7 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
         explicit = forward(NETWORK, params, x[:, row : row + 1].expand(n, 1, 3).contiguous())[:, 0]
         error = explicit.std(dim=0) / math.sqrt(n)
         assert ((found[row].mean(dim=0) - explicit.mean(dim=0)).abs() < 6 * error).all()
-        torch.testing.assert_close(torch.cov(found[row].T), torch.cov(explicit.T), rtol=0.06, atol=0.003)
+        assert_close(torch.cov(found[row].T), torch.cov(explicit.T), rtol=0.06, atol=0.003)
 
 
 def test_rows_have_draws_of_their_own():
@@ -140,9 +141,7 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
             optimizer.step()
     assert clipped
     learner.train()
-    torch.testing.assert_close(
-        learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6
-    )
+    assert_close(learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("vadam", Vadam), ("ivon", IVON)])
@@ -166,15 +165,15 @@ def test_vadam_and_ivon_step_as_the_optimisers_do(kind, theirs, monkeypatch):
             leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets)
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
     state = optimizer.state[leaf]
     name = "second_moment" if theirs is Vadam else "hessian"
     curvature = state[name]
-    torch.testing.assert_close(learner.stack.state[name], curvature, rtol=1e-4, atol=1e-7)
+    assert_close(learner.stack.state[name], curvature, rtol=1e-4, atol=1e-7)
     mean, variance = learner.gaussian()
     expected = 1 / (n * curvature + prior) if theirs is Vadam else 1 / (n * (curvature + prior / n))
-    torch.testing.assert_close(variance, expected, rtol=1e-4, atol=0)
-    torch.testing.assert_close(mean, learner.stack.weights)
+    assert_close(variance, expected, rtol=1e-4)
+    assert_close(mean, learner.stack.weights)
 
 
 def test_bayes_by_backprop_descends_the_elbo():
@@ -197,9 +196,9 @@ def test_bayes_by_backprop_descends_the_elbo():
         (nll + divergence / 40).backward()
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.stack.weights, mean.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(learner.stack.state["rho"], rho.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(learner.gaussian()[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4, atol=0)
+    assert_close(learner.stack.weights, mean.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(learner.stack.state["rho"], rho.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(learner.gaussian()[1], nn.functional.softplus(rho.detach()).square(), rtol=1e-4)
 
 
 # --- regularisers ---------------------------------------------------------------------------------------------------
@@ -217,9 +216,9 @@ def test_dropout_in_training_alone_for_those_who_choose_without():
         leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets, masks)
         optimizer.step()
     learner.train()
-    torch.testing.assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
     x = torch.randn(2, 5, 3)
-    torch.testing.assert_close(learner.scores(x), forward(NETWORK, learner.params, x))
+    assert_close(learner.scores(x), forward(NETWORK, learner.params, x))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "badam", "bbb", "vadam", "ivon"])
@@ -233,13 +232,13 @@ def test_the_average_of_the_weights_acts(kind):
         # A plain mean at first: the start has no share in it.
         share = min(0.6, t / (t + 1))
         expected = seen[0] if expected is None else share * expected + (1 - share) * seen[-1]
-    torch.testing.assert_close(learner.stack.mean, expected)
-    assert not torch.allclose(learner.stack.mean, learner.stack.weights)
+    assert_close(learner.stack.mean, expected)
+    assert not close(learner.stack.mean, learner.stack.weights)
     if kind == "greedy":
         x = torch.randn(2, 5, 3)
-        torch.testing.assert_close(learner.scores(x), forward(NETWORK, unflatten(NETWORK, expected), x))
+        assert_close(learner.scores(x), forward(NETWORK, unflatten(NETWORK, expected), x))
     else:
-        torch.testing.assert_close(learner.gaussian()[0], expected)
+        assert_close(learner.gaussian()[0], expected)
 
 
 @pytest.mark.parametrize("members", [1, 3])
@@ -262,20 +261,20 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
         errors = predicted[network].gather(1, arms[run].unsqueeze(1)).squeeze(1) - targets
         before = 100 * 0.9995**20
         expected = (before + float(errors.square().sum())) / (before + 20)
-        assert float(learner.noise_variance()[network]) == pytest.approx(expected, rel=1e-4)
+        assert float(learner.noise_variance()[network]) == approx(expected, rel=1e-4)
     learner.train()
-    torch.testing.assert_close(learner.stack.penalty, 0.5 * learner.noise_variance())
+    assert_close(learner.stack.penalty, 0.5 * learner.noise_variance())
 
 
 def test_an_estimated_noise_scales_the_likelihood():
     settings = VariationalSettings(**SMALL, noise_variance=None)
     learner = Variational(RULES["bbb"], settings, filled(), 4, [3, 4])
     learner.train()
-    torch.testing.assert_close(learner.stack.scale, torch.full((2, 1), 0.5))
+    assert_close(learner.stack.scale, torch.full((2, 1), 0.5))
     learner.observe(learner.buffer.add(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 30.0)))
     learner.train()
     assert (learner.noise_variance() > 2).all()
-    torch.testing.assert_close(learner.stack.scale, 0.5 / learner.noise_variance())
+    assert_close(learner.stack.scale, 0.5 / learner.noise_variance())
 
 
 # --- posteriors -----------------------------------------------------------------------------------------------------
@@ -290,16 +289,16 @@ def test_badams_posterior_is_the_formula(form, power):
     mean, variance = learner.gaussian()
     moment = learner.stack.state["exp_avg_sq"].double() / (1 - 0.99**4)
     data = 40 * 16 * moment**power
-    torch.testing.assert_close(variance.double(), 1 / (data + 4), rtol=1e-4, atol=0)
+    assert_close(variance.double(), 1 / (data + 4), rtol=1e-4)
     expected = learner.stack.weights.double() * (data / (data + 4) if form == "likelihood" else 1)
-    torch.testing.assert_close(mean.double(), expected, rtol=1e-4, atol=1e-8)
+    assert_close(mean.double(), expected, rtol=1e-4, atol=1e-8)
 
 
 def test_badam_before_any_training_is_the_prior():
     learner = Badam(BadamSettings(**SMALL, prior_variance=0.25), filled(), 4, [3, 4])
     mean, variance = learner.gaussian()
     assert (mean == 0).all()
-    torch.testing.assert_close(variance, torch.full_like(variance, 0.25))
+    assert_close(variance, torch.full_like(variance, 0.25))
     assert learner.scores(torch.randn(2, 5, 3)).isfinite().all()
 
 
@@ -307,10 +306,10 @@ def test_dropout_draws_a_mask_a_row():
     learner = MCDropout(DropoutSettings(**SMALL, dropout=0.4), filled(), 4, [3, 4])
     found = learner.scores(torch.ones(2, 4000, 3))
     masks = Streams([3, 4], "posterior", CPU).masks(0.4, 4000 * 11)
-    assert masks.unique().tolist() == pytest.approx([0, 1 / 0.6])
-    assert (masks == 0).float().mean() == pytest.approx(0.4, abs=0.01)
+    assert masks.unique().tolist() == approx([0, 1 / 0.6])
+    assert (masks == 0).float().mean() == approx(0.4, abs=0.01)
     first = masks[:, : 4000 * 6].view(2, 4000, 6), masks[:, 4000 * 6 :].view(2, 4000, 5)
-    torch.testing.assert_close(found, forward(learner.network, learner.params, torch.ones(2, 4000, 3), masks=first))
+    assert_close(found, forward(learner.network, learner.params, torch.ones(2, 4000, 3), masks=first))
     assert found[0, :, 0].unique().numel() > 100
 
 
@@ -334,7 +333,7 @@ def test_members_learn_from_their_own_halves():
     before = learner.stack.weights.clone()
     learner._counts.zero_()
     learner.train()
-    torch.testing.assert_close(learner.stack.weights, before)
+    assert_close(learner.stack.weights, before)
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -362,10 +361,10 @@ def test_linear_is_the_conjugate_posterior_however_it_was_fed(standardise):
             mine = (buffer.arms[run, :40] == arm).numpy()
             x = np.column_stack([buffer.contexts[run, :40].double().numpy()[mine], np.ones(mine.sum())])
             mu, lam, a, b = conjugate(x, rewards[mine], 0.25, 6, 6)
-            np.testing.assert_allclose(found.mean[run, arm], mu, rtol=1e-6, atol=1e-8)
-            np.testing.assert_allclose(found.factor[run, arm] @ found.factor[run, arm].T, lam, rtol=1e-9, atol=1e-9)
+            assert_close(found.mean[run, arm], mu, rtol=1e-6, atol=1e-8)
+            assert_close(found.factor[run, arm] @ found.factor[run, arm].T, lam, rtol=1e-9, atol=1e-9)
             assert float(found.shape[run, arm]) == a
-            assert float(found.scale[run, arm]) == pytest.approx(b, rel=1e-6)
+            assert float(found.scale[run, arm]) == approx(b, rel=1e-6)
 
 
 def test_linear_draws_are_students():
@@ -384,11 +383,11 @@ def test_linear_draws_are_students():
     a, b = float(posterior.shape[0, 0]), float(posterior.scale[0, 0])
     scale = math.sqrt(b / a * float(here @ lam @ here))
     reference = torch.distributions.StudentT(2 * a, float(here @ posterior.mean[0, 0]), scale)
-    assert float(draws.mean()) == pytest.approx(float(reference.mean), abs=5 * scale / math.sqrt(n))
-    assert float(draws.var()) == pytest.approx(float(reference.variance), rel=0.04)
+    assert float(draws.mean()) == approx(float(reference.mean), abs=5 * scale / math.sqrt(n))
+    assert float(draws.var()) == approx(float(reference.variance), rel=0.04)
     # The fourth moment tells a Student from a Gaussian: 3 + 6/(2a − 4).
     kurtosis = float(((draws - draws.mean()) / draws.std()).pow(4).mean())
-    assert kurtosis == pytest.approx(3 + 6 / (2 * a - 4), abs=0.25)
+    assert kurtosis == approx(3 + 6 / (2 * a - 4), abs=0.25)
 
 
 def test_neural_linear_is_the_conjugate_posterior_on_the_features():
@@ -404,9 +403,9 @@ def test_neural_linear_is_the_conjugate_posterior_on_the_features():
         for arm in range(4):
             mine = (buffer.arms[run, :40] == arm).numpy()
             mu, _, a, b = conjugate(features[mine], buffer.rewards[run, :40].double().numpy()[mine], 0.25, 6, 6)
-            np.testing.assert_allclose(found.mean[run, arm], mu, rtol=1e-4, atol=1e-5)
+            assert_close(found.mean[run, arm], mu, rtol=1e-4, atol=1e-5)
             assert float(found.shape[run, arm]) == a
-            assert float(found.scale[run, arm]) == pytest.approx(b, rel=1e-4)
+            assert float(found.scale[run, arm]) == approx(b, rel=1e-4)
 
 
 def test_neural_linears_window_holds_the_newest_and_counts_for_all():
@@ -419,7 +418,7 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
         for arm in range(4):
             mine = torch.nonzero(buffer.arms[run, :40] == arm).flatten()
             assert set(learner._newest[run, arm].tolist()) == set(mine[-4:].tolist())
-            assert float(learner.statistics.gram[run, arm, -1, -1]) == pytest.approx(len(mine))
+            assert float(learner.statistics.gram[run, arm, -1, -1]) == approx(len(mine))
 
 
 # --- streams, buffers, settings -------------------------------------------------------------------------------------
@@ -427,7 +426,7 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
 
 def test_a_runs_numbers_do_not_depend_on_its_neighbours_and_resume_after_a_restore():
     many, one = Streams([1, 2, 3], "p", CPU), Streams([2], "p", CPU)
-    torch.testing.assert_close(many.uniform(5)[1], one.uniform(5)[0])
+    assert_close(many.uniform(5)[1], one.uniform(5)[0])
     saved = many.state()
     draws = (
         lambda s: s.normal(3, 2),
@@ -448,8 +447,8 @@ def test_the_buffer_knows_the_moments_of_its_rewards():
     buffer = filled()
     mean, std = buffer.moments()
     rewards = buffer.rewards[:, :40].double()
-    torch.testing.assert_close(mean.squeeze(1), rewards.mean(dim=1))
-    torch.testing.assert_close(std.squeeze(1), rewards.std(dim=1, correction=0))
+    assert_close(mean.squeeze(1), rewards.mean(dim=1))
+    assert_close(std.squeeze(1), rewards.std(dim=1, correction=0))
     constant = Buffer(torch.zeros(1, 5, 2))
     constant.add(torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3), 0.1))
     assert float(constant.moments()[1]) == 1
@@ -463,7 +462,7 @@ def test_initial_weights_lie_in_the_range_asked_for():
             assert (tensor == 0).all()
         else:
             assert 0.2 < tensor.abs().max() <= 0.3
-    torch.testing.assert_close(flat[1:], initial_weights(NETWORK, [2], 0.3, CPU))
+    assert_close(flat[1:], initial_weights(NETWORK, [2], 0.3, CPU))
 
 
 def test_settings_by_name():

@@ -16,6 +16,7 @@ import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, agent_settings, live, make_agent
 from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, MatchError, SettingError
+from floats import approx, assert_close
 from processes import PATIENCE
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
@@ -184,7 +185,7 @@ def test_a_new_arm_starts_as_uncertain_as_the_settings_say(name):
     play(agent, contexts(40))
     agent.add_arm()
     variance = unflatten(agent._trainer.network, agent._trainer.gaussian().variance)["layer1.bias"][0]
-    assert float(variance[2]) == pytest.approx(agent.settings.initial_std**2, rel=1e-3)
+    assert float(variance[2]) == approx(agent.settings.initial_std**2, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["greedy", "linear", "badam-map", "vadam"])
@@ -196,7 +197,7 @@ def test_a_new_arm_leaves_what_is_known_of_the_others(name):
         before = agent._actor.scores(x)
     assert agent.add_arm() == 2
     if name == "greedy":
-        torch.testing.assert_close(agent._actor.scores(x)[..., :2], before)
+        assert_close(agent._actor.scores(x)[..., :2], before)
     tried = [agent.act(row) for row in contexts(agent.settings.initial_pulls)]
     assert tried == [2] * agent.settings.initial_pulls
     play(agent, contexts(20, 3))
@@ -289,7 +290,7 @@ def test_a_reward_outside_its_range_is_learnt_with_one_warning():
         agent.update(np.zeros((2, 3)), [0, 1], [0.5, 5.0])
     assert caught[0].filename == __file__
     agent.update(np.zeros(3), 0, 7.0)
-    assert agent._buffer.rewards[0, :4].tolist() == pytest.approx([0.1, 0.5, 5.0, 7.0])
+    assert agent._buffer.rewards[0, :4].tolist() == approx([0.1, 0.5, 5.0, 7.0])
 
 
 @pytest.mark.parametrize("reward", [True, np.array([True]), torch.tensor(True)], ids=str)

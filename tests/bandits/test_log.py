@@ -15,6 +15,7 @@ import bayesadam as ba
 from bayesadam.bandits import AGENTS, Agent, Log, agent_settings, make_agent, read_log, replay
 from bayesadam.bandits import log as log_module
 from bayesadam.errors import FileError, MatchError, MissingFileError
+from floats import assert_close
 from processes import run_python
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4, "window": 20}
@@ -75,7 +76,7 @@ def assert_alike(one: Agent, other: Agent) -> None:
     mine, others = learnt(one), learnt(other)
     assert mine.keys() == others.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, others[name], rtol=5e-3, atol=1e-3, msg=name)
+        assert_close(tensor, others[name], rtol=5e-3, atol=1e-3, msg=name)
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_the_arrays_are_what_happened(tmp_path):
     np.testing.assert_array_equal(found.probabilities, [*(one.probability for one in decisions), np.nan])
     expected = np.full(13, np.nan)
     expected[[5, 2, 7, 12]] = 0.5, 0.2, 0.7, 2.5
-    np.testing.assert_allclose(found.rewards, expected, rtol=1e-6)
+    assert_close(found.rewards, expected, rtol=1e-6)
     np.testing.assert_array_equal(found.tried, [True] * 3 + [False] * 10)
     np.testing.assert_array_equal(np.flatnonzero(found.forgotten), [3])
     np.testing.assert_array_equal(found.allowed[3], [True, False, True, False])

@@ -19,6 +19,7 @@ from bayesadam.bandits.off_policy import (
     self_normalised,
 )
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
+from floats import approx, assert_close, close
 
 # Two contexts, three arms, rewards of 0 and 1: everything can be enumerated.
 X = np.array([[0.5], [-1.0]])
@@ -57,7 +58,7 @@ def test_ips_and_doubly_robust_are_unbiased_over_every_log_of_one_decision():
         value = np.array([POLICY[x] @ model[x]])
         ips, robust = inverse_propensity(r, w), doubly_robust(r, w, model[x, arm : arm + 1], value)
         found += probability * np.array([ips.value, robust.value])
-    np.testing.assert_allclose(found, TRUTH, atol=1e-12)
+    assert_close(found, TRUTH, atol=1e-12)
 
 
 def test_they_are_unbiased_over_every_log_of_an_agent_that_learns():
@@ -78,8 +79,8 @@ def test_they_are_unbiased_over_every_log_of_an_agent_that_learns():
             estimates = quietly(log, policy)
             found += one * other * np.array([estimates.ips.value, estimates.doubly_robust.value])
             total += one * other
-    assert total == pytest.approx(1)
-    np.testing.assert_allclose(found, TRUTH, atol=1e-12)
+    assert total == approx(1)
+    assert_close(found, TRUTH, atol=1e-12)
 
 
 def drawn(n: int, seed: int, logging: np.ndarray = LOGGING) -> Log:
@@ -97,8 +98,8 @@ def test_standard_errors_are_the_deviation_over_many_logs():
         found = [getattr(one, name) for one in every]
         values, errors = np.array([(one.value, one.error) for one in found]).T
         # Two contexts and a linear model: that of the direct method is right, too.
-        assert errors.mean() == pytest.approx(values.std(), rel=0.2), name
-        assert values.mean() == pytest.approx(TRUTH, abs=4 * values.std() / np.sqrt(150) + 0.003), name
+        assert errors.mean() == approx(values.std(), rel=0.2), name
+        assert values.mean() == approx(TRUTH, abs=4 * values.std() / np.sqrt(150) + 0.003), name
         inside = [low <= TRUTH <= high for low, high in (one.interval(0.9) for one in found)]
         assert 0.82 < np.mean(inside) < 0.97, name
 
@@ -106,17 +107,17 @@ def test_standard_errors_are_the_deviation_over_many_logs():
 def test_intervals_and_errors_by_hand():
     rewards, weights = np.array([1.0, 0.0, 2.0]), np.array([0.5, 2.0, 1.0])
     ips = inverse_propensity(rewards, weights)
-    assert ips.value == pytest.approx(2.5 / 3)
-    assert ips.error == pytest.approx(np.std([0.5, 0.0, 2.0], ddof=1) / np.sqrt(3))
+    assert ips.value == approx(2.5 / 3)
+    assert ips.error == approx(np.std([0.5, 0.0, 2.0], ddof=1) / np.sqrt(3))
     snips = self_normalised(rewards, weights)
     v = 2.5 / 3.5
-    assert snips.value == pytest.approx(v)
-    assert snips.error == pytest.approx(np.sqrt(0.25 * (1 - v) ** 2 + 4 * v**2 + (2 - v) ** 2) / 3.5)
-    assert self_normalised(rewards + 5, weights).value == pytest.approx(v + 5)
+    assert snips.value == approx(v)
+    assert snips.error == approx(np.sqrt(0.25 * (1 - v) ** 2 + 4 * v**2 + (2 - v) ** 2) / 3.5)
+    assert self_normalised(rewards + 5, weights).value == approx(v + 5)
     assert np.isnan(self_normalised(rewards, np.zeros(3)).value)
     assert np.isnan(mean(rewards[:1]).error)
     low, high = Estimate(1.0, 2.0).interval(0.95)
-    assert (low, high) == pytest.approx((1 - 2 * 1.959964, 1 + 2 * 1.959964), rel=1e-6)
+    assert (low, high) == approx((1 - 2 * 1.959964, 1 + 2 * 1.959964), rel=1e-6)
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_a_decision_is_predicted_by_earlier_ones_alone():
     assert (before[0] == 0).all()
     for row in range(1, 60):
         # By ridge regression of the rows of an arm so far, around the mean of all; refitted at every tenth more.
-        fits = [end for end in range(1, row + 1) if np.allclose(before[row], _ridge(log, end, row), atol=1e-8)]
+        fits = [end for end in range(1, row + 1) if close(before[row], _ridge(log, end, row), atol=1e-8)]
         assert fits
         assert max(fits) >= row / 1.12 - 1
     other = Log.of(
@@ -139,7 +140,7 @@ def test_a_decision_is_predicted_by_earlier_ones_alone():
         n_arms=3,
     )
     np.testing.assert_array_equal(predicted_before(other)[:31], before[:31])
-    assert not np.allclose(predicted_before(other)[40:], before[40:])
+    assert not close(predicted_before(other)[40:], before[40:])
 
 
 def _ridge(log: Log, end: int, row: int) -> np.ndarray:
@@ -221,7 +222,7 @@ def test_from_decide_to_evaluate(tmp_path):
     assert found.doubly_robust.error < 0.1
     assert found.decisions == 250 - 25 - 8
     assert found.left_out == {"without a reward": 25, "tried in turn": 8, "without a probability": 1}
-    assert found.logged.value == pytest.approx(_judged(path).mean())
+    assert found.logged.value == approx(_judged(path).mean())
     text = str(found)
     for part in ("value", "99 % interval", "as logged", "direct method", "self-normalised IPS", "doubly robust"):
         assert part in text
@@ -264,16 +265,16 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     )
     found = evaluate(log, make_agent("uniform", 2, 3, initial_pulls=0))
     assert found.overlap.impossible == 0
-    np.testing.assert_allclose(found.ips.value, found.logged.value)
-    assert found.overlap.effective_size == pytest.approx(200)
+    assert_close(found.ips.value, found.logged.value)
+    assert found.overlap.effective_size == approx(200)
     # A function that does not know of it puts probability where there was no choice.
     with pytest.warns(
         OverlapWarning, match=r"16\.7% of the policy's probability is on arms that the log could not choose"
     ):
         blind = evaluate(log, lambda contexts: np.full((len(contexts), 3), 1 / 3))
-    assert blind.overlap.impossible == pytest.approx(1 / 6)
+    assert blind.overlap.impossible == approx(1 / 6)
     more, fewer, less = (make_agent("uniform", 2, n) for n in (5, 2, 3))
-    np.testing.assert_allclose(evaluate(log, more).ips.value, found.ips.value)
+    assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
     for one in (fewer, less):
         assert (
@@ -374,7 +375,7 @@ def test_a_log_of_certain_choices_tells_of_no_other(tmp_path):
     with pytest.warns(OverlapWarning, match="of the policy's probability is on arms that the log could not choose"):
         found = evaluate(tmp_path / "log.jsonl", lambda contexts: np.full((len(contexts), 2), 0.5))
     assert chosen <= {0, 1}
-    assert found.overlap.impossible == pytest.approx(0.5)
+    assert found.overlap.impossible == approx(0.5)
 
 
 def test_wrong_probabilities_are_found_out():

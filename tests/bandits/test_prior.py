@@ -11,6 +11,7 @@ from bayesadam.bandits import Log, Prior, agent_settings, fit_prior, make_agent,
 from bayesadam.bandits.buffer import Buffer
 from bayesadam.bandits.empirical_bayes import _WIDTHS, _Features, _inverse_gamma, _left_out, _spread
 from bayesadam.bandits.hybrid import Hybrid
+from floats import approx, assert_close
 
 WIDTH, ARMS, ROWS = 3, 2, 60
 
@@ -58,8 +59,8 @@ def test_what_is_left_out_is_predicted_by_the_mixture_of_the_others(width):
     spread, noise = width * _spread(torch.from_numpy(heads)), 0.04
     relative, squares = _left_out(data, torch.from_numpy(heads), spread, torch.tensor(noise, dtype=torch.float64))
     expected = errors_left_out(data, heads, spread.numpy(), noise)
-    np.testing.assert_allclose(squares, expected, rtol=1e-6)
-    assert float(relative) == pytest.approx(expected.mean() / 0.1**2)
+    assert_close(squares, expected, rtol=1e-6)
+    assert float(relative) == approx(expected.mean() / 0.1**2)
 
 
 def best_width(heads: np.ndarray) -> float:
@@ -77,8 +78,8 @@ def test_kinds_of_problems_are_told_from_a_cloud():
 
 def test_the_noise_is_the_inverse_gamma_with_these_moments():
     shape, scale = _inverse_gamma(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    assert float(shape) == pytest.approx(2 + 4 / (2 / 3))
-    assert float(scale / shape) == pytest.approx(2)
+    assert float(shape) == approx(2 + 4 / (2 / 3))
+    assert float(scale / shape) == approx(2)
 
 
 def test_an_arm_that_no_problem_saw_twice_has_no_prior():
@@ -134,10 +135,10 @@ def test_its_head_is_the_normal_equations_around_every_component(prior):
         own = arms[0].numpy() == arm
         inverse = np.linalg.inv(prior.covariance[arm].numpy())
         precision = inverse + x[own].T @ x[own]
-        np.testing.assert_allclose(before[1][0, arm], np.linalg.inv(precision), rtol=1e-5, atol=1e-7)
+        assert_close(before[1][0, arm], np.linalg.inv(precision), rtol=1e-5, atol=1e-7)
         for component, first in enumerate(prior.mean[:, arm].numpy()):
             mean = np.linalg.solve(precision, inverse @ first + x[own].T @ paid[own])
-            np.testing.assert_allclose(before[0][0, arm, component], mean, rtol=1e-5, atol=1e-5)
+            assert_close(before[0][0, arm, component], mean, rtol=1e-5, atol=1e-5)
             apart = paid[own] - x[own] @ first
             errors[component] += (
                 0.5
@@ -147,13 +148,13 @@ def test_its_head_is_the_normal_equations_around_every_component(prior):
     # The Student density of all rewards: σ² and the component are those of all arms.
     logs = -(float(prior.shape) + 30) * np.log(float(prior.scale) + errors)
     likely = np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
-    np.testing.assert_allclose(learner._likely()[0], np.tile(likely, (3, 1)), atol=1e-6)
+    assert_close(learner._likely()[0], np.tile(likely, (3, 1)), atol=1e-6)
     # A training writes it in units of the rewards seen.
     learner.train()
     shift, scale = learner._units()
     back = learner._linear.mean * scale[..., None, None]
     back[..., -1] += shift.unsqueeze(2)
-    np.testing.assert_allclose(x @ back[0, :, 0].numpy().T, x @ before[0][0, :, 0].numpy().T, atol=1e-3)
+    assert_close(x @ back[0, :, 0].numpy().T, x @ before[0][0, :, 0].numpy().T, atol=1e-3)
 
 
 def test_decisions_draw_components_as_often_as_they_are_likely(prior):
@@ -164,7 +165,7 @@ def test_decisions_draw_components_as_often_as_they_are_likely(prior):
     assert (drawn == drawn[..., :1]).all()
     for run in range(2):
         shares = torch.bincount(drawn[run, ..., 0].flatten(), minlength=len(prior.mean)) / 20000
-        assert torch.allclose(shares.double(), learner._likely()[run, 0], atol=0.02)
+        assert_close(shares.double(), learner._likely()[run, 0], atol=0.02)
 
 
 def test_exchangeable_arms_find_their_own_component():
@@ -220,10 +221,10 @@ def test_a_new_arm_is_one_drawn_at_random(prior):
     assert agent.add_arm() == 3
     found = prior.for_arms(4)
     assert torch.equal(found.mean[:, :3], prior.mean)
-    assert torch.allclose(found.mean[:, 3], prior.mean.mean(dim=1))
+    assert_close(found.mean[:, 3], prior.mean.mean(dim=1))
     between = torch.stack([torch.cov(own.T, correction=0) for own in prior.mean]).mean(dim=0)
     noise = prior.scale / prior.shape
-    assert torch.allclose(noise * found.covariance[3], noise * prior.covariance.mean(dim=0) + between)
+    assert_close(noise * found.covariance[3], noise * prior.covariance.mean(dim=0) + between)
     assert make_agent("hybrid", 4, 3, prior=prior).act(np.zeros(4)) in range(3)
 
 

@@ -13,6 +13,7 @@ from bayesadam.bandits import AGENTS, Agent, agent_settings, make_agent
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import MatchError, SettingError
+from floats import approx, assert_close
 
 SMALL = {"hidden": (8,), "batch_size": 16, "train_every": 5, "train_steps": 4}
 HERE = np.array([0.5, -0.3, 0.2])
@@ -51,7 +52,7 @@ def test_linear_against_quadrature_over_the_students():
         others = [score.cdf(grid) for number, score in enumerate(scores) if number != arm]
         expected = integrate.simpson(own.pdf(grid) * np.prod(others, axis=0), x=grid)
         assert 0.01 < expected < 0.99
-        assert found[arm] == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / n))
+        assert found[arm] == approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / n))
 
 
 @pytest.mark.parametrize("name", ["badam", "badam-map", "vadam", "bbb", "ivon"])
@@ -66,7 +67,7 @@ def test_gaussian_weights_of_a_linear_network_against_the_normal_distribution(na
     expected = float(stats.norm.cdf(float(gap / width)))
     n = 40_000
     found = agent.probabilities([HERE], draws=n)[0, 0]
-    assert found == pytest.approx(expected, abs=4 * math.sqrt(max(expected * (1 - expected), 1e-6) / n))
+    assert found == approx(expected, abs=4 * math.sqrt(max(expected * (1 - expected), 1e-6) / n))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
@@ -81,8 +82,8 @@ def test_agents_with_finitely_many_scores_are_exact(epsilon):
         expected = np.full((20, 3), epsilon / 3)
         for member in every.argmax(dim=2).numpy():
             expected[np.arange(20), member] += (1 - epsilon) / members
-        np.testing.assert_allclose(found, expected, atol=1e-12)
-    np.testing.assert_allclose(trained("uniform", epsilon=epsilon).probabilities(rows), 1 / 3, atol=1e-12)
+        assert_close(found, expected, atol=1e-12)
+    assert_close(trained("uniform", epsilon=epsilon).probabilities(rows), 1 / 3, atol=1e-12)
 
 
 # --- against choices ------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
         chosen = agent.act(np.tile(HERE, (n, 1)), arms=arms)
         found = agent.probabilities([HERE], arms=arms, draws=n)[0]
         shares = np.bincount(chosen, minlength=4) / n
-        assert found.sum() == pytest.approx(1)
+        assert found.sum() == approx(1)
         error = np.sqrt(2 * found * (1 - found) / n) + 1e-9
         assert (np.abs(shares - found) < 5 * error + 3 / n).all()
         if arms is not None:
@@ -126,7 +127,7 @@ def test_inverse_probabilities_of_decisions_miss_by_what_the_formula_says(epsilo
     for arm in range(3):
         terms = np.where(arms == arm, 1 / probabilities, 0.0)
         expected = 1.0 if epsilon else 1 - (1 - exact[arm]) ** (draws + 1)
-        assert terms.mean() == pytest.approx(expected, abs=4 * terms.std() / math.sqrt(n))
+        assert terms.mean() == approx(expected, abs=4 * terms.std() / math.sqrt(n))
     if not epsilon:
         assert 1 - (1 - exact.min()) ** (draws + 1) < 0.8
         assert set(probabilities) == {0.25, 0.5, 0.75, 1.0}
@@ -141,8 +142,8 @@ def test_given_the_choice_the_share_is_as_large_as_the_formula_says():
         shares = probabilities[arms == arm]
         expected = exact[arm] + (1 - exact[arm]) / (draws + 1)
         error = math.sqrt(draws * exact[arm] * (1 - exact[arm])) / (draws + 1)
-        assert shares.mean() == pytest.approx(expected, abs=4 * error / math.sqrt(len(shares)))
-        assert shares.std() == pytest.approx(error, rel=0.1)
+        assert shares.mean() == approx(expected, abs=4 * error / math.sqrt(len(shares)))
+        assert shares.std() == approx(error, rel=0.1)
 
 
 def test_a_decision_has_the_share_of_its_arm_with_the_draw_that_chose_it():
@@ -150,7 +151,7 @@ def test_a_decision_has_the_share_of_its_arm_with_the_draw_that_chose_it():
     for number in range(30):
         decision = agent.decide(HERE, draws=4)
         count = decision.probability * 5
-        assert count == pytest.approx(round(count))
+        assert count == approx(round(count))
         assert count >= 1
         assert decision.arm == twin.act(HERE), number
 
@@ -194,7 +195,7 @@ def test_every_context_may_have_arms_of_its_own():
     rows = np.random.default_rng(0).normal(size=(3, 3))
     mask = np.array([[True, True, False, False], [False, False, True, False], [True, True, True, True]])
     found = agent.probabilities(rows, arms=mask, draws=50)
-    np.testing.assert_allclose(found.sum(axis=1), 1)
+    assert_close(found.sum(axis=1), 1)
     assert (found[~mask] == 0).all()
     np.testing.assert_array_equal(found[1], [0, 0, 1, 0])
 
@@ -203,7 +204,7 @@ def test_many_contexts_are_as_one_by_one_up_to_their_draws():
     agent = trained("badam", n_per_round=1.0)
     rows = np.tile(HERE, (300, 1))
     found = agent.probabilities(rows, draws=200)
-    np.testing.assert_allclose(found.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)
+    assert_close(found.mean(axis=0), agent.probabilities([HERE], draws=50_000)[0], atol=0.015)
     assert not (found[0] == found[1]).all()
     np.testing.assert_array_equal(found, agent.probabilities(rows, draws=200))
     assert not np.array_equal(found, agent.probabilities(rows, draws=200, seed=1))

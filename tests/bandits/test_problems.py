@@ -11,6 +11,7 @@ from bayesadam.bandits import classification_problem, problem, problem_from_file
 from bayesadam.bandits.problems import PROBLEMS
 from bayesadam.data import Table, data_set, find
 from bayesadam.errors import DataError, MatchError, MissingExtraError, MissingFileError, SettingError
+from floats import approx, assert_close, close
 
 X = np.array([[1.0, 5.0, 0.0], [3.0, 5.0, 1.0], [5.0, 5.0, 0.5], [7.0, 5.0, 9.0]])
 
@@ -82,17 +83,17 @@ def test_the_wheel_pays_by_quadrant_beyond_its_radius():
     norm = np.hypot(x, y)
     assert norm.max() <= 1 + 1e-6
     # Uniform in the disc: the share beyond δ is 1 − δ².
-    assert (norm >= 0.6).mean() == pytest.approx(0.64, abs=0.01)
+    assert (norm >= 0.6).mean() == approx(0.64, abs=0.01)
     for arm, here in enumerate([(x > 0) & (y > 0), (x > 0) & (y < 0), (x < 0) & (y > 0), (x < 0) & (y < 0)]):
         far = here & (norm > 0.6 + 1e-6)
         np.testing.assert_array_equal(rounds.expected[far, arm], np.float32(50))
-        assert rounds.rewards[far, arm].mean() == pytest.approx(50, abs=0.001)
-        assert rounds.rewards[far, arm].std() == pytest.approx(0.01, rel=0.1)
+        assert rounds.rewards[far, arm].mean() == approx(50, abs=0.001)
+        assert rounds.rewards[far, arm].std() == approx(0.01, rel=0.1)
         near = ~here | (norm < 0.6 - 1e-6)
         np.testing.assert_array_equal(rounds.expected[near, arm], np.float32(1))
-        assert rounds.rewards[near, arm].std() == pytest.approx(0.05, rel=0.05)
-    assert rounds.rewards[:, 4].mean() == pytest.approx(1.2, abs=0.002)
-    assert np.unique(rounds.optimum).tolist() == pytest.approx([1.2, 50])
+        assert rounds.rewards[near, arm].std() == approx(0.05, rel=0.05)
+    assert rounds.rewards[:, 4].mean() == approx(1.2, abs=0.002)
+    assert np.unique(rounds.optimum).tolist() == approx([1.2, 50])
 
 
 def test_mushroom_has_the_expected_optimum(tables):
@@ -105,9 +106,9 @@ def test_mushroom_has_the_expected_optimum(tables):
     np.testing.assert_array_equal(rounds.rewards[:, 0], 0)
     np.testing.assert_array_equal(rounds.rewards[is_edible, 1], 5)
     assert set(rounds.rewards[~is_edible, 1]) == {5.0, -35.0}
-    assert rounds.rewards[~is_edible, 1].mean() == pytest.approx(-15, abs=1)
+    assert rounds.rewards[~is_edible, 1].mean() == approx(-15, abs=1)
     # With replacement, and not scaled.
-    assert is_edible.mean() == pytest.approx(0.5, abs=0.02)
+    assert is_edible.mean() == approx(0.5, abs=0.02)
     assert set(np.unique(rounds.contexts)) == {0, 1}
 
 
@@ -115,10 +116,10 @@ def test_mushroom_has_the_expected_optimum(tables):
 def test_financial_arms_are_portfolios_of_unit_norm():
     rounds = problem("financial").run(5)
     portfolios, residual, *_ = np.linalg.lstsq(rounds.contexts.astype(np.float64), rounds.expected, rcond=None)
-    np.testing.assert_allclose(np.linalg.norm(portfolios, axis=0), 1, atol=1e-5)
+    assert_close(np.linalg.norm(portfolios, axis=0), 1, atol=1e-5)
     assert residual.max() < 1e-4
     spread = (rounds.rewards - rounds.expected).std(axis=0)
-    np.testing.assert_allclose(spread, 0.01 * np.arange(1, 9), rtol=0.12)
+    assert_close(spread, 0.01 * np.arange(1, 9), rtol=0.12)
 
 
 def test_jester_splits_a_users_ratings(tables):
@@ -129,14 +130,14 @@ def test_jester_splits_a_users_ratings(tables):
     for context, rewards in zip(one.contexts, one.rewards, strict=True):
         assert tuple(np.sort(np.concatenate([context, rewards]))) in known
     # Which jokes are the arms differs from run to run.
-    assert not np.allclose(np.sort(one.rewards.mean(axis=0)), np.sort(two.rewards.mean(axis=0)), atol=1e-3)
+    assert not close(np.sort(one.rewards.mean(axis=0)), np.sort(two.rewards.mean(axis=0)), atol=1e-3)
 
 
 @pytest.mark.usefixtures("tables")
 def test_labelled_tables_are_scaled_column_by_column():
     rounds = problem("statlog").run(0)
-    np.testing.assert_allclose(rounds.contexts.astype(np.float64).mean(axis=0), 0, atol=1e-5)
-    np.testing.assert_allclose(rounds.contexts.astype(np.float64).std(axis=0), 1, atol=1e-5)
+    assert_close(rounds.contexts.astype(np.float64).mean(axis=0), 0, atol=1e-5)
+    assert_close(rounds.contexts.astype(np.float64).std(axis=0), 1, atol=1e-5)
     np.testing.assert_array_equal(rounds.rewards.sum(axis=1), 1)
     np.testing.assert_array_equal(rounds.optimum, 1)
     large = problem("covertype")
@@ -169,7 +170,7 @@ def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
     rounds = chosen.run(0)
     scaled = (X - X.mean(axis=0)) / np.where(X.std(axis=0) == 0, 1, X.std(axis=0))
     order = [int(np.argmin(np.abs(scaled[:, 0] - c))) for c in rounds.contexts[:, 0]]
-    np.testing.assert_allclose(rounds.contexts, scaled[order], atol=1e-6)
+    assert_close(rounds.contexts, scaled[order], atol=1e-6)
     np.testing.assert_array_equal(rounds.rewards, np.eye(3)[[1, 0, 1, 2]][order])
     plain = classification_problem(X, [1, 0, 1, 0], standardise=False).run(0)
     assert sorted(plain.contexts[:, 0]) == [1, 3, 5, 7]
@@ -178,7 +179,7 @@ def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
 def test_a_large_offset_does_not_drown_a_column():
     column = 1e9 + np.arange(50.0)
     rounds = classification_problem(column[:, None], np.arange(50) % 2).run(0)
-    assert rounds.contexts.std() == pytest.approx(1, abs=1e-6)
+    assert rounds.contexts.std() == approx(1, abs=1e-6)
     constant = classification_problem(np.full((50, 1), 0.1), np.arange(50) % 2).run(0)
     np.testing.assert_array_equal(constant.contexts, 0)
 
@@ -188,7 +189,7 @@ def test_rewards_of_a_table():
     rounds = reward_problem(X, pays).run(0)
     assert sorted(map(tuple, rounds.rewards)) == sorted(map(tuple, pays))
     assert rounds.optimum.sum() == 2 + 0 + 5 + 3
-    assert rounds.uniform.sum() == pytest.approx(pays.mean(axis=1).sum())
+    assert rounds.uniform.sum() == approx(pays.mean(axis=1).sum())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from bayesadam._progress import Bar
 from bayesadam.bandits import AGENTS, agent_settings, classification_problem, reward_problem, simulate
 from bayesadam.bandits.simulation import Playing, _Lane, in_turn
 from bayesadam.errors import FileError, MatchError, SettingError
+from floats import approx, assert_close
 from processes import run_python
 
 SMALL = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5}
@@ -39,11 +40,11 @@ def test_totals_by_hand():
     # Arm 1 pays 2 and arm 0 pays 1 whatever the context; the forced pulls are all there is.
     chosen = reward_problem(np.arange(4.0)[:, None], np.tile([1.0, 2.0], (4, 1)))
     found = simulate(chosen, "greedy", runs=2, settings=small("greedy", initial_pulls=2))
-    np.testing.assert_allclose(found.reward_ratio, (1 + 2 + 1 + 2) / 8)
-    np.testing.assert_allclose(found.regret_ratio, 2 / (8 - 6))
+    assert_close(found.reward_ratio, (1 + 2 + 1 + 2) / 8)
+    assert_close(found.regret_ratio, 2 / (8 - 6))
     np.testing.assert_array_equal(found.points, [1, 2, 3, 4])
-    np.testing.assert_allclose(found.reward, [[1, 3, 4, 6]] * 2)
-    np.testing.assert_allclose(found.regret, [[1, 1, 2, 2]] * 2)
+    assert_close(found.reward, [[1, 3, 4, 6]] * 2)
+    assert_close(found.regret, [[1, 1, 2, 2]] * 2)
     assert (found.problem, found.agent, found.rounds) == ("rewards", "greedy", 4)
 
 
@@ -62,19 +63,19 @@ def test_curves_have_at_most_500_points_and_end_with_the_totals():
     assert found.reward.shape == found.regret.shape == (3, 500)
     assert (found.points[0], found.points[-1]) == (1, 1700)
     optimum = (found.reward + found.regret)[:, -1]
-    np.testing.assert_allclose(found.reward_ratio, found.reward[:, -1] / optimum)
+    assert_close(found.reward_ratio, found.reward[:, -1] / optimum)
 
 
 def test_uniform_is_near_its_expectation():
     found = simulate("wheel:0.5", "uniform", runs=10, rounds=3000)
     error = found.regret_ratio.std() / np.sqrt(10)
-    assert found.regret_ratio.mean() == pytest.approx(1, abs=4 * error)
-    assert simulate(blobs(), "uniform").reward_ratio.mean() == pytest.approx(1 / 3, abs=0.03)
+    assert found.regret_ratio.mean() == approx(1, abs=4 * error)
+    assert simulate(blobs(), "uniform").reward_ratio.mean() == approx(1 / 3, abs=0.03)
 
 
 def test_epsilon_one_is_uniform():
     found = simulate(blobs(), "epsilon-greedy", runs=4, settings=small("epsilon-greedy", epsilon=1.0))
-    assert found.reward_ratio.mean() == pytest.approx(1 / 3, abs=0.05)
+    assert found.reward_ratio.mean() == approx(1 / 3, abs=0.05)
 
 
 @pytest.mark.parametrize("settings", ["paper", "tuned"])
@@ -136,7 +137,7 @@ def test_a_run_does_not_depend_on_what_is_stacked_with_it(agent):
         if tensor.dim() and not name.endswith("step"):
             members = tensor.shape[0]
             together = stack.learner.tensors()[name][2 * members : 3 * members]
-            torch.testing.assert_close(together, tensor, rtol=1e-4, atol=1e-5)
+            assert_close(together, tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_runs_differ_and_repeat():

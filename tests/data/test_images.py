@@ -12,6 +12,7 @@ import torch
 from bayesadam.data import find, load_images, load_split, registry
 from bayesadam.data.registry import Copy, DataFile, DataSet
 from bayesadam.errors import BayesAdamError, DataError, FileError, SettingError
+from floats import approx, assert_close
 
 MNIST_TRAIN_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
@@ -49,7 +50,7 @@ def test_pixels_are_flat_and_between_zero_and_one(small):
     data = load_images("mnist")
     for x, y, kind in ((data.train_x, data.train_y, "train"), (data.test_x, data.test_y, "t10k")):
         assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
-        np.testing.assert_allclose(x.numpy(), arrays[f"{kind}-images-idx3-ubyte.gz"].reshape(-1, 6) / 255, rtol=1e-6)
+        assert_close(x.numpy(), arrays[f"{kind}-images-idx3-ubyte.gz"].reshape(-1, 6) / 255, rtol=1e-6)
         assert y.tolist() == arrays[f"{kind}-labels-idx1-ubyte.gz"].tolist()
     assert data.n_classes == 3
 
@@ -153,8 +154,8 @@ def test_mnist_is_the_published_one():
     assert data.train_y.bincount().tolist() == MNIST_TRAIN_COUNTS
     assert (float(data.train_x.min()), float(data.train_x.max())) == (0, 1)
     # The mean and standard deviation everyone normalises with.
-    assert float(data.train_x.mean()) == pytest.approx(0.1307, abs=1e-4)
-    assert float(data.train_x.std()) == pytest.approx(0.3081, abs=1e-4)
+    assert float(data.train_x.mean()) == approx(0.1307, abs=1e-4)
+    assert float(data.train_x.std()) == approx(0.3081, abs=1e-4)
 
 
 def test_fashion_mnists_test_pair_is_the_published_one():

@@ -20,6 +20,7 @@ from bayesadam.data.tables import (
     read_statlog,
 )
 from bayesadam.errors import DataError, MissingFileError, SettingError
+from floats import approx
 
 ADULT_TEXT = {0: "39", 2: "77516", 4: "13", 10: "2174", 11: "0", 12: "40"}
 CENSUS_HEADER = ",".join(["caseid", *(f"i{number}" for number in range(34)), "dOccup", *(f"d{n}" for n in range(33))])
@@ -273,7 +274,7 @@ def test_adult_has_the_showdowns_rows_and_occupations():
 
 def test_financial_has_the_stated_range():
     contexts = real("financial").contexts
-    assert (contexts.min(), contexts.max()) == (pytest.approx(-49.57, abs=0.01), pytest.approx(26.98, abs=0.01))
+    assert (contexts.min(), contexts.max()) == (approx(-49.57, abs=0.01), approx(26.98, abs=0.01))
 
 
 def test_jester_is_the_subset_stored_beside_it():

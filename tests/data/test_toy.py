@@ -8,6 +8,7 @@ import torch
 
 from bayesadam.data import toy_function, toy_grid, toy_points
 from bayesadam.errors import SettingError
+from floats import approx, assert_close
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -22,7 +23,7 @@ def test_the_function_is_the_papers():
     rng = np.random.default_rng(0)
     x, noise = rng.uniform(-0.5, 1.2, 100), rng.normal(0, 0.02, 100)
     got = toy_function(torch.from_numpy(x), torch.from_numpy(noise))
-    np.testing.assert_allclose(got.numpy(), reference(x, noise), rtol=0, atol=1e-14)
+    assert_close(got.numpy(), reference(x, noise), atol=1e-14)
 
 
 def test_points_are_uniform_with_the_stated_noise():
@@ -39,7 +40,7 @@ def test_points_are_uniform_with_the_stated_noise():
     slope = 1 + 0.6 * np.pi * np.cos(2 * np.pi * x) + 1.2 * np.pi * np.cos(4 * np.pi * x)
     steep = np.abs(slope) > 2.5
     noise = ((y - reference(x, np.zeros_like(x))) / slope)[steep]
-    assert noise.std() == pytest.approx(0.02, rel=0.05)
+    assert noise.std() == approx(0.02, rel=0.05)
 
 
 def test_only_the_generator_decides():
@@ -56,18 +57,18 @@ def test_a_gap_stays_empty_and_lengths_decide_the_shares():
     x = toy_points(10_000, generator=generator(), intervals=((-1.0, 0.0), (2.0, 2.5))).x
     left = ((x >= -1) & (x <= 0)).float().mean()
     assert left + ((x >= 2) & (x <= 2.5)).float().mean() == 1
-    assert float(left) == pytest.approx(2 / 3, abs=0.02)
+    assert float(left) == approx(2 / 3, abs=0.02)
 
 
 def test_without_noise_points_lie_on_the_curve():
     data = toy_points(10, generator=generator(), noise_std=0.0)
-    torch.testing.assert_close(data.y, toy_function(data.x))
+    assert_close(data.y, toy_function(data.x))
 
 
 def test_the_grid_spans_the_papers_test_range():
     grid = toy_grid(18)
-    np.testing.assert_allclose(grid.x.ravel(), np.linspace(-0.5, 1.2, 18), atol=1e-6)
-    np.testing.assert_allclose(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 18), np.zeros(18)), atol=1e-5)
+    assert_close(grid.x.ravel(), np.linspace(-0.5, 1.2, 18), atol=1e-6)
+    assert_close(grid.y.ravel(), reference(np.linspace(-0.5, 1.2, 18), np.zeros(18)), atol=1e-5)
 
 
 def test_split_keeps_every_point_once():

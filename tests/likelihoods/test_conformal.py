@@ -15,6 +15,7 @@ from bayesadam.likelihoods import predictive as predictive_module
 from bayesadam.likelihoods.classification import BinaryPredictive, ClassificationPredictive
 from bayesadam.likelihoods.conformal import Guarantee, class_scores, p_values, threshold, uniform_like
 from bayesadam.likelihoods.regression import HeteroscedasticPredictive, RegressionPredictive
+from floats import assert_close
 
 METHODS = ["lac", "aps", "raps"]
 LEVELS = [0.3, 0.5, 0.8, 0.9, 0.95]
@@ -81,7 +82,7 @@ def test_p_values_count_ties_as_at_least_as_large(dtype):
     by_hand = [(1 + sum(r >= s for r in reference.tolist())) / 41 for s in scores.tolist()]
     found = p_values(reference, scores)
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found, torch.tensor(by_hand, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert_close(found, torch.tensor(by_hand, dtype=torch.float64), atol=1e-15)
     assert p_values(reference, torch.tensor([math.inf], dtype=dtype)).item() == 1 / 41
     assert p_values(reference, torch.tensor([-math.inf], dtype=dtype)).item() == 1
 
@@ -90,7 +91,7 @@ def test_thresholds_and_p_values_say_the_same():
     reference, fresh = torch.randn(57, generator=seeded(1)), torch.randn(500, generator=seeded(2))
     for level in LEVELS:
         inside = fresh <= threshold(reference, level)
-        torch.testing.assert_close(inside, p_values(reference, fresh) > 1 - level + 1e-12)
+        assert_close(inside, p_values(reference, fresh) > 1 - level + 1e-12)
 
 
 # --- scores of classes ------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_scores_are_those_of_the_papers(method, classes):
         [score_by_hand(row, k, method, u) for k in range(classes)]
         for row, u in zip(probs.tolist(), uniform.tolist(), strict=True)
     ]
-    torch.testing.assert_close(class_scores(probs, method, uniform), torch.tensor(by_hand, dtype=torch.float64))
+    assert_close(class_scores(probs, method, uniform), torch.tensor(by_hand, dtype=torch.float64))
 
 
 def test_scores_of_places_are_those_of_examples():
@@ -182,7 +183,7 @@ def test_raps_scores_are_mapie_s():
         )
         plain = total - (1 - uniform.numpy())[:, None] * probs[:, k : k + 1].numpy()
         expected = scores.RAPSConformityScore._regularize_conformity_score(np.array([2]), 0.05, plain, rank)
-        np.testing.assert_allclose(found[:, k].numpy(), expected[:, 0, 0], rtol=1e-7)
+        assert_close(found[:, k].numpy(), expected[:, 0, 0], rtol=1e-7)
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.95])
@@ -226,7 +227,7 @@ def test_intervals_are_mapie_s(level, n):
         mean[n:], variance[n:], noise_variance=noise, guarantee=Guarantee(residuals=residuals)
     ).prediction_set(level)
     for end, expected in zip(found, (ends[:, 0, 0], ends[:, 1, 0]), strict=True):
-        torch.testing.assert_close(end[:, 0], torch.from_numpy(expected))
+        assert_close(end[:, 0], torch.from_numpy(expected))
 
 
 # --- sets -------------------------------------------------------------------------------------------------------------
@@ -310,8 +311,8 @@ def test_intervals_of_every_shape(shape):
     low, high = found.prediction_set(0.9)
     reach = torch.tensor([sorted(residuals[:, k].tolist())[math.ceil(41 * 0.9) - 1] for k in range(outputs)])
     expected = reach.double().view(mean[0].shape) * variance.sqrt()
-    torch.testing.assert_close(low, mean - expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(high, mean + expected, rtol=1e-6, atol=1e-6)
+    assert_close(low, mean - expected, rtol=1e-6, atol=1e-6)
+    assert_close(high, mean + expected, rtol=1e-6, atol=1e-6)
     assert low.shape == high.shape == shape
 
 
@@ -323,8 +324,8 @@ def test_intervals_of_means_and_log_variances():
     low, high = found.prediction_set(0.8)
     stddev = (variance[:, :2] + (outputs[:, 2:] + variance[:, 2:] / 2).exp()).sqrt()
     reach = residuals.sort(dim=0).values[math.ceil(41 * 0.8) - 1]
-    torch.testing.assert_close(low, outputs[:, :2] - reach * stddev)
-    torch.testing.assert_close(high, outputs[:, :2] + reach * stddev)
+    assert_close(low, outputs[:, :2] - reach * stddev)
+    assert_close(high, outputs[:, :2] + reach * stddev)
 
 
 @pytest.mark.parametrize("outputs", [1, 3])

@@ -16,6 +16,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError
 from bayesadam.likelihoods import likelihood
 from cases import mlp
+from floats import assert_close
 
 K = {"likelihood": "classification"}
 
@@ -65,7 +66,7 @@ def test_outputs_of_a_heteroscedastic_network_in_other_places_are(made, said):
     # What it says to pass does mend it.
     line = found.partition("pass forward=")[2].partition(", or train on")[0]
     mended = eval(line, {"torch": torch})(lambda x: outputs, None)
-    torch.testing.assert_close(mended, torch.cat([mean, log_variance], dim=-1))
+    assert_close(mended, torch.cat([mean, log_variance], dim=-1))
 
 
 def test_counts_that_vary_too_much_are_named():
@@ -134,7 +135,7 @@ def test_examples_without_numbers_are_warned_of_and_spoil_no_other():
         found = q.predict(x, **K)
     assert found.novelty.isnan().tolist() == [False, False, False, True, False, False]
     keep = torch.arange(6) != 3
-    torch.testing.assert_close(found.probs[keep], expected.probs[keep])
+    assert_close(found.probs[keep], expected.probs[keep])
 
 
 def test_targets_without_numbers_are_refused():

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal, Poisson
 
 from bayesadam.likelihoods import likelihood
+from floats import approx, assert_close
 
 Z = torch.linspace(-9, 9, 721, dtype=torch.float64)
 W = (-0.5 * Z.square()).softmax(dim=0)
@@ -57,13 +58,13 @@ def test_a_heteroscedastic_predictive_is_the_integral(whole):
 
             expected = integral(f.expand_as(s))
             total = integral(f.square() + s.square()) - expected.square()
-            torch.testing.assert_close(found.predicted_mean[example, place], expected, rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(found.total_variance[example, place], total, rtol=1e-8, atol=0)
+            assert_close(found.predicted_mean[example, place], expected, rtol=1e-9, atol=1e-12)
+            assert_close(found.total_variance[example, place], total, rtol=1e-8)
             log_probs[example, place] = integral(Normal(f, s).log_prob(y[example, place]).exp()).log()
             for end, below in ((low, 0.05), (high, 0.95)):
                 mass = integral(Normal(f, s).cdf(end[example, place]))
-                assert float(mass) == pytest.approx(below, abs=1e-6)
-    torch.testing.assert_close(found.log_prob(y)[:3], log_probs.sum(dim=1)[:3], rtol=1e-6, atol=1e-6)
+                assert float(mass) == approx(below, abs=1e-6)
+    assert_close(found.log_prob(y)[:3], log_probs.sum(dim=1)[:3], rtol=1e-6, atol=1e-6)
 
 
 def test_heteroscedastic_draws_are_the_nodes_of_the_log_variance():
@@ -72,9 +73,9 @@ def test_heteroscedastic_draws_are_the_nodes_of_the_log_variance():
     by_draws = likelihood("heteroscedastic").predictive(mean, variance, covariance, draws)
     exact = likelihood("heteroscedastic").predictive(mean, variance, covariance)
     y = random(6, seed=5)
-    torch.testing.assert_close(by_draws.log_prob(y), exact.log_prob(y), rtol=0, atol=0.05)
-    torch.testing.assert_close(by_draws.interval(0.9)[1], exact.interval(0.9)[1], rtol=0.05, atol=0.05)
-    torch.testing.assert_close(by_draws.total_variance, exact.total_variance, rtol=0.2, atol=0)
+    assert_close(by_draws.log_prob(y), exact.log_prob(y), atol=0.05)
+    assert_close(by_draws.interval(0.9)[1], exact.interval(0.9)[1], rtol=0.05, atol=0.05)
+    assert_close(by_draws.total_variance, exact.total_variance, rtol=0.2)
 
 
 def test_heteroscedastic_outputs_may_have_places():
@@ -83,11 +84,11 @@ def test_heteroscedastic_outputs_may_have_places():
     found = likelihood("heteroscedastic").predictive(mean.view(3, 2, 4), variance.view(3, 2, 4))
     flat = likelihood("heteroscedastic").predictive(mean, variance)
     y = random(6, 2, seed=5)
-    torch.testing.assert_close(found.log_prob(y.view(3, 2, 2)), flat.log_prob(y).view(3, 2).sum(dim=1))
+    assert_close(found.log_prob(y.view(3, 2, 2)), flat.log_prob(y).view(3, 2).sum(dim=1))
     covariance = torch.zeros(3, 8, 8).double()
     covariance.diagonal(dim1=1, dim2=2).copy_(variance.view(3, 8))
     whole = likelihood("heteroscedastic").predictive(mean.view(3, 2, 4), variance.view(3, 2, 4), covariance)
-    torch.testing.assert_close(whole.log_prob(y.view(3, 2, 2)), found.log_prob(y.view(3, 2, 2)))
+    assert_close(whole.log_prob(y.view(3, 2, 2)), found.log_prob(y.view(3, 2, 2)))
 
 
 def test_the_entropy_of_y_is_right_to_some_hundredths():
@@ -96,7 +97,7 @@ def test_the_entropy_of_y_is_right_to_some_hundredths():
     grid = torch.linspace(-200, 200, 40_001, dtype=torch.float64)
     log_p = found._log_density()(grid[:, None, None].expand(-1, 6, 1))
     expected = -(log_p.exp() * log_p).sum(dim=0) * (grid[1] - grid[0])
-    torch.testing.assert_close(found.entropy(), expected, rtol=0, atol=0.2)
+    assert_close(found.entropy(), expected, atol=0.2)
     assert float((found.entropy() - expected).mean().abs()) < 0.1
 
 
@@ -120,12 +121,12 @@ def test_a_poisson_predictive_is_the_integral(shape):
     counts = torch.tensor([0.0, 1.0, 5.0, 40.0, 300.0, 1000.0], dtype=torch.float64)
     expected = log_probabilities(counts, 40, 40_001)
     for count, row in zip(counts, expected, strict=True):
-        torch.testing.assert_close(found.log_prob(count.expand(shape)), row, rtol=1e-6, atol=1e-6)
+        assert_close(found.log_prob(count.expand(shape)), row, rtol=1e-6, atol=1e-6)
     each = torch.arange(3000, dtype=torch.float64)
     p = log_probabilities(each, 10, 1001).exp()[:, :5]
     mean = each @ p
-    torch.testing.assert_close(found.predicted_mean.flatten()[:5], mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.total_variance.flatten()[:5], each.square() @ p - mean.square(), rtol=1e-5, atol=0)
+    assert_close(found.predicted_mean.flatten()[:5], mean, rtol=1e-6)
+    assert_close(found.total_variance.flatten()[:5], each.square() @ p - mean.square(), rtol=1e-5)
     cumulated = p.cumsum(dim=0)
     for level in (0.5, 0.95):
         low, high = found.interval(level)
@@ -138,8 +139,8 @@ def test_poisson_draws_are_averaged_over():
     found = likelihood("poisson").predictive(draws.mean(dim=0), draws.var(dim=0), None, draws)
     y = torch.tensor([0.0, 2.0, 3.0, 50.0, 400.0, 1.0], dtype=torch.float64)
     expected = Poisson(draws.exp()).log_prob(y).exp().mean(dim=0).log()
-    torch.testing.assert_close(found.log_prob(y), expected, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.predicted_mean, draws.exp().mean(dim=0))
+    assert_close(found.log_prob(y), expected, rtol=1e-10, atol=1e-12)
+    assert_close(found.predicted_mean, draws.exp().mean(dim=0))
     samples = found.sample(7)
     assert bool((samples == samples.floor()).all())
 

@@ -16,6 +16,7 @@ from bayesadam.likelihoods import LIKELIHOODS, Likelihood, LikelihoodName, likel
 from bayesadam.likelihoods.predictive import NumericPredictive
 from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
+from floats import approx, assert_close
 
 TARGETS = 2
 PREDICTIVES = ["linearised", "sampled", "linearised-sampled"]
@@ -97,7 +98,7 @@ def test_without_uncertainty_the_predictive_is_the_likelihood(record):
     y = draw(record.name, mean)
     found = predictive(record, mean, torch.zeros_like(mean)).log_prob(y)
     expected = torch.stack([log_density(record.name, f, t) for f, t in zip(mean, y, strict=True)])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @every_likelihood
@@ -112,7 +113,7 @@ def test_the_loss_has_the_gradient_of_the_negative_log_likelihood(record):
     )
     (expected,) = torch.autograd.grad(-total.sum(), outputs)
     terms = 6 if record.name == "classification" else 6 * TARGETS
-    torch.testing.assert_close(found, expected / terms, rtol=1e-9, atol=1e-12)
+    assert_close(found, expected / terms, rtol=1e-9, atol=1e-12)
 
 
 @every_likelihood
@@ -120,10 +121,8 @@ def test_the_hessian_is_autograds_averaged_over_targets(record):
     for f in random(4, width(record), seed=1):
         expected = expected_hessian(record.name, f)
         root = record.hessian_root(f, torch.tensor(0.5))
-        torch.testing.assert_close(root @ root.mT, expected, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(
-            record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-9, atol=1e-12
-        )
+        assert_close(root @ root.mT, expected, rtol=1e-9, atol=1e-12)
+        assert_close(record.hessian_diagonal(f, torch.tensor(0.5)), expected.diagonal(), rtol=1e-9, atol=1e-12)
         assert record.coupled == bool((expected - expected.diagonal().diag()).abs().max() > 1e-12)
 
 
@@ -186,7 +185,7 @@ def test_a_mixture_is_the_sum_of_its_members(record, drawn):
     y = draw(record.name, members[0].mean)
     scores = torch.stack([m.log_prob(y) for m in members])
     expected = torch.logsumexp(scores + torch.tensor(weights, dtype=torch.float64).log()[:, None], dim=0)
-    torch.testing.assert_close(found.log_prob(y), expected, rtol=1e-10, atol=1e-12)
+    assert_close(found.log_prob(y), expected, rtol=1e-10, atol=1e-12)
     # Heavy tails make some of these moments wide: a log-normal rate most of all.
     n = 20_000
     draws = found.sample(n, generator=torch.Generator().manual_seed(0)).double()
@@ -267,7 +266,7 @@ def test_trainers_log_scores_of_every_likelihood(fitted):
     batches = [(x[:30], y[:30]), (x[30:], y[30:])]
     numbers = held_out_numbers(posterior, batches, likelihood=name)
     predicted = posterior.predict(x, likelihood=name)
-    assert numbers["nll"] == pytest.approx(ba.scores.nll(predicted, y), rel=1e-6)
+    assert numbers["nll"] == approx(ba.scores.nll(predicted, y), rel=1e-6)
     assert all(math.isfinite(value) for value in numbers.values())
     assert ("coverage95" in numbers) == isinstance(predicted, NumericPredictive)
 
@@ -313,13 +312,13 @@ def test_the_evidence_of_a_linear_network_is_laplaces(record):
     expected = fit - 0.5 * delta * theta.square().sum()
     expected = expected + 0.5 * len(dense) * math.log(delta) - 0.5 * torch.linalg.slogdet(precision).logabsdet
     found = ba.log_marginal_likelihood(posterior, (x, y), likelihood=record.name)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
     if record.noise:
         return
     # Evidence puts the total curvature where the GGN's is, whatever it was before.
     tuned = calibrate(posterior.replace(scale=7.0), (x, y), likelihood=record.name, method="evidence")
     total = sum(float((1 / v - tuned.prior_precision[k]).sum()) for k, v in tuned.variance.items())
-    assert total == pytest.approx(float(dense.trace()), rel=1e-5)
+    assert total == approx(float(dense.trace()), rel=1e-5)
 
 
 def test_the_old_name_of_predictive_works_and_points_at_the_users_line(fitted):

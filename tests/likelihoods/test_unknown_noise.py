@@ -15,6 +15,7 @@ from torch.distributions import Normal
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError
 from cases import mlp
+from floats import assert_close
 
 
 def posterior(outputs: int = 1, seed: int = 0) -> ba.Posterior:
@@ -58,11 +59,11 @@ def test_what_does_not_need_it_is_silent():
     assert found.novelty.shape == (6,)
     # A noise of 0 that was given is a noise that is known.
     exact = posterior().replace(noise_variance=0.0).predict(X)
-    torch.testing.assert_close(exact.stddev, exact.variance.sqrt())
+    assert_close(exact.stddev, exact.variance.sqrt())
     # A margin of two classes is a number without a noise.
     torch.manual_seed(0)
     margin = posterior(2).predict(X, likelihood="classification", outputs=torch.tensor([[1.0, -1.0]]))
-    torch.testing.assert_close(margin.stddev, margin.variance.sqrt())
+    assert_close(margin.stddev, margin.variance.sqrt())
 
 
 def test_with_a_noise_numbers_are_those_of_a_normal_distribution():
@@ -70,13 +71,9 @@ def test_with_a_noise_numbers_are_those_of_a_normal_distribution():
     reference = Normal(found.mean.double(), (found.variance.double() + 0.3).sqrt())
     low, high = found.interval(0.9)
     for end, tail in ((low, 0.05), (high, 0.95)):
-        torch.testing.assert_close(
-            reference.cdf(end.double()), torch.full_like(reference.mean, tail), atol=1e-5, rtol=0
-        )
+        assert_close(reference.cdf(end.double()), torch.full_like(reference.mean, tail), atol=1e-5)
     y = torch.randn(6, 1)
-    torch.testing.assert_close(
-        found.log_prob(y).double(), reference.log_prob(y.double()).sum(dim=1), atol=1e-5, rtol=1e-5
-    )
+    assert_close(found.log_prob(y).double(), reference.log_prob(y.double()).sum(dim=1), atol=1e-5, rtol=1e-5)
 
 
 # --- networks of other likelihoods ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import bayesadam as ba
 from bayesadam.lora import pairs_in
 from bayesadam.merging import merge, merge_checkpoints
 from bayesadam.merging.lora import Adapter, change_of, curvature_of, factors_of, scaling_of_folder
+from floats import assert_close
 
 OUT, RANK, IN = 6, 2, 5
 
@@ -32,15 +33,15 @@ def test_the_curvature_of_the_product_is_recovered():
     up_moment = s2 * r[:, None] * (each.down.square() @ c)[None]
     down_moment = s2 * c[None] * (each.up.square().T @ r)[:, None]
     found = curvature_of(each._replace(up_moment=up_moment, down_moment=down_moment))
-    assert torch.allclose(found, torch.outer(r, c))
+    assert_close(found, torch.outer(r, c))
 
 
 @pytest.mark.parametrize("t", [0.1, 7.0])
 def test_neither_curvature_nor_product_depend_on_how_it_is_split(t):
     each = adapter()
     other = Adapter(t * each.up, each.down / t, each.up_moment / t**2, each.down_moment * t**2, each.scale)
-    assert torch.allclose(curvature_of(each), curvature_of(other))
-    assert torch.allclose(change_of(each), change_of(other))
+    assert_close(curvature_of(each), curvature_of(other))
+    assert_close(change_of(each), change_of(other))
 
 
 def test_a_factor_that_had_no_gradient_gives_no_curvature():
@@ -55,8 +56,8 @@ def test_factors_are_the_nearest_of_their_rank_and_split_evenly(rank):
     assert (up.shape, down.shape) == ((OUT, rank), (rank, IN))
     left, values, right = torch.linalg.svd(change)
     best = (left[:, : min(rank, IN)] * values[:rank]) @ right[: min(rank, IN)]
-    assert torch.allclose(0.25 * up @ down, best)
-    assert torch.allclose(up.norm(dim=0), down.norm(dim=1))
+    assert_close(0.25 * up @ down, best)
+    assert_close(up.norm(dim=0), down.norm(dim=1))
 
 
 def test_names_in_models_and_files():
@@ -126,7 +127,7 @@ def test_posteriors_of_other_ranks_and_scalings_are_merged_by_their_products():
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
     best = (left[:, :4] * values[:4]) @ right[:4]
     assert merged["q.lora_A.default.weight"].shape == (4, IN)
-    assert torch.allclose(product(merged, 2.0), best, atol=1e-4)
+    assert_close(product(merged, 2.0), best, atol=1e-4)
     assert torch.equal(merged["q.base_layer.weight"], found[0][0]["q"].base_layer.weight)
     assert any("rank 4" in note for note in merged.report.notes)
     found[1][0].load_state_dict(merged)
@@ -137,7 +138,7 @@ def test_an_adapter_merged_with_itself_is_itself():
     one = ba.Posterior.from_optimizer(model, optimizer, 1280, prior_precision=1.0)
     with pytest.warns(ba.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
         merged = merge([one, one.replace()])
-    assert torch.allclose(product(merged, 0.5), product(model.state_dict(), 0.5), atol=1e-5)
+    assert_close(product(merged, 0.5), product(model.state_dict(), 0.5), atol=1e-5)
 
 
 def test_other_methods_are_refused():
@@ -167,7 +168,7 @@ def test_folders_give_what_posteriors_give(tmp_path):
     merge_checkpoints(paths, tmp_path / "adapter_model.safetensors")
     file = load_file(tmp_path / "adapter_model.safetensors")
     again = {name.replace("A.", "A.default.").replace("B.", "B.default."): tensor for name, tensor in file.items()}
-    assert torch.allclose(product(again, 0.5), product(live, 0.5), atol=1e-5)
+    assert_close(product(again, 0.5), product(live, 0.5), atol=1e-5)
     (paths[1] / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ba.MatchError, match=r"adapter_config\.json"):
         merge(paths)

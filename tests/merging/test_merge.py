@@ -14,6 +14,7 @@ import bayesadam as ba
 from bayesadam.merging import merge, merge_checkpoints, similarity
 from bayesadam.merging import plan as planning
 from bayesadam.merging.plan import plan_of
+from floats import approx, assert_close, close
 
 
 def network(width: int = 5) -> nn.Sequential:
@@ -77,9 +78,9 @@ def test_fisher_merges_each_weight_and_averages_running_statistics(tuned):
     for name, _ in tuned[0].named_parameters():
         v = moments(tuned, name)
         share = v * alpha.reshape(-1, *[1] * (v.dim() - 1))
-        assert torch.allclose(merged[name].double(), (share * weights(tuned, name)).sum(0) / share.sum(0), atol=1e-5)
+        assert_close(merged[name].double(), (share * weights(tuned, name)).sum(0) / share.sum(0), atol=1e-5)
     mean = (alpha @ weights(tuned, "1.running_mean")) / 6
-    assert torch.allclose(merged["1.running_mean"].double(), mean, atol=1e-6)
+    assert_close(merged["1.running_mean"].double(), mean, atol=1e-6)
     assert merged["1.num_batches_tracked"] == 60
     other = network()
     other.load_state_dict(merged)
@@ -109,22 +110,22 @@ def test_gradient_matching_takes_n_and_b(tuned):
         total, count = total + curvature.sum(), count + v.numel()
         every, start = curvature + plan.matching_delta, start.detach().double()
         change = ((plan.matching_delta + every) * (weights(tuned, name) - start)).sum(0)
-        assert torch.allclose(merged[name].double(), start + change / (plan.matching_delta + every.sum(0)), atol=1e-5)
-    assert plan.matching_delta == pytest.approx(planning.MATCHING_SHARE * float(total) / count, rel=1e-5)
+        assert_close(merged[name].double(), start + change / (plan.matching_delta + every.sum(0)), atol=1e-5)
+    assert plan.matching_delta == approx(planning.MATCHING_SHARE * float(total) / count, rel=1e-5)
 
 
 def test_a_factor_that_all_have_in_common_changes_nothing(tuned):
     few, many = (posteriors(tuned, n_data=(n,) * 3, batch_size=b) for n, b in ((10.0, 2), (1e5, 64)))
     for method, base in ((None, None), (None, tuned[0])):
         one, other = (merge(models, method, base=base) for models in (few, many))
-        assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+        assert all(close(one[name], other[name], atol=1e-5) for name in one)
 
 
 def test_the_base_may_have_a_state(tuned):
     model, optimizer, _ = fine_tuned(tuned[0], 9)
     base = ba.Posterior.from_optimizer(model, optimizer, 960, prior_precision=1.0)
     known, unknown = merge(posteriors(tuned), base=base), merge(posteriors(tuned), base=model)
-    assert not torch.allclose(known["0.weight"], unknown["0.weight"], atol=1e-4)
+    assert not close(known["0.weight"], unknown["0.weight"], atol=1e-4)
 
 
 def recorded(base, keep=60, n_data=960.0):
@@ -149,7 +150,7 @@ def test_kronecker_solves_the_dense_equation(tuned):
         whole += planning.KRONECKER_SHARE * whole.diagonal().mean() * torch.eye(len(whole)).double()
         expected = start[name].double() + torch.linalg.solve(whole, right).view(start[name].shape)
         assert (merged[name] - expected).norm() < 0.01 * (expected - start[name]).norm() + 1e-6
-    assert not torch.allclose(merged["0.weight"], start["0.weight"], atol=1e-5)
+    assert not close(merged["0.weight"], start["0.weight"], atol=1e-5)
 
 
 def test_kronecker_needs_bases_of_enough_gradients(tuned, tmp_path):
@@ -174,8 +175,8 @@ def test_soap_is_merged_by_its_bases_live_and_saved(tuned, tmp_path):
     merged = merge(live, "kronecker")
     merge_checkpoints(paths, tmp_path / "out.safetensors", "kronecker")
     file = load_file(tmp_path / "out.safetensors")
-    assert all(torch.allclose(file[name], merged[name], atol=1e-4) for name in merged)
-    assert not torch.allclose(file["0.weight"], merge(live, "fisher")["0.weight"], atol=1e-4)
+    assert all(close(file[name], merged[name], atol=1e-4) for name in merged)
+    assert not close(file["0.weight"], merge(live, "fisher")["0.weight"], atol=1e-4)
 
 
 @pytest.mark.parametrize("matching", [False, True])
@@ -188,15 +189,15 @@ def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch)
     # Pieces of 7 weights: tensors are split at odd places.
     for module in ("experts", "stacks"):
         monkeypatch.setattr(f"bayesadam.merging.{module}.PIECE", 7)
-    monkeypatch.setattr("bayesadam.curvature.read.PIECE", 7)
+    monkeypatch.setattr("bayesadam.readers.read.PIECE", 7)
     out = tmp_path / "merged.safetensors"
     report = merge_checkpoints(paths, out, base=tmp_path / "base.pt" if matching else None)
     file = load_file(out)
     assert file.keys() == merged.keys()
-    assert all(torch.allclose(file[name], merged[name], atol=1e-6) for name in file)
+    assert all(close(file[name], merged[name], atol=1e-6) for name in file)
     assert report.labels == ("0.pt", "1.pt", "2.pt")
     for row, other in zip(report.parameters, merged.report.parameters, strict=True):
-        assert row.shares == pytest.approx(other.shares, abs=1e-6)
+        assert row.shares == approx(other.shares, abs=1e-6)
 
 
 def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
@@ -210,13 +211,13 @@ def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
         torch.save(state, tmp_path / f"s{number}.pt")
         sources.append((tmp_path / f"w{number}.pt", tmp_path / f"s{number}.pt"))
     found = merge(sources)
-    assert all(torch.allclose(found[name], merged[name], atol=1e-6) for name in merged)
+    assert all(close(found[name], merged[name], atol=1e-6) for name in merged)
     files = [tmp_path / f"{number}.safetensors" for number in range(2)]
     for posterior, path in zip(posteriors(tuned), files, strict=False):
         posterior.save(path)
     again = merge(files)
     assert again.keys() == dict(tuned[0].named_parameters()).keys()
-    assert all(torch.allclose(again[name], merged[name], atol=1e-6) for name in again)
+    assert all(close(again[name], merged[name], atol=1e-6) for name in again)
 
 
 def test_saved_bases_are_those_of_the_posterior(tuned, tmp_path):
@@ -225,16 +226,16 @@ def test_saved_bases_are_those_of_the_posterior(tuned, tmp_path):
     for posterior, path in zip(models, files, strict=True):
         posterior.save(path)
     live, read = merge(models, "kronecker"), merge(files, "kronecker")
-    assert all(torch.allclose(read[name], live[name], atol=1e-4) for name in read)
+    assert all(close(read[name], live[name], atol=1e-4) for name in read)
 
 
 def test_shares_add_up_and_layers_are_means(tuned):
     report = merge(posteriors(tuned)).report
     for row in (*report.parameters, *report.layers):
-        assert sum(row.shares) == pytest.approx(1)
+        assert sum(row.shares) == approx(1)
     v = moments(tuned, "0.weight")
     row = next(row for row in report.parameters if row.name == "0.weight")
-    assert row.shares == pytest.approx((v / v.sum(0)).mean(dim=(1, 2)).tolist(), abs=1e-5)
+    assert row.shares == approx((v / v.sum(0)).mean(dim=(1, 2)).tolist(), abs=1e-5)
     layer = next(row for row in report.layers if row.name == "0")
     assert layer.weights == 25
     text = str(report)
@@ -263,7 +264,7 @@ def test_tied_tensors_are_merged_once(tmp_path):
     merge_checkpoints(saved((None, found), tmp_path), tmp_path / "out.safetensors")
     file = load_file(tmp_path / "out.safetensors")
     assert torch.equal(file["first.weight"], file["last.weight"])
-    assert torch.allclose(file["first.weight"], merged["first.weight"], atol=1e-6)
+    assert_close(file["first.weight"], merged["first.weight"], atol=1e-6)
 
 
 def test_what_only_one_model_trained_is_its_own(tuned):
@@ -492,9 +493,9 @@ def test_similarity_is_one_less_the_squared_hellinger_distance(tuned, tmp_path):
     p, q = (torch.cat([v.double().flatten() for v in each.structure.second_moment.values()]) for each in (a, b))
     p, q = p / p.sum(), q / q.sum()
     distance = 0.5 * (p.sqrt() - q.sqrt()).square().sum()
-    assert similarity(a, b) == pytest.approx(1 - float(distance), abs=1e-6)
-    assert similarity(a, a) == pytest.approx(1)
-    assert similarity(*saved(tuned, tmp_path)[:2]) == pytest.approx(similarity(a, b), abs=1e-5)
+    assert similarity(a, b) == approx(1 - float(distance), abs=1e-6)
+    assert similarity(a, a) == approx(1)
+    assert similarity(*saved(tuned, tmp_path)[:2]) == approx(similarity(a, b), abs=1e-5)
 
 
 def test_similarity_of_factors_is_that_of_their_diagonals(tuned):
@@ -519,8 +520,8 @@ def test_similarity_of_factors_is_that_of_their_diagonals(tuned):
         return float((root(one) * root(other)).sum() / size), float(by_diagonal / size)
 
     whole, by_diagonal = by_matrices(posteriors(tuned)[:2])
-    assert similarity(*posteriors(tuned)[:2]) == pytest.approx(whole, abs=1e-5) == pytest.approx(by_diagonal, abs=1e-5)
+    assert similarity(*posteriors(tuned)[:2]) == approx(whole, abs=1e-5) == approx(by_diagonal, abs=1e-5)
     factors = recorded(tuned[0])
     whole, by_diagonal = by_matrices(factors)
-    assert similarity(*factors) == pytest.approx(by_diagonal, abs=1e-5)
+    assert similarity(*factors) == approx(by_diagonal, abs=1e-5)
     assert whole < by_diagonal - 0.05

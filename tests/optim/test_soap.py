@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesadam.curvature import read_optimizer
-from bayesadam.curvature.match import match_optimizers, match_state_dict
-from bayesadam.curvature.rotated import SOAP_READER, Rotated
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.optim.soap import SOAP
 from bayesadam.posterior import Posterior
+from bayesadam.readers import read_optimizer
+from bayesadam.readers.match import match_optimizers, match_state_dict
+from bayesadam.readers.rotated import SOAP_READER, Rotated
 from cases import mlp
+from floats import assert_close, close
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -136,13 +137,13 @@ def assert_state(parameter: nn.Parameter, optimizer: SOAP, expected: dict[str, n
     state = {key: value.cpu().numpy() for key, value in optimizer.state[parameter].items()}
     shape = expected["w"].shape
     close = {"rtol": 1e-8, "atol": 1e-8}
-    np.testing.assert_allclose(parameter.detach().cpu().numpy().reshape(shape), expected["w"], **close)
-    np.testing.assert_allclose(state["rotated_exp_avg_sq"].reshape(shape), expected["v"], **close)
+    assert_close(parameter.detach().cpu().numpy().reshape(shape), expected["w"], **close)
+    assert_close(state["rotated_exp_avg_sq"].reshape(shape), expected["v"], **close)
     for side in ("left", "right"):
         if side in state:
-            np.testing.assert_allclose(state[side], expected[side], **close)
+            assert_close(state[side], expected[side], **close)
             overlap = np.abs(state[f"{side}_basis"].T @ expected[f"q_{side}"])
-            np.testing.assert_allclose(overlap, np.eye(len(overlap)), **close)
+            assert_close(overlap, np.eye(len(overlap)), **close)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,8 @@ def test_other_shapes_and_one_side_follow_the_equations(shape, max_side, sides):
     for side in sides:
         q, s = first[f"{side}_basis"], first[side]
         values = np.diag(q.T @ s @ q)
-        np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
-        np.testing.assert_allclose(s @ q, q * values, atol=1e-12 * values.max())
+        assert_close(q.T @ q, np.eye(len(q)), atol=1e-12)
+        assert_close(s @ q, q * values, atol=1e-12 * values.max())
         assert (np.diff(values) <= 1e-12 * values.max()).all()
     follow(parameter, optimizer, given[1:])
     matrices = given.numpy().reshape(31, shape[0], -1)
@@ -199,11 +200,9 @@ def test_matrices_of_equal_shapes_go_their_own_ways_together(half):
             one.step()
     for i, (a, b) in enumerate(zip(together, alone, strict=True)):
         assert float(optimizer.state[a]["step"]) == (19 if i < 2 else 14)
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
         for key, value in optimizer.state[a].items():
-            torch.testing.assert_close(
-                value, optimizers[i].state[b][key], rtol=1e-3, atol=1e-4 * float(value.abs().max())
-            )
+            assert_close(value, optimizers[i].state[b][key], rtol=1e-3, atol=1e-4 * float(value.abs().max()))
 
 
 # --- products of 16-bit factors ---------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def test_half_products_stay_near_float64(device, shape, max_side):
         if key in theirs:
             assert float((mine[key] - theirs[key]).norm()) < 2e-3 * float(theirs[key].norm())
             q = mine[f"{key}_basis"].double()
-            torch.testing.assert_close(q.T @ q, torch.eye(len(q)).to(q), rtol=0, atol=3e-6)
+            assert_close(q.T @ q, torch.eye(len(q)).to(q), atol=3e-6)
     v, w = (SOAP_READER.rotated(s, o.param_groups[0], exact.shape) for s, o in ((mine, b), (theirs, a)))
     diagonal, reference = v.rotation.diagonal(v.second_moment).double(), w.rotation.diagonal(w.second_moment)
     assert float(((diagonal - reference).abs() / reference).median()) < 0.01
@@ -286,14 +285,10 @@ def test_without_bases_it_is_adamw_step_by_step(device, weight_decay, maximize):
             model(x).square().mean().backward()
             optimizer.step()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(
-                a, b, rtol=1e-6 if device == "cpu" else 1e-5, atol=1e-7 if device == "cpu" else 1e-6
-            )
+            assert_close(a, b, rtol=1e-6 if device == "cpu" else 1e-5, atol=1e-7 if device == "cpu" else 1e-6)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert {"step", "exp_avg", "exp_avg_sq"} == set(soap.state[a])
-        torch.testing.assert_close(
-            soap.state[a]["exp_avg_sq"], adamw.state[b]["exp_avg_sq"], rtol=1e-6 if device == "cpu" else 1e-5, atol=0
-        )
+        assert_close(soap.state[a]["exp_avg_sq"], adamw.state[b]["exp_avg_sq"], rtol=1e-6 if device == "cpu" else 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 1), (0, 3), (3, 0)], ids=str)
@@ -338,7 +333,7 @@ def test_rotated_data_give_rotated_weights():
         (lambda w: torch.optim.AdamW([w], lr=0.05, betas=(0.95, 0.95), weight_decay=0.1), False),
     ):
         straight, turned = regression_weights(make, one, one), regression_weights(make, a, b)
-        assert torch.allclose(turned, a @ straight @ b, rtol=0, atol=1e-7) is invariant
+        assert close(turned, a @ straight @ b, atol=1e-7) is invariant
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -363,16 +358,14 @@ def test_the_second_moment_goes_with_its_columns():
     follow(parameter, optimizer, torch.stack([rising] + [falling] * 19))
     state = optimizer.state[parameter]
     seen = state["left_basis"].abs().round()
-    torch.testing.assert_close(seen, torch.eye(4).double().flip(1))
+    assert_close(seen, torch.eye(4).double().flip(1))
     before = state["rotated_exp_avg_sq"].clone()
     follow(parameter, optimizer, falling[None])
-    torch.testing.assert_close(state["left_basis"].abs(), torch.eye(4).double(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(state["right_basis"].abs(), torch.eye(4).double(), rtol=0, atol=1e-4)
+    assert_close(state["left_basis"].abs(), torch.eye(4).double(), atol=1e-4)
+    assert_close(state["right_basis"].abs(), torch.eye(4).double(), atol=1e-4)
     # Before, entry i of the diagonal belonged to axis 3 − i; now each has the second moment of its own axis.
     assert (before.diagonal().diff() > 0).all()
-    torch.testing.assert_close(
-        state["rotated_exp_avg_sq"].diagonal(), falling.double().diagonal() ** 2, rtol=1e-4, atol=0
-    )
+    assert_close(state["rotated_exp_avg_sq"].diagonal(), falling.double().diagonal() ** 2, rtol=1e-4)
 
 
 def final_loss(make: Callable[[Any], torch.optim.Optimizer], problem: str) -> float:
@@ -509,7 +502,7 @@ def test_16_bit_parameters_have_a_float32_state_and_follow_float32_ones(dtype, d
     assert small.dtype == dtype
     assert {value.dtype for value in a.state[small].values()} == {torch.float32}
     for key, value in a.state[small].items():
-        torch.testing.assert_close(value, b.state[large][key])
+        assert_close(value, b.state[large][key])
     error = (small.float() - large).abs().max()
     assert 0 < error < 25 * 4 * torch.finfo(dtype).eps
 
@@ -522,13 +515,13 @@ def test_channels_last_and_transposed_parameters_are_the_same_matrices():
     follow(plain, a, given)
     follow(strange, b, given.contiguous())
     assert strange.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(strange.detach(), plain.detach(), rtol=1e-12, atol=1e-12)
+    assert_close(strange.detach(), plain.detach(), rtol=1e-12, atol=1e-12)
     straight, a = started(4, 6, precondition_every=4)
     turned, b = started(4, 6, precondition_every=4)
     turned.data = turned.data.T.contiguous().T
     follow(straight, a, gradients(15, 4, 6))
     follow(turned, b, gradients(15, 4, 6))
-    torch.testing.assert_close(turned.detach(), straight.detach(), rtol=1e-12, atol=1e-12)
+    assert_close(turned.detach(), straight.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_maximize_climbs_as_it_would_descend():
@@ -576,8 +569,8 @@ def test_a_gradient_of_zeros_first_is_adam_until_the_first_refresh():
     follow(parameter, optimizer, torch.cat([torch.zeros(1, 4, 5), gradients(20, 4, 5)]))
     assert bool(torch.isfinite(parameter).all())
     q = optimizer.state[parameter]["left_basis"]
-    torch.testing.assert_close(q.T @ q, torch.eye(4).double())
-    assert not torch.allclose(q.abs(), q.abs().round(), atol=1e-3)
+    assert_close(q.T @ q, torch.eye(4).double())
+    assert not close(q.abs(), q.abs().round(), atol=1e-3)
 
 
 def test_sparse_and_complex_parameters_are_refused():
@@ -665,7 +658,7 @@ def test_the_statistics_are_those_of_a_kronecker_factored_gaussian(shape, max_si
     corrected = state["rotated_exp_avg_sq"] / (1 - 0.95 ** float(state["step"]))
     m = shape[0]
     v = corrected.reshape(m, -1)
-    torch.testing.assert_close(found.second_moment.reshape(m, -1), v)
+    assert_close(found.second_moment.reshape(m, -1), v)
     n = v.shape[1]
     rotation, dims = found.rotation, len(shape)
     q_left = torch.eye(m).double() if rotation.left is None else rotation.left
@@ -677,12 +670,12 @@ def test_the_statistics_are_those_of_a_kronecker_factored_gaussian(shape, max_si
     def vec(x: Tensor) -> Tensor:
         return x.reshape(m, n).T.reshape(-1)
 
-    torch.testing.assert_close(vec(rotation.diagonal(variance)), dense.diagonal())
+    assert_close(vec(rotation.diagonal(variance)), dense.diagonal())
     noise = torch.randn(found.second_moment.shape, dtype=torch.float64)
-    torch.testing.assert_close(vec(rotation.out_of(noise, dims)), q @ vec(noise))
+    assert_close(vec(rotation.out_of(noise, dims)), q @ vec(noise))
     weights = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(vec(rotation.into(weights, dims)), q.T @ vec(weights))
-    torch.testing.assert_close(rotation.out_of(rotation.into(weights, dims), dims), weights)
+    assert_close(vec(rotation.into(weights, dims)), q.T @ vec(weights))
+    assert_close(rotation.out_of(rotation.into(weights, dims), dims), weights)
     assert rotation.diagonal(variance).shape == rotation.out_of(noise, dims).shape == parameter.shape
 
 
@@ -693,9 +686,7 @@ def test_what_is_adams_has_no_bases_and_is_read_as_adams(shape, max_side):
     group, state = optimizer.param_groups[0], optimizer.state[parameter]
     assert statistics(state, group, parameter) is None
     model = nn.ParameterDict({"only": parameter})
-    torch.testing.assert_close(
-        read_optimizer(model, optimizer).second_moment["only"], state["exp_avg_sq"] / (1 - 0.95**11)
-    )
+    assert_close(read_optimizer(model, optimizer).second_moment["only"], state["exp_avg_sq"] / (1 - 0.95**11))
 
 
 def test_statistics_that_were_read_do_not_change_with_training():
@@ -726,9 +717,9 @@ def test_the_reader_finds_the_state_live_and_saved():
     curvature = read_optimizer(model, optimizer, reader=SOAP_READER)
     for entry in (entry for entry in live if entry.parameter.dim() > 1):
         found = statistics(entry.state, entry.group, entry.parameter)
-        torch.testing.assert_close(curvature.second_moment[entry.name], found.rotation.diagonal(found.second_moment))
+        assert_close(curvature.second_moment[entry.name], found.rotation.diagonal(found.second_moment))
         # A rotation keeps the trace.
-        torch.testing.assert_close(curvature.second_moment[entry.name].sum(), found.second_moment.sum())
+        assert_close(curvature.second_moment[entry.name].sum(), found.second_moment.sum())
 
 
 def test_no_reader_of_adam_takes_the_rotated_moment_for_the_weights_own():

@@ -17,9 +17,10 @@ from torch.func import functional_call, grad
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.gaussian.noise import stream_seed
 from bayesadam.optim import IVON, Vadam, _perturbed
-from bayesadam.structures.noise import stream_seed
 from cases import mlp
+from floats import assert_close
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 DEVICES = ["cpu", CUDA]
@@ -153,7 +154,7 @@ def assert_follows(
             "precision": posterior.variance[name].reciprocal(),
         }
         for what, value in found.items():
-            torch.testing.assert_close(value.cpu(), expected[what][name], rtol=rtol, atol=1e-12)
+            assert_close(value.cpu(), expected[what][name], rtol=rtol, atol=1e-12)
         assert torch.equal(posterior.mean[name], parameter.detach())
 
 
@@ -279,7 +280,7 @@ def test_vadam_divides_the_precision_by_the_batch_size_and_replace_gives_it_back
         print(
             f"Vadam, batches of {batch}: precision over exact with batch_size={batch_size}", ratio.mean(dim=0).tolist()
         )
-        torch.testing.assert_close(ratio.mean(dim=0), torch.full_like(ratio[0], expected), rtol=0.1, atol=0)
+        assert_close(ratio.mean(dim=0), torch.full_like(ratio[0], expected), rtol=0.1)
 
 
 def test_vadam_before_its_first_step_draws_from_the_initial_precision():
@@ -294,7 +295,7 @@ def test_vadam_before_its_first_step_draws_from_the_initial_precision():
     optimizer.step()
     # A gradient of zero leaves β₂ v₀, not β₂ v₀ / (1 − β₂).
     expected = 200 * 0.999 * (60 - 2) / 200 + 2
-    torch.testing.assert_close(optimizer.posterior(model).variance["weight"], torch.full((250, 400), 1 / expected))
+    assert_close(optimizer.posterior(model).variance["weight"], torch.full((250, 400), 1 / expected))
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -471,7 +472,7 @@ def test_a_parameters_noise_is_that_of_its_place():
         found = model[2].weight.detach().clone()
     random = np.random.Generator(np.random.SFC64(stream_seed(11, "pass", 1, 2)))
     expected = mean + torch.from_numpy(random.standard_normal((2, 5), np.float32)) / 200**0.5
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 # --- the block ----------------------------------------------------------------------------------------------------
@@ -754,7 +755,7 @@ def test_a_sample_without_a_gradient_for_a_parameter_counts_as_zero(kind):
     optimizer.step()
     other.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -784,7 +785,7 @@ def test_bfloat16_parameters_have_a_float32_state(kind, device):
         assert not torch.equal(p, starts[p])
         state = optimizer.state[p]
         assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(state, torch.float32)
-        torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.02)
+        assert_close(p.float(), q, rtol=0.05, atol=0.02)
     posterior = optimizer.posterior(model)
     assert all(v.dtype == torch.float32 for v in posterior.variance.values())
     assert all(theta.dtype == torch.bfloat16 for theta in posterior.sample().values())

@@ -26,6 +26,7 @@ from bayesadam.play.bands import (
 from bayesadam.play.learners import PANELS, Panel
 from bayesadam.play.request import Request
 from bayesadam.posterior import Mixture, Posterior
+from floats import approx, assert_close
 
 GRID = torch.linspace(-3, 3, 41)
 POINTS = tuple((round(-2 + 0.2 * i, 3), round(math.sin(-2 + 0.2 * i), 3)) for i in range(20))
@@ -53,9 +54,9 @@ def test_the_process_is_numpys():
     found = gp_bands(torch.tensor(x), torch.tensor(y), GRID, 0.2, k := Kernel(0.7, 1.3, 0.0))
     gram = kernel(x, x, k) + 0.04 * np.eye(20)
     cross = kernel(GRID.numpy().astype(float), x, k)
-    np.testing.assert_allclose(found.mean, cross @ np.linalg.solve(gram, y), atol=1e-5)
+    assert_close(found.mean, cross @ np.linalg.solve(gram, y), atol=1e-5)
     variance = k.signal**2 - np.einsum("gi,ig->g", cross, np.linalg.solve(gram, cross.T))
-    np.testing.assert_allclose(found.std, np.sqrt(variance), atol=1e-4)
+    assert_close(found.std, np.sqrt(variance), atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 20])
@@ -74,8 +75,8 @@ def test_the_kernel_is_the_one_of_greatest_evidence(n):
     assert process.left == 0
     found = process.kernel
     everywhere = [evidence(Kernel(a, float(s), 0.0)) for a in LENGTHSCALES for s in _SIGNALS]
-    assert found.evidence == pytest.approx(max(everywhere), abs=1e-3)
-    assert evidence(found) == pytest.approx(found.evidence, abs=1e-3)
+    assert found.evidence == approx(max(everywhere), abs=1e-3)
+    assert evidence(found) == approx(found.evidence, abs=1e-3)
 
 
 def test_points_on_top_of_each_other_do_not_break_the_process():
@@ -117,23 +118,23 @@ def test_badams_bands_are_those_of_the_full_jacobian(trained):
         (jacobian(posterior.model, GRID[:, None]).square() / (weight * c + REQUEST.prior_precision)).sum(dim=1).sqrt()
     )
     found = trained.bands(GRID)
-    torch.testing.assert_close(found.std.double(), expected, rtol=1e-4, atol=1e-6)
+    assert_close(found.std.double(), expected, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        torch.testing.assert_close(found.mean, posterior.model(GRID[:, None]).squeeze(1))
+        assert_close(found.mean, posterior.model(GRID[:, None]).squeeze(1))
 
 
 def test_badams_bands_are_the_posteriors_own(trained):
     plain = trained.posterior().predict(GRID[:, None], likelihood="regression")
     found = trained.bands(GRID)
-    torch.testing.assert_close(found.std, plain.variance.sqrt().squeeze(1))
-    assert plain.noise_variance == pytest.approx(REQUEST.noise**2)
+    assert_close(found.std, plain.variance.sqrt().squeeze(1))
+    assert plain.noise_variance == approx(REQUEST.noise**2)
 
 
 def test_the_total_curvature_is_the_gauss_newton_matrixs(trained):
     posterior = trained.posterior().replace(prior_precision=0.0)
     total = sum(float((1 / v).sum()) for v in posterior.variance.values())
     expected = float(jacobian(posterior.model, trained.x).square().sum()) / REQUEST.noise**2
-    assert total == pytest.approx(expected * REQUEST.n_data / len(POINTS), rel=1e-4)
+    assert total == approx(expected * REQUEST.n_data / len(POINTS), rel=1e-4)
 
 
 def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_way(trained):
@@ -143,10 +144,10 @@ def test_the_sliders_of_the_posterior_train_nothing_and_move_the_band_the_right_
         trained.accept(replace(REQUEST, **change))
         assert (trained.left, trained.taken) == (left, taken)
         assert bool((trained.bands(GRID).std < base.std).all())
-        torch.testing.assert_close(trained.bands(GRID).mean, base.mean)
+        assert_close(trained.bands(GRID).mean, base.mean)
     trained.accept(REQUEST)
     assert torch.equal(trained.stack.weights, weights)
-    torch.testing.assert_close(trained.bands(GRID).std, base.std)
+    assert_close(trained.bands(GRID).std, base.std)
 
 
 def test_a_posterior_given_from_outside_is_not_changed(trained):
@@ -170,7 +171,7 @@ def test_the_kronecker_band_of_one_point_is_that_of_the_exact_blocks():
         covariance = torch.linalg.inv(curvature + REQUEST.prior_precision * torch.eye(j.shape[1]))
         expected += ((grid[name] @ covariance) * grid[name]).sum(dim=1)
     model.float()
-    torch.testing.assert_close(learner.bands(GRID).std.double(), expected.sqrt(), rtol=2e-3, atol=1e-4)
+    assert_close(learner.bands(GRID).std.double(), expected.sqrt(), rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [2, 5, 25, 50])
@@ -179,7 +180,7 @@ def test_the_kronecker_curvature_is_the_gauss_newton_matrixs(n):
     x = torch.randn(n, 1, generator=torch.Generator().manual_seed(n))
     found = kronecker_posterior(model, x, keep=50)
     expected = float(jacobian(model.double(), x).square().sum(dim=1).mean())
-    assert curvature_of(found) == pytest.approx(expected, rel=1e-4)
+    assert curvature_of(found) == approx(expected, rel=1e-4)
 
 
 def test_the_sliders_move_the_kronecker_band_and_train_nothing():
@@ -211,8 +212,8 @@ def test_the_ensembles_band_is_that_of_the_mixture_of_its_networks():
         members.append(Posterior.from_moments(model, params, nearly_sure, 1.0).replace(noise_variance=1.0))
     expected = Mixture(members).predict(GRID[:, None], likelihood="regression", novelty=False)
     found = learner.bands(GRID)
-    torch.testing.assert_close(found.mean, expected.mean.squeeze(1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.std, expected.variance.sqrt().squeeze(1), rtol=1e-3, atol=1e-4)
+    assert_close(found.mean, expected.mean.squeeze(1), rtol=1e-4, atol=1e-5)
+    assert_close(found.std, expected.variance.sqrt().squeeze(1), rtol=1e-3, atol=1e-4)
 
 
 def test_a_network_of_the_ensemble_learns_as_it_would_alone():
@@ -221,7 +222,7 @@ def test_a_network_of_the_ensemble_learns_as_it_would_alone():
         each.accept(REQUEST)
         for _ in range(40):
             each.step()
-    torch.testing.assert_close(learner.stack.weights[:1], alone.stack.weights, rtol=1e-4, atol=1e-5)
+    assert_close(learner.stack.weights[:1], alone.stack.weights, rtol=1e-4, atol=1e-5)
 
 
 def _module_and_adam():
@@ -322,7 +323,7 @@ def test_a_learner_is_its_rule_at_the_sliders_values(kind):
     stack = Stack(network, rule, [0], batch, n_data=REQUEST.n_data)
     rate = lambda done: 1e-2 * 0.1 ** (done / learner.panel.budget)  # noqa: E731
     train(stack, [torch.arange(20).expand(40, 1, 20)], rate)
-    torch.testing.assert_close(learner.stack.weights, stack.weights, rtol=2e-2, atol=2e-3)
+    assert_close(learner.stack.weights, stack.weights, rtol=2e-2, atol=2e-3)
     if (found := stack.gaussian()) is None:
         return
     draws = found.mean + found.variance.sqrt() * torch.randn(4000, 1, found.mean.shape[1])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bayesadam.play import learners
+from floats import approx
 from play.serving import serving
 from processes import PATIENCE, eventually
 
@@ -101,7 +102,7 @@ def test_a_click_in_any_plane_changes_the_bands_of_all(page):
     assert points(page) == 6
     for method in METHODS:
         assert all(old != new for old, new in zip(before[method], bands(page, method), strict=True))
-    assert [pytest.approx(v, abs=0.05) for v in last_point(page)] == [2.4, -1.2]
+    assert [approx(v, abs=0.05) for v in last_point(page)] == [2.4, -1.2]
 
 
 def test_a_click_on_a_point_removes_it_and_a_drag_moves_it(page):
@@ -111,7 +112,7 @@ def test_a_click_on_a_point_removes_it_and_a_drag_moves_it(page):
     click(page, "badam", 1.6, 0.8, drag=(0.5, -1))
     settle(page)
     assert points(page) == 4
-    assert [pytest.approx(v, abs=0.05) for v in last_point(page)] == [2.1, -0.2]
+    assert [approx(v, abs=0.05) for v in last_point(page)] == [2.1, -0.2]
 
 
 def test_the_prior_slider_moves_badams_band_and_trains_nothing(page):

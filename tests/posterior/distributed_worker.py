@@ -25,8 +25,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingError, StateError
-from bayesadam.structures import noise, sharded
-from bayesadam.structures.formulas import PrecisionRule
+from bayesadam.gaussian import noise, sharded
+from bayesadam.gaussian.formulas import PrecisionRule
+from floats import assert_close
 
 N_DATA = 321
 SETTINGS = {"form": "likelihood", "prior_precision": 1.5}
@@ -132,7 +133,7 @@ class Checks:
         for name, theta in expected.mode.items():
             assert torch.equal(own_part(found.mode[name]), own_part(theta))
             assert torch.equal(own_part(found.variance[name]), own_part(expected.variance[name]))
-        torch.testing.assert_close(model(inputs()), expected.model(inputs()))
+        assert_close(model(inputs()), expected.model(inputs()))
 
     def check_tensor_priors(self) -> Any:
         return statistics(self.read("linear").replace(prior_precision=priors()))
@@ -275,7 +276,7 @@ class Checks:
                 asked = {"predictive": method, "n_samples": 3, "memory_budget": budget}
                 found = posterior.predict(ids, generator=seeded(), **asked)
                 expected = plain.predict(ids, generator=seeded(), **asked | {"memory_budget": 1 << 30})
-                torch.testing.assert_close(found.variance, expected.variance)
+                assert_close(found.variance, expected.variance)
 
     def check_gathered(self) -> Any:
         posterior = self.read("linear")

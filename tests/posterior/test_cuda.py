@@ -12,9 +12,10 @@ import torch
 from torch.distributions import Normal
 
 import bayesadam as ba
-from bayesadam.structures import noise
-from bayesadam.structures.formulas import PrecisionRule
+from bayesadam.gaussian import noise
+from bayesadam.gaussian.formulas import PrecisionRule
 from cases import mlp, train
+from floats import assert_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FLAGS = [
@@ -138,7 +139,7 @@ def test_every_kind_of_state_gives_the_same_posterior(cls, flags):
     expected = ba.Posterior.from_optimizer(reference_model, reference, 10, prior_precision=1.0)
     got = ba.Posterior.from_optimizer(model, optimizer, 10, prior_precision=1.0)
     for name, variance in expected.variance.items():
-        torch.testing.assert_close(got.variance[name].cpu(), variance, rtol=1e-4, atol=1e-7)
+        assert_close(got.variance[name].cpu(), variance, rtol=1e-4, atol=1e-7)
 
 
 def test_sampled_restores_and_posteriors_move(tmp_path):
@@ -153,7 +154,7 @@ def test_sampled_restores_and_posteriors_move(tmp_path):
         assert model.weight.is_cuda
     posterior.save(tmp_path / "p.safetensors")
     on_cpu = ba.Posterior.load(tmp_path / "p.safetensors", torch.nn.Linear(30, 3, bias=False))
-    torch.testing.assert_close(on_cpu.variance["weight"], posterior.variance["weight"].cpu())
+    assert_close(on_cpu.variance["weight"], posterior.variance["weight"].cpu())
     assert on_cpu.mean["weight"].device.type == "cpu"
     assert ba.Posterior.load(tmp_path / "p.safetensors", posterior.model).mean["weight"].is_cuda
 
@@ -186,23 +187,21 @@ def test_structures_are_what_they_are_on_the_cpu(structure, tmp_path):
     on_cpu, on_cuda = on_both(structure)
     for name, variance in on_cpu.variance.items():
         assert on_cuda.variance[name].is_cuda
-        torch.testing.assert_close(on_cuda.variance[name].cpu(), variance, rtol=1e-8, atol=0)
+        assert_close(on_cuda.variance[name].cpu(), variance, rtol=1e-8)
     theta = {name: mean + 0.1 for name, mean in on_cpu.mean.items()}
-    torch.testing.assert_close(
-        on_cuda.log_prob({name: value.cuda() for name, value in theta.items()}).cpu(), on_cpu.log_prob(theta)
-    )
+    assert_close(on_cuda.log_prob({name: value.cuda() for name, value in theta.items()}).cpu(), on_cpu.log_prob(theta))
     x = torch.randn(7, 3, dtype=torch.float64, generator=seeded())
     y = x.sum(dim=1, keepdim=True).expand(-1, 2)
     settled = [
         ba.calibrate(p, (x.to(d), y.to(d)), likelihood="regression") for p, d in ((on_cpu, "cpu"), (on_cuda, "cuda"))
     ]
     expected, got = (p.predict(x.to(d)) for p, d in zip(settled, ("cpu", "cuda"), strict=True))
-    torch.testing.assert_close(got.mean.cpu(), expected.mean)
-    torch.testing.assert_close(got.variance.cpu(), expected.variance, rtol=1e-5, atol=0)
+    assert_close(got.mean.cpu(), expected.mean)
+    assert_close(got.variance.cpu(), expected.variance, rtol=1e-5)
     on_cuda.save(tmp_path / "p.safetensors")
     again = type(on_cuda).load(tmp_path / "p.safetensors", mlp(3, 6, 2).double())
     for name, variance in on_cpu.variance.items():
-        torch.testing.assert_close(again.variance[name], variance, rtol=1e-8, atol=0)
+        assert_close(again.variance[name], variance, rtol=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")

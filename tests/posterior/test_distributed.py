@@ -17,8 +17,9 @@ from torch import Tensor
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.structures import noise
-from bayesadam.structures.formulas import PrecisionRule
+from bayesadam.gaussian import noise
+from bayesadam.gaussian.formulas import PrecisionRule
+from floats import approx, assert_close
 from posterior.distributed_worker import (
     N_DATA,
     NETWORKS,
@@ -83,7 +84,7 @@ def same(ours: Any, truth: Any, *, exactly: bool = True) -> None:
     """Compare nested dicts and lists of tensors, and tell where they differ."""
     if isinstance(truth, Tensor):
         tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 2e-5, "atol": 1e-6}
-        torch.testing.assert_close(ours, truth, **tolerance)
+        assert_close(ours, truth, **tolerance)
         return
     assert len(ours) == len(truth)
     for key in truth if isinstance(truth, dict) else range(len(truth)):
@@ -187,7 +188,7 @@ def saved(results: Any, folder: Path, tmp_path: Path) -> Path:
 def test_a_process_without_any_distribution_loads_it(saved, plain):
     loaded = ba.Posterior.load(saved, fresh("linear"))
     same(statistics(loaded), statistics(saved_posterior(plain)))
-    assert loaded.noise_variance == pytest.approx(0.1)
+    assert loaded.noise_variance == approx(0.1)
     assert not [path for path in saved.parent.iterdir() if path.name.startswith(".")]
 
 

@@ -20,6 +20,7 @@ from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchEr
 from bayesadam.optim import SOAP
 from bayesadam.posterior.mixture import Mixture
 from cases import mlp, train, trained
+from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
@@ -110,13 +111,13 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 def test_moments_and_densities_are_those_of_the_dense_mixture(weights):
     mixed = mixture(weights)
     expected = reference(mixed, weights or (1 / 3, 1 / 3, 1 / 3))
-    torch.testing.assert_close(flat(mixed.mean), expected.mean, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(flat(mixed.variance), expected.variance, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(flat(mixed.stddev), expected.stddev, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(flat(mixed.snr()), expected.mean.abs() / expected.stddev, rtol=1e-9, atol=1e-12)
+    assert_close(flat(mixed.mean), expected.mean, rtol=1e-9, atol=1e-12)
+    assert_close(flat(mixed.variance), expected.variance, rtol=1e-9, atol=1e-12)
+    assert_close(flat(mixed.stddev), expected.stddev, rtol=1e-9, atol=1e-12)
+    assert_close(flat(mixed.snr()), expected.mean.abs() / expected.stddev, rtol=1e-9, atol=1e-12)
     # Near each of the members, between them, and with any leading dimensions.
     values = {name: torch.stack([m.mean[name] for m in mixed] + [mixed.mean[name]]) + 0.1 for name in mixed.mean}
-    torch.testing.assert_close(mixed.log_prob(values), expected.log_prob(flat(values)), rtol=1e-9, atol=1e-9)
+    assert_close(mixed.log_prob(values), expected.log_prob(flat(values)), rtol=1e-9, atol=1e-9)
     grid = {name: value.view(2, 2, *value.shape[1:]) for name, value in values.items()}
     assert torch.equal(mixed.log_prob(grid), mixed.log_prob(values).view(2, 2))
     assert mixed.log_prob(mixed.mean).shape == ()
@@ -130,7 +131,7 @@ def test_the_density_is_a_sum_of_densities_where_they_underflow():
     assert scores.max() < -1e6
     found = mixed.log_prob(far)
     best = int(scores.argmax())
-    assert float(found) == pytest.approx(float(scores[best]) + math.log(WEIGHTS[best]), rel=1e-12)
+    assert float(found) == approx(float(scores[best]) + math.log(WEIGHTS[best]), rel=1e-12)
 
 
 def test_the_density_is_summed_in_float64():
@@ -139,18 +140,18 @@ def test_the_density_is_summed_in_float64():
     at = {name: theta + 0.01 for name, theta in single[1].mean.items()}
     double = mixed.to(dtype=torch.float64).log_prob({name: value.double() for name, value in at.items()})
     assert mixed.log_prob(at).dtype == torch.float64
-    assert float(mixed.log_prob(at)) == pytest.approx(float(double), rel=1e-5)
+    assert float(mixed.log_prob(at)) == approx(float(double), rel=1e-5)
 
 
 def test_equal_members_are_one_posterior():
     one = kronecker()
     mixed = Mixture([one, one, copy.deepcopy(one)], (0.1, 0.6, 0.3))
     for name, mean in one.mean.items():
-        torch.testing.assert_close(mixed.mean[name], mean, rtol=1e-14, atol=0)
-        torch.testing.assert_close(mixed.variance[name], one.variance[name], rtol=1e-14, atol=0)
-        torch.testing.assert_close(mixed.snr()[name], one.snr()[name], rtol=1e-13, atol=0)
+        assert_close(mixed.mean[name], mean, rtol=1e-14)
+        assert_close(mixed.variance[name], one.variance[name], rtol=1e-14)
+        assert_close(mixed.snr()[name], one.snr()[name], rtol=1e-13)
     values = one.sample(5, generator=seeded())
-    torch.testing.assert_close(mixed.log_prob(values), one.log_prob(values), rtol=1e-13, atol=0)
+    assert_close(mixed.log_prob(values), one.log_prob(values), rtol=1e-13)
     single = Mixture([one])
     assert torch.equal(single.log_prob(values), one.log_prob(values))
     assert [float(bound) for bound in single.entropy_bounds()] == [float(one.entropy())] * 2
@@ -159,23 +160,23 @@ def test_equal_members_are_one_posterior():
 def test_the_order_of_the_members_does_not_matter():
     forward, backward = Mixture(members(), WEIGHTS), Mixture(members()[::-1], WEIGHTS[::-1])
     values = forward.sample(4, generator=seeded())
-    torch.testing.assert_close(forward.log_prob(values), backward.log_prob(values), rtol=1e-13, atol=0)
+    assert_close(forward.log_prob(values), backward.log_prob(values), rtol=1e-13)
     for name in forward.mean:
-        torch.testing.assert_close(forward.mean[name], backward.mean[name], rtol=1e-12, atol=1e-15)
-        torch.testing.assert_close(forward.variance[name], backward.variance[name], rtol=1e-12, atol=1e-15)
+        assert_close(forward.mean[name], backward.mean[name], rtol=1e-12, atol=1e-15)
+        assert_close(forward.variance[name], backward.variance[name], rtol=1e-12, atol=1e-15)
 
 
 def test_the_entropy_lies_between_its_bounds():
     mixed = mixture()
     low, high = map(float, mixed.entropy_bounds())
-    assert high - low == pytest.approx(-sum(w * math.log(w) for w in WEIGHTS))
+    assert high - low == approx(-sum(w * math.log(w) for w in WEIGHTS))
     # Members far apart reach the upper bound, and equal ones the lower.
     draws = mixed.sample(4_000, generator=seeded())
     scores = -mixed.log_prob(draws)
     error = 4 * float(scores.std()) / math.sqrt(len(scores))
-    assert float(scores.mean()) == pytest.approx(high, abs=error)
+    assert float(scores.mean()) == approx(high, abs=error)
     one = diagonal()
-    assert float(Mixture([one, one]).entropy_bounds()[0]) == pytest.approx(float(one.entropy()))
+    assert float(Mixture([one, one]).entropy_bounds()[0]) == approx(float(one.entropy()))
 
 
 def test_a_variance_without_bound_is_infinite_and_cannot_be_drawn():
@@ -212,7 +213,7 @@ def test_draws_have_the_mean_and_variance_of_the_mixture():
     assert float((centred.square().mean(dim=0) - 1).abs().max()) < 5 * math.sqrt(3 / n)
     nearest = torch.stack([dense(member).log_prob(draws) for member in mixed]).argmax(dim=0)
     shares = torch.bincount(nearest, minlength=3) / n
-    torch.testing.assert_close(shares, torch.tensor(WEIGHTS), rtol=0, atol=5 * math.sqrt(0.25 / n))
+    assert_close(shares, torch.tensor(WEIGHTS), atol=5 * math.sqrt(0.25 / n))
 
 
 def test_draws_depend_on_the_generator_alone():
@@ -224,8 +225,8 @@ def test_draws_depend_on_the_generator_alone():
     assert_same(again.sample(7, generator=seeded(5)), draws)
     # Nor on how many there are, but for rounding: processors differ in what they fuse at the ends of a row.
     more, one = mixed.sample(12, generator=seeded(5)), mixed.sample(generator=seeded(5))
-    torch.testing.assert_close({name: v[:7] for name, v in more.items()}, draws, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(one, {name: v[0] for name, v in draws.items()}, rtol=1e-6, atol=1e-7)
+    assert_close({name: v[:7] for name, v in more.items()}, draws, rtol=1e-6, atol=1e-7)
+    assert_close(one, {name: v[0] for name, v in draws.items()}, rtol=1e-6, atol=1e-7)
     other = mixed.sample(7, generator=seeded(6))
     assert not any(torch.equal(other[name], draws[name]) for name in draws)
     torch.manual_seed(2)
@@ -297,7 +298,7 @@ def over(posterior: ba.Posterior, model: nn.Module) -> ba.Posterior:
 )
 def test_weights_are_normalised(weights, expected):
     found = Mixture(members(), weights).weights
-    assert found == pytest.approx(expected, rel=1e-15)
+    assert found == approx(expected, rel=1e-15)
     assert Mixture(members(), found).weights == found
 
 

@@ -7,6 +7,7 @@ import torch
 
 import bayesadam as ba
 from cases import mlp
+from floats import approx
 
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 
@@ -80,7 +81,7 @@ def test_the_network_alone_has_the_noise_of_its_residuals():
     assert report is not None
     residual = (y - q.model(x)).detach().double()
     normal = torch.distributions.Normal(torch.zeros(()).double(), residual.square().mean().sqrt())
-    assert report.nll["network alone"] == pytest.approx(-float(normal.log_prob(residual).mean()), rel=1e-5)
+    assert report.nll["network alone"] == approx(-float(normal.log_prob(residual).mean()), rel=1e-5)
 
 
 def test_a_mixture_shows_the_range_over_its_members():

@@ -15,6 +15,7 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict import predict
 from cases import mlp
+from floats import assert_close
 from predict.cases_networks import Lambda, Then, normal, posterior_over
 
 METHODS = ["linearised", "sampled", "linearised-sampled"]
@@ -72,8 +73,8 @@ def test_inputs_that_are_not_examples_are_passed_on_whole(posterior, left, right
     expected = outcome(posterior, (left, right), predictive, memory_budget=2_000)
     for offset in (1.5, torch.tensor(1.5), torch.tensor([1.0, 2.0])):
         found = outcome(posterior, {"left": left, "right": right, "offset": offset}, predictive, memory_budget=2_000)
-        torch.testing.assert_close(found[:, :2] - torch.as_tensor(offset), expected[:, :2], rtol=0, atol=1e-8)
-        torch.testing.assert_close(found[:, 2:], expected[:, 2:])
+        assert_close(found[:, :2] - torch.as_tensor(offset), expected[:, :2], atol=1e-8)
+        assert_close(found[:, 2:], expected[:, 2:])
 
 
 @every_predictive
@@ -87,8 +88,8 @@ def test_a_forward_of_the_users_own(posterior, left, right, predictive: str):
     )
     assert torch.equal(found, expected)
     scaled = outcome(posterior, (left, right), predictive, forward=lambda model, batch: 2 * model(*batch))
-    torch.testing.assert_close(scaled[:, :2], 2 * expected[:, :2])
-    torch.testing.assert_close(scaled[:, 2:], 4 * expected[:, 2:])
+    assert_close(scaled[:, :2], 2 * expected[:, :2])
+    assert_close(scaled[:, 2:], 4 * expected[:, 2:])
 
 
 @every_predictive
@@ -102,7 +103,7 @@ def test_a_forward_that_closes_over_a_mask_keeps_it_whole(posterior, left, predi
         forward=lambda model, x: model(x, torch.ones(len(x), 4, dtype=x.dtype) @ mixing),
     )
     expected = outcome(posterior, (left[:4], torch.ones(4, 4, dtype=torch.float64) @ mixing), predictive)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def test_a_forward_may_change_between_calls(way: str, inside: bool, predictive: 
     fresh.switch["way"] = way
     twin = replace(found, model=fresh)
     expected = predict(twin, x, predictive=predictive, n_samples=3, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(again.mean, expected.mean)
-    torch.testing.assert_close(again.variance, expected.variance)
+    assert_close(again.mean, expected.mean)
+    assert_close(again.variance, expected.variance)
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["in-place", "a-part"])
@@ -198,10 +199,10 @@ def test_what_was_compiled_runs_uncompiled(inner: bool, predictive: str):
     found = predict(posterior_over(model), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
     assert len(compiled) == 1
     expected = predict(posterior_over(plain), x, predictive=predictive, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found.mean, expected.mean)
+    assert_close(found.mean, expected.mean)
     if not (inner and predictive == "linearised-sampled"):
         # Draws depend on the parameters' names, which torch.compile changes.
-        torch.testing.assert_close(found.variance, expected.variance)
+        assert_close(found.variance, expected.variance)
     model(torch.randn(2, 7, 3))
     assert len(compiled) == 2
     torch.compiler.reset()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.predict import captured
+from floats import assert_close, close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 
@@ -73,12 +74,12 @@ def test_captured_work_gives_what_plain_work_and_the_dense_reference_give() -> N
     truth = reference(posterior, x, found[0].outputs)
     for p in found:
         assert torch.equal(p.outputs, found[0].outputs)
-        assert torch.allclose(p.variance.double(), truth, rtol=5e-3)
+        assert_close(p.variance.double(), truth, rtol=5e-3)
     other = torch.randn_like(x)
     p = posterior.predict(other, likelihood="classification", outputs="top", probes=0)
     assert is_replayed(p)
-    assert torch.allclose(p.variance.double(), reference(posterior, other, p.outputs), rtol=5e-3)
-    assert torch.allclose(p.logits, model(other), atol=1e-5)
+    assert_close(p.variance.double(), reference(posterior, other, p.outputs), rtol=5e-3)
+    assert_close(p.logits, model(other), atol=1e-5)
 
 
 def test_scores_of_a_graph_have_the_signs_of_their_generator() -> None:
@@ -89,17 +90,17 @@ def test_scores_of_a_graph_have_the_signs_of_their_generator() -> None:
         return posterior.epistemic(x, likelihood="classification", probes=3, generator=generator).value
 
     plain = score(1), score(2)
-    assert not torch.allclose(*plain)
+    assert not close(*plain)
     for seed in (1, 2, 1):
-        assert torch.allclose(score(seed), plain[seed - 1], rtol=1e-3)
+        assert_close(score(seed), plain[seed - 1], rtol=1e-3)
 
 
 def test_all_outputs_with_covariances_are_captured_too() -> None:
     _, posterior, x = made(classes=5)
     found = [posterior.predict(x, likelihood="classification", covariance=True) for _ in range(4)]
     for p in found[1:]:
-        assert torch.allclose(p.covariance, found[0].covariance, rtol=1e-3, atol=1e-6)
-        assert torch.allclose(p.novelty, found[0].novelty, rtol=1e-3)
+        assert_close(p.covariance, found[0].covariance, rtol=1e-3, atol=1e-6)
+        assert_close(p.novelty, found[0].novelty, rtol=1e-3)
 
 
 def test_what_a_forward_looks_up_elsewhere_is_not_replayed() -> None:
@@ -115,7 +116,7 @@ def test_what_a_forward_looks_up_elsewhere_is_not_replayed() -> None:
     scale["by"] = 2.0
     p = posterior.predict(x, forward=forward, **ask)
     assert not is_replayed(p)
-    assert torch.allclose(p.variance, 4 * found[0].variance, rtol=5e-3)
+    assert_close(p.variance, 4 * found[0].variance, rtol=5e-3)
 
 
 def test_buffers_and_weights_are_read_anew_and_another_posterior_is_not_mistaken() -> None:
@@ -125,11 +126,11 @@ def test_buffers_and_weights_are_read_anew_and_another_posterior_is_not_mistaken
         before = posterior.predict(x, **ask)
     model.body[1].running_var.mul_(3.0)
     after = posterior.predict(x, **ask)
-    assert not torch.allclose(after.variance, before.variance, rtol=1e-2)
-    assert torch.allclose(after.variance.double(), reference(posterior, x, after.outputs), rtol=5e-3)
+    assert not close(after.variance, before.variance, rtol=1e-2)
+    assert_close(after.variance.double(), reference(posterior, x, after.outputs), rtol=5e-3)
     narrower = posterior.replace(prior_precision=100.0)
     p = narrower.predict(x, **ask)
-    assert torch.allclose(p.variance.double(), reference(narrower, x, p.outputs), rtol=5e-3)
+    assert_close(p.variance.double(), reference(narrower, x, p.outputs), rtol=5e-3)
 
 
 def test_a_model_that_waits_for_the_device_is_run_plainly() -> None:
@@ -142,7 +143,7 @@ def test_a_model_that_waits_for_the_device_is_run_plainly() -> None:
         posterior.predict(x, likelihood="classification", outputs="top", probes=0, forward=forward) for _ in range(5)
     ]
     assert not any(map(is_replayed, found))
-    assert torch.allclose(found[-1].variance, found[0].variance)
+    assert_close(found[-1].variance, found[0].variance)
 
 
 def test_few_graphs_are_kept_and_none_beyond_the_model() -> None:

@@ -23,6 +23,7 @@ from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.layers import MatrixUse
 from bayesadam.predict.plan import Plan, make_plan
 from cases import mlp
+from floats import assert_close, close
 from predict.cases_networks import (
     NETWORKS,
     Lambda,
@@ -153,9 +154,9 @@ def test_the_network_is_linearised_at_the_posteriors_mean_not_at_the_models_weig
     )
     sigma = torch.cat([v.flatten() for v in posterior.variance.values()])
     found = predict(posterior, x)
-    torch.testing.assert_close(found.variance.flatten(), j.square() @ sigma, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.mean, at_mean(x).detach(), rtol=1e-12, atol=0)
-    assert not torch.allclose(found.mean, model(x))
+    assert_close(found.variance.flatten(), j.square() @ sigma, rtol=1e-10)
+    assert_close(found.mean, at_mean(x).detach(), rtol=1e-12)
+    assert not close(found.mean, model(x))
 
 
 def test_later_training_does_not_change_the_prediction():
@@ -316,7 +317,7 @@ def test_the_least_memory_gives_the_same_numbers(network: Network, monkeypatch: 
     variance = expected.diagonal(dim1=1, dim2=2)
     alone = predict(posterior, inputs, memory_budget=least_budget(posterior, inputs))
     whole = predict(posterior, inputs, memory_budget=1 << 16, covariance=True)
-    torch.testing.assert_close(alone.variance.reshape(variance.shape), variance, rtol=1e-8, atol=1e-300)
+    assert_close(alone.variance.reshape(variance.shape), variance, rtol=1e-8, atol=1e-300)
     assert relative_error(whole.covariance, expected) <= 1e-8
 
 
@@ -433,7 +434,7 @@ def test_a_thousand_outputs_take_little_memory():
         + s["2.bias"]
         + torch.einsum("ch,bh,bh->bc", second.weight.square(), slope.square(), inner)
     )
-    torch.testing.assert_close(found.variance, expected.detach(), rtol=1e-4, atol=0)
+    assert_close(found.variance, expected.detach(), rtol=1e-4)
 
 
 # --- the last layer -------------------------------------------------------------------------------------------------
@@ -625,10 +626,10 @@ def test_a_forward_may_be_any_callable_and_a_method_is_planned_once(monkeypatch:
     planned = []
     monkeypatch.setattr(plan, "make_plan", lambda *a: planned.append(a) or make_plan(*a))
     for forward in (Head(), Head(), lambda model, x: model(x)[:, :1]):
-        torch.testing.assert_close(predict(posterior, x, forward=forward).variance, expected)
+        assert_close(predict(posterior, x, forward=forward).variance, expected)
     planned.clear()
     for _ in range(3):
-        torch.testing.assert_close(predict(posterior, x, forward=holder.first).variance, expected)
+        assert_close(predict(posterior, x, forward=holder.first).variance, expected)
     assert len(planned) == 1
 
 
@@ -685,4 +686,4 @@ def test_under_autocast_layers_are_still_contracted_in_closed_form():
             assert plan.plan_for(Call(model), leaves, x).generic == ()
         half = posterior.predict(x)
     assert half.variance.dtype == torch.float32
-    torch.testing.assert_close(half.variance, whole.variance, rtol=0.05, atol=0)
+    assert_close(half.variance, whole.variance, rtol=0.05)

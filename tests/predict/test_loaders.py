@@ -16,6 +16,7 @@ from bayesadam import _progress
 from bayesadam._progress import Bar, progress
 from bayesadam.errors import MatchError, SettingError
 from cases import mlp
+from floats import approx, assert_close
 
 N = 7
 
@@ -59,13 +60,13 @@ def test_a_loader_gives_a_predictive_for_every_batch(name, kind):
     assert {type(p) for p in found} == {type(whole)}
     for part in ("mean", "variance", "probs", "novelty"):
         joined = torch.cat([getattr(p, part) for p in found])
-        torch.testing.assert_close(joined, getattr(whole, part), rtol=1e-5, atol=1e-6)
+        assert_close(joined, getattr(whole, part), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["posterior", "mixture"])
 def test_scores_of_a_loader_are_those_of_all_its_examples(kind):
     q, loader = distribution(kind), LOADERS["DataLoader of pairs"]()
-    torch.testing.assert_close(q.novelty(loader), q.novelty(X), rtol=1e-5, atol=1e-6)
+    assert_close(q.novelty(loader), q.novelty(X), rtol=1e-5, atol=1e-6)
     # Two probes of signs: another batch has others, so the exact score is the reference.
     exact = q.predict(X, likelihood="classification", covariance=True).epistemic
     found = q.epistemic(loader, probes=4000, generator=torch.Generator().manual_seed(0))
@@ -146,7 +147,7 @@ def test_lists_and_tuples_of_tensors_are_still_arguments():
     mean = {name: p.detach() for name, p in model.named_parameters()}
     q = ba.Posterior.from_moments(model, mean, {name: torch.ones_like(p) for name, p in mean.items()}, 10)
     for inputs in ((X, 2 * X), [X, 2 * X], (X.numpy(), 2 * X.numpy())):
-        torch.testing.assert_close(q.predict(inputs).mean, model(X, 2 * X).detach())
+        assert_close(q.predict(inputs).mean, model(X, 2 * X).detach())
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
@@ -157,7 +158,7 @@ def test_calibration_takes_arrays(likelihood):
     q = posterior()
     arrays = x.double().numpy(), y.numpy().astype(np.float64 if likelihood == "regression" else np.int32)
     pairs = [ba.calibrate(q, data, likelihood=likelihood) for data in (arrays, [arrays], (x, y))]
-    assert pairs[0].scale == pairs[1].scale == pytest.approx(pairs[2].scale, rel=1e-5)
+    assert pairs[0].scale == pairs[1].scale == approx(pairs[2].scale, rel=1e-5)
 
 
 # --- progress -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from bayesadam.predict import (
     RegressionPredictive,
 )
 from cases import mlp, train, trained
+from floats import approx, assert_close
 
 WEIGHTS = (0.5, 0.2, 0.3)
 SHAPES = [(5,), (5, 1), (5, 3), (5, 2, 3)]
@@ -100,18 +101,18 @@ def test_regression_moments_and_densities_are_those_of_the_mixture(shape, whole)
     members = gaussians(shape, whole=whole)
     found, expected = mixed(members, WEIGHTS), reference(members)
     y = random(*shape, seed=7)
-    torch.testing.assert_close(found.log_prob(y), expected.log_prob(y.reshape(5, -1)), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.mean, expected.mean.view(shape), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.total_variance, expected.variance.view(shape), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.stddev, expected.stddev.view(shape), rtol=1e-12, atol=1e-14)
+    assert_close(found.log_prob(y), expected.log_prob(y.reshape(5, -1)), rtol=1e-10, atol=1e-12)
+    assert_close(found.mean, expected.mean.view(shape), rtol=1e-12, atol=1e-14)
+    assert_close(found.total_variance, expected.variance.view(shape), rtol=1e-12, atol=1e-14)
+    assert_close(found.stddev, expected.stddev.view(shape), rtol=1e-12, atol=1e-14)
     if whole:
         means = torch.stack([m.mean.reshape(5, -1) for m in members])
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
         centred = means - torch.einsum("m,mbi->bi", weights, means)
         within = torch.einsum("m,mbij->bij", weights, torch.stack([m.covariance for m in members]))
         between = torch.einsum("m,mbi,mbj->bij", weights, centred, centred)
-        torch.testing.assert_close(found.covariance, within + between, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2).reshape(shape), found.variance)
+        assert_close(found.covariance, within + between, rtol=1e-12, atol=1e-14)
+        assert_close(found.covariance.diagonal(dim1=1, dim2=2).reshape(shape), found.variance)
     else:
         assert found.covariance is None
     # Not the Gaussian of the same moments.
@@ -129,13 +130,13 @@ def test_the_interval_has_the_mass_asked_for_and_half_the_rest_on_either_side(le
         return sum(w * Normal(m.mean, m.stddev).cdf(y) for w, m in zip(WEIGHTS, members, strict=True))
 
     tail = torch.full_like(low, (1 - level) / 2)
-    torch.testing.assert_close(cdf(low), tail, rtol=1e-6, atol=1e-14)
-    torch.testing.assert_close(1 - cdf(high), tail, rtol=1e-6, atol=1e-14)
+    assert_close(cdf(low), tail, rtol=1e-6, atol=1e-14)
+    assert_close(1 - cdf(high), tail, rtol=1e-6, atol=1e-14)
     mirrored = mixed(
         [RegressionPredictive(-m.mean, m.variance, None, None, m.noise_variance) for m in members], WEIGHTS
     )
     for one, other in zip(mirrored.interval(level), (-high, -low), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_interval_holds_its_share_of_draws():
@@ -158,11 +159,11 @@ def test_a_level_that_is_no_probability_is_named(level):
 def test_the_interval_of_members_without_any_spread():
     points = [RegressionPredictive(torch.tensor([float(i)]), torch.zeros(1)) for i in range(3)]
     low, high = mixed(points, (0.2, 0.6, 0.2)).interval(0.5)
-    assert low.tolist() == pytest.approx([1.0])
-    assert high.tolist() == pytest.approx([1.0])
+    assert low.tolist() == approx([1.0])
+    assert high.tolist() == approx([1.0])
     low, high = mixed(points, (0.2, 0.6, 0.2)).interval(0.9)
-    assert low.tolist() == pytest.approx([0.0])
-    assert high.tolist() == pytest.approx([2.0])
+    assert low.tolist() == approx([0.0])
+    assert high.tolist() == approx([2.0])
 
 
 def test_draws_of_y_have_the_moments_of_the_mixture_and_come_from_one_member_each():
@@ -178,7 +179,7 @@ def test_draws_of_y_have_the_moments_of_the_mixture_and_come_from_one_member_eac
     nearest = (mixed(far, WEIGHTS).sample(n, generator=seeded()) / 100).round()[..., 0]
     assert bool((nearest == nearest[:, :1]).all())
     shares = torch.bincount(nearest[:, 0].long(), minlength=3) / n
-    torch.testing.assert_close(shares, torch.tensor(WEIGHTS), rtol=0, atol=5 * math.sqrt(0.25 / n))
+    assert_close(shares, torch.tensor(WEIGHTS), atol=5 * math.sqrt(0.25 / n))
 
 
 @pytest.mark.parametrize(("shape", "whole"), [((5,), False), ((5, 3), False), ((5, 3), True)])
@@ -189,14 +190,14 @@ def test_the_entropy_is_that_of_the_mixture(shape, whole):
     expected = reference(members)
     # Its own error is a tenth of the tolerance, which is three standard deviations of 256 draws a member.
     scores = -expected.log_prob(expected.sample((400_000,)))
-    torch.testing.assert_close(found, scores.mean(dim=0), rtol=0, atol=0.06)
+    assert_close(found, scores.mean(dim=0), atol=0.06)
     assert torch.equal(found, mixed(members, WEIGHTS).entropy())
     # Members that cannot be told apart add nothing; members that cannot be mistaken add all there is to know.
     equal = mixed([members[0]] * 3, WEIGHTS).entropy()
-    torch.testing.assert_close(equal, members[0].entropy(), rtol=1e-9, atol=1e-9)
+    assert_close(equal, members[0].entropy(), rtol=1e-9, atol=1e-9)
     apart = [RegressionPredictive(m.mean + 1e3 * i, m.variance, m.covariance) for i, m in enumerate(members)]
     known = sum(w * m.entropy() - w * math.log(w) for w, m in zip(WEIGHTS, apart, strict=True))
-    torch.testing.assert_close(mixed(apart, WEIGHTS).entropy(), known, rtol=1e-9, atol=1e-9)
+    assert_close(mixed(apart, WEIGHTS).entropy(), known, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [RegressionPredictive, BinaryPredictive])
@@ -225,11 +226,11 @@ def test_probabilities_of_classes_are_averaged(link, shape):
     members = logits(ClassificationPredictive, shape, link=link)
     found = mixed(members, WEIGHTS)
     probs = sum(w * m.probs for w, m in zip(WEIGHTS, members, strict=True))
-    torch.testing.assert_close(found.probs, probs, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.probs.sum(dim=-1), torch.ones(shape[:-1]).double())
-    torch.testing.assert_close(found.entropy(), entropy(probs), rtol=1e-10, atol=0)
+    assert_close(found.probs, probs, rtol=1e-12)
+    assert_close(found.probs.sum(dim=-1), torch.ones(shape[:-1]).double())
+    assert_close(found.entropy(), entropy(probs), rtol=1e-10)
     y = torch.randint(4, shape[:-1], generator=seeded())
-    torch.testing.assert_close(found.log_prob(y), probs.log().gather(-1, y[..., None])[..., 0], rtol=1e-12, atol=0)
+    assert_close(found.log_prob(y), probs.log().gather(-1, y[..., None])[..., 0], rtol=1e-12)
     with pytest.raises(MatchError, match="class indices must be"):
         found.log_prob(y + 4)
     draws = found.sample(20_000, generator=seeded())
@@ -243,17 +244,17 @@ def test_binary_outputs_of_an_example_are_one_members(shape):
     members = logits(BinaryPredictive, shape)
     found = mixed(members, WEIGHTS)
     probs = sum(w * m.probs for w, m in zip(WEIGHTS, members, strict=True))
-    torch.testing.assert_close(found.probs, probs, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.entropy(), entropy(torch.stack([probs, 1 - probs], dim=-1)), rtol=1e-10, atol=0)
+    assert_close(found.probs, probs, rtol=1e-12)
+    assert_close(found.entropy(), entropy(torch.stack([probs, 1 - probs], dim=-1)), rtol=1e-10)
     y = (random(*shape, seed=9) > 0).double()
     joint = sum(
         w * (m.probs * y + (1 - m.probs) * (1 - y)).reshape(5, -1).prod(dim=1)
         for w, m in zip(WEIGHTS, members, strict=True)
     )
-    torch.testing.assert_close(found.log_prob(y), joint.log(), rtol=1e-10, atol=0)
+    assert_close(found.log_prob(y), joint.log(), rtol=1e-10)
     if y[0].numel() == 1:
         chosen = (probs * y + (1 - probs) * (1 - y)).reshape(5)
-        torch.testing.assert_close(found.log_prob(y).exp(), chosen, rtol=1e-10, atol=0)
+        assert_close(found.log_prob(y).exp(), chosen, rtol=1e-10)
     draws = found.sample(20_000, generator=seeded())
     assert float((draws.mean(dim=0) - probs).abs().max()) < 5 * math.sqrt(0.25 / 20_000)
     # All answers to an example, over all draws of one, have the joint's frequency.
@@ -275,13 +276,13 @@ def test_mutual_information_is_what_all_draws_together_say(kind):
         both = p if kind is ClassificationPredictive else torch.stack([p, 1 - p], dim=-1)
         spread = spread + w * torch.special.entr(both).sum(dim=-1).mean(dim=0)
     both = total if kind is ClassificationPredictive else torch.stack([total, 1 - total], dim=-1)
-    torch.testing.assert_close(found, entropy(both) - spread, rtol=0, atol=0.06)
+    assert_close(found, entropy(both) - spread, atol=0.06)
     assert bool((found >= 0).all())
     certain = [kind(m.mean, torch.zeros_like(m.variance)) for m in members]
     disagreement = mixed(certain, WEIGHTS)
     assert float(disagreement.mutual_information().max()) > 0.1
     agreed = mixed([certain[0]] * 3, WEIGHTS).mutual_information()
-    torch.testing.assert_close(agreed, torch.zeros_like(agreed), rtol=0, atol=1e-12)
+    assert_close(agreed, torch.zeros_like(agreed), atol=1e-12)
 
 
 # --- draws of f -----------------------------------------------------------------------------------------------------
@@ -319,22 +320,22 @@ def test_predict_mixes_what_the_members_predict(likelihood, predictive):
     exact = [m.predict(x, likelihood=likelihood, covariance=True) for m in mixture]
     expected = mixed(exact, WEIGHTS)
     slack = 0.0 if predictive == "linearised" else 0.2
-    torch.testing.assert_close(found.mean, expected.mean, rtol=slack, atol=slack / 4)
-    torch.testing.assert_close(found.covariance, expected.covariance, rtol=2 * slack, atol=slack / 4)
+    assert_close(found.mean, expected.mean, rtol=slack, atol=slack / 4)
+    assert_close(found.covariance, expected.covariance, rtol=2 * slack, atol=slack / 4)
     if likelihood == "regression":
         y = expected.mean + 0.2
         density = sum(
             w * MultivariateNormal(m.mean, m.covariance + torch.diag(p.noise_variance)).log_prob(y).exp()
             for w, m, p in zip(WEIGHTS, exact, mixture, strict=True)
         )
-        torch.testing.assert_close(found.log_prob(y), density.log(), rtol=0, atol=max(1e-10, slack))
+        assert_close(found.log_prob(y), density.log(), atol=max(1e-10, slack))
     else:
-        torch.testing.assert_close(found.probs, expected.probs, rtol=0, atol=slack / 4)
+        assert_close(found.probs, expected.probs, atol=slack / 4)
     if predictive == "linearised":
         assert found.draws is None
     else:
         assert found.draws.shape == (100 + 40 + 60, 6, 2)
-        torch.testing.assert_close(found.draws.mean(dim=0), found.mean, rtol=0.2, atol=0.05)
+        assert_close(found.draws.mean(dim=0), found.mean, rtol=0.2, atol=0.05)
     for member, old in zip(mixture, before, strict=True):
         assert all(torch.equal(value, old[name]) for name, value in member.model.state_dict().items())
 
@@ -348,14 +349,14 @@ def test_equal_members_predict_as_one(likelihood):
     y = alone.sample(1, generator=seeded())[0]
     close = {"rtol": 1e-12, "atol": 1e-14}
     for name in ("mean", "variance", "covariance"):
-        torch.testing.assert_close(getattr(found, name), getattr(alone, name), **close)
-    torch.testing.assert_close(found.log_prob(y), alone.log_prob(y), **close)
-    torch.testing.assert_close(found.entropy(), alone.entropy(), rtol=1e-9, atol=1e-9)
+        assert_close(getattr(found, name), getattr(alone, name), **close)
+    assert_close(found.log_prob(y), alone.log_prob(y), **close)
+    assert_close(found.entropy(), alone.entropy(), rtol=1e-9, atol=1e-9)
     if likelihood == "regression":
         for mine, its in zip(found.interval(0.9), alone.interval(0.9), strict=True):
-            torch.testing.assert_close(mine, its, **close)
+            assert_close(mine, its, **close)
     else:
-        torch.testing.assert_close(found.mutual_information(), alone.mutual_information(), rtol=1e-9, atol=1e-12)
+        assert_close(found.mutual_information(), alone.mutual_information(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_order_of_the_members_does_not_matter():
@@ -363,9 +364,9 @@ def test_the_order_of_the_members_does_not_matter():
     one = Mixture(parts, WEIGHTS).predict(x)
     other = Mixture(parts[::-1], WEIGHTS[::-1]).predict(x)
     y = one.mean + 0.3
-    torch.testing.assert_close(one.log_prob(y), other.log_prob(y), rtol=1e-12, atol=0)
+    assert_close(one.log_prob(y), other.log_prob(y), rtol=1e-12)
     for mine, its in zip((one.variance, *one.interval()), (other.variance, *other.interval()), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-13)
+        assert_close(mine, its, rtol=1e-12, atol=1e-13)
 
 
 def test_members_on_one_model_predict_as_on_their_own():
@@ -393,7 +394,7 @@ def test_mappings_and_forward_reach_every_member():
     expected = mixture.predict(x)
     assert torch.equal(mixture.predict({"input": x}).mean, expected.mean)
     doubled = mixture.predict(x, forward=lambda model, inputs: 2 * model(inputs))
-    torch.testing.assert_close(doubled.variance, 4 * expected.variance)
+    assert_close(doubled.variance, 4 * expected.variance)
 
 
 def test_float32_networks_keep_their_type():
@@ -407,7 +408,7 @@ def test_float32_networks_keep_their_type():
         torch.float32
     }
     cdf = sum(Normal(m.mean.double(), m.stddev.double()).cdf(low.double()) / 2 for m in found.members)
-    torch.testing.assert_close(cdf, torch.full_like(cdf, 0.025), rtol=1e-4, atol=0)
+    assert_close(cdf, torch.full_like(cdf, 0.025), rtol=1e-4)
 
 
 class Broken(nn.Module):

@@ -19,6 +19,7 @@ from bayesadam.optim import SOAP
 from bayesadam.predict.call import Call
 from bayesadam.predict.statistics import running_deviation
 from cases import mlp
+from floats import approx, assert_close
 
 # Eight gradients are few: that is told of a posterior at its own settings, and not what is asked here.
 pytestmark = pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
@@ -154,7 +155,7 @@ def entropy(p: np.ndarray) -> np.ndarray:
 
 def assert_novelty(found: Tensor, expected: np.ndarray, rtol: float = 1e-8) -> None:
     assert found.shape == expected.shape
-    np.testing.assert_allclose(found.numpy(), expected, rtol=rtol, atol=1e-12)
+    assert_close(found.numpy(), expected, rtol=rtol, atol=1e-12)
     # A constant would pass no test of detection.
     assert float(found.std()) > 1e-3
 
@@ -175,7 +176,7 @@ def test_its_settings(structure):
     assert (settings.power, settings.scale, settings.form, settings.n_data) == (1.0, 1.0, "map", N)
     expected = share(posterior) * N * BATCH * float(dense_curvature(posterior).diagonal().mean())
     for delta in settings.prior_precision.values():
-        assert delta == pytest.approx(expected, rel=1e-10)
+        assert delta == approx(expected, rel=1e-10)
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -209,7 +210,7 @@ def test_a_prior_of_several_numbers_does_not_change_it():
 def test_the_likelihood_form_does_not_change_it():
     posterior, x = trained(), normal(5, 3, seed=100)
     other = posterior.replace(form="likelihood", prior_precision=20.0)
-    torch.testing.assert_close(other.novelty(x), posterior.novelty(x))
+    assert_close(other.novelty(x), posterior.novelty(x))
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
@@ -258,8 +259,8 @@ def test_an_unknown_batch_size_serves():
     known, unknown, x = trained(), trained(batch_size=None), normal(40, 3, seed=100)
     for name, delta in unknown.for_novelty.prior_precision.items():
         # 100 in place of 10: all variances a tenth, whatever the weight.
-        assert delta == pytest.approx(10 * known.for_novelty.prior_precision[name], rel=1e-12)
-        torch.testing.assert_close(unknown.for_novelty.variance[name], known.for_novelty.variance[name] / 10)
+        assert delta == approx(10 * known.for_novelty.prior_precision[name], rel=1e-12)
+        assert_close(unknown.for_novelty.variance[name], known.for_novelty.variance[name] / 10)
     f, covariance = dense_moments(known, x)
     assert_novelty(unknown.novelty(x), entropy(pairwise(f, covariance / 10)))
 
@@ -268,7 +269,7 @@ def test_the_number_of_data_scales_all_variances_alike():
     posterior = trained()
     other = posterior.replace(n_data=7.0 * N)
     for name, variance in posterior.for_novelty.variance.items():
-        torch.testing.assert_close(other.for_novelty.variance[name], variance / 7)
+        assert_close(other.for_novelty.variance[name], variance / 7)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -281,10 +282,10 @@ def test_one_pass_is_two(structure, covariance):
     assert torch.equal(both.novelty, posterior.novelty(x))
     assert torch.equal(both.novelty, posterior.predict(x, novelty=True, **options).novelty)
     assert torch.equal(both.mean, alone.mean)
-    torch.testing.assert_close(both.variance, alone.variance, rtol=1e-12, atol=0)
-    torch.testing.assert_close(both.probs, alone.probs, rtol=1e-12, atol=0)
+    assert_close(both.variance, alone.variance, rtol=1e-12)
+    assert_close(both.probs, alone.probs, rtol=1e-12)
     if covariance:
-        torch.testing.assert_close(both.covariance, alone.covariance, rtol=1e-11, atol=1e-14)
+        assert_close(both.covariance, alone.covariance, rtol=1e-11, atol=1e-14)
     else:
         assert both.covariance is None
         assert alone.covariance is None
@@ -292,13 +293,13 @@ def test_one_pass_is_two(structure, covariance):
 
 def test_a_small_memory_budget_does_not_change_it():
     posterior, x = trained("kronecker"), normal(9, 3, seed=100)
-    torch.testing.assert_close(posterior.novelty(x, memory_budget=20_000), posterior.novelty(x))
+    assert_close(posterior.novelty(x, memory_budget=20_000), posterior.novelty(x))
 
 
 def test_a_forward_of_the_user_s_own():
     posterior, x = trained(), normal(5, 3, seed=100)
     found = posterior.novelty({"a": x}, forward=lambda model, batch: {"logits": model(batch["a"])})
-    torch.testing.assert_close(found, posterior.novelty(x))
+    assert_close(found, posterior.novelty(x))
 
 
 def test_it_is_there_by_default_up_to_twenty_outputs():
@@ -360,7 +361,7 @@ def test_of_a_regression_it_is_what_a_target_would_teach(structure, noise):
     expected = 0.5 * np.log(1 + variance / np.array(noise or [1.0, 1.0])).sum(axis=1)
     assert_novelty(posterior.novelty(x, likelihood="regression"), expected, rtol=1e-6)
     found = posterior.predict(x)
-    torch.testing.assert_close(found.novelty, posterior.novelty(x, likelihood="regression"))
+    assert_close(found.novelty, posterior.novelty(x, likelihood="regression"))
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
@@ -389,7 +390,7 @@ def test_a_prediction_is_not_changed_by_it(likelihood):
     both = posterior.predict(x, likelihood=likelihood)
     alone = posterior.predict(x, likelihood=likelihood, novelty=False)
     assert torch.equal(both.mean, alone.mean)
-    torch.testing.assert_close(both.variance, alone.variance, rtol=1e-12, atol=0)
+    assert_close(both.variance, alone.variance, rtol=1e-12)
     assert both.covariance is None
 
 
@@ -501,7 +502,7 @@ def test_variances_grow_with_the_distance_from_running_statistics(training):
     assert torch.equal(found.novelty, posterior.novelty(x))
     # The prediction itself has nothing of it.
     alone = posterior.predict(x, likelihood="classification", novelty=False)
-    torch.testing.assert_close(found.variance, alone.variance, rtol=1e-12, atol=0)
+    assert_close(found.variance, alone.variance, rtol=1e-12)
     assert model.training == training
     assert hooks(model) == 0
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
@@ -539,7 +540,7 @@ def test_a_model_without_running_statistics_is_not_run_for_them():
 def test_an_example_s_novelty_is_its_own():
     posterior, x = normed(), normal(5, 2, 3, 3, seed=100)
     one_by_one = torch.cat([posterior.novelty(x[i : i + 1]) for i in range(5)])
-    torch.testing.assert_close(posterior.novelty(x), one_by_one, rtol=1e-6, atol=1e-8)
+    assert_close(posterior.novelty(x), one_by_one, rtol=1e-6, atol=1e-8)
 
 
 def test_other_norms_change_nothing():
@@ -558,16 +559,14 @@ def test_a_saved_posterior_has_the_same(structure, tmp_path):
     posterior, x = trained(structure), normal(5, 3, seed=100)
     posterior.save(tmp_path / "posterior")
     model = copy.deepcopy(posterior.model)
-    torch.testing.assert_close(
-        ba.Posterior.load(tmp_path / "posterior", model).novelty(x), posterior.novelty(x), rtol=1e-12, atol=0
-    )
+    assert_close(ba.Posterior.load(tmp_path / "posterior", model).novelty(x), posterior.novelty(x), rtol=1e-12)
 
 
 def test_a_saved_mixture_has_the_same(tmp_path):
     mixture, x = ba.Mixture(members(3, 4, 3), WEIGHTS), normal(5, 3, seed=100)
     mixture.save(tmp_path / "mixture")
     found = ba.Mixture.load(tmp_path / "mixture", mlp(3, 4, 3).double())
-    torch.testing.assert_close(found.novelty(x), mixture.novelty(x), rtol=1e-12, atol=0)
+    assert_close(found.novelty(x), mixture.novelty(x), rtol=1e-12)
 
 
 @pytest.mark.parametrize("batch_size", [None, BATCH])

@@ -13,7 +13,8 @@ from torch.func import functional_call
 
 import bayesadam as ba
 from bayesadam.errors import ImproperError
-from bayesadam.structures.low_rank import LowRank
+from bayesadam.gaussian.low_rank import LowRank
+from floats import approx, assert_close
 
 N, BATCH, WORDS = 200, 16, 7
 STRUCTURES = ["diagonal", "kronecker", "low-rank", "low-rank+diagonal"]
@@ -141,13 +142,11 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
     expected = j @ sigma @ j.mT
     for whole in (False, True):
         found = posterior.predict(ids, covariance=whole)
-        torch.testing.assert_close(found.mean, at(posterior, own, ids).detach(), rtol=rtol, atol=rtol)
+        assert_close(found.mean, at(posterior, own, ids).detach(), rtol=rtol, atol=rtol)
         variance = expected.diagonal(dim1=1, dim2=2)
-        torch.testing.assert_close(found.variance.double(), variance, rtol=rtol, atol=rtol * float(variance.max()))
+        assert_close(found.variance.double(), variance, rtol=rtol, atol=rtol * float(variance.max()))
         if whole:
-            torch.testing.assert_close(
-                found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max())
-            )
+            assert_close(found.covariance.double(), expected, rtol=rtol, atol=rtol * float(variance.max()))
     for method in ("sampled", "linearised-sampled"):
         found = posterior.predict(ids, predictive=method, n_samples=3, generator=torch.Generator().manual_seed(7))
         generator = torch.Generator().manual_seed(7)
@@ -159,7 +158,7 @@ def check(posterior: ba.Posterior, *, rtol: float = 1e-6) -> None:
             else:
                 step = torch.cat([(theta[name].double() - own[name].double()).reshape(-1) for name in own])
                 outcome = found.mean + (j @ step[learned(posterior)]).to(found.mean)
-            torch.testing.assert_close(drawn, outcome.detach(), rtol=10 * rtol, atol=10 * rtol)
+            assert_close(drawn, outcome.detach(), rtol=10 * rtol, atol=10 * rtol)
 
 
 @every_structure
@@ -189,18 +188,18 @@ def test_everything_else_with_a_scalar(structure: str, tmp_path: Any):
     posterior = trained(structure)
     keep, sigma = learned(posterior), covariance(posterior)
     marginal = torch.cat([v.reshape(-1) for v in posterior.variance.values()])[keep]
-    torch.testing.assert_close(marginal, sigma.diagonal())
+    assert_close(marginal, sigma.diagonal())
     # Padding has the prior's variance in these two, as any weight that was never learned.
     rows = int((~keep).sum())
     known = torch.logdet(2 * math.pi * math.e * sigma) + rows * math.log(2 * math.pi * math.e / 0.7)
-    torch.testing.assert_close(posterior.entropy(), 0.5 * known)
+    assert_close(posterior.entropy(), 0.5 * known)
     draws = posterior.sample(2, generator=torch.Generator().manual_seed(0))
     away = torch.cat([(draws[n] - mu).reshape(2, mu.numel()) for n, mu in posterior.mean.items()], dim=1)[:, keep]
     quadratic = torch.einsum("np,pq,nq->n", away, torch.linalg.inv(sigma), away)
     density = -0.5 * (quadratic + torch.logdet(2 * math.pi * sigma) + rows * math.log(2 * math.pi / 0.7))
-    torch.testing.assert_close(posterior.log_prob(draws), density)
+    assert_close(posterior.log_prob(draws), density)
     gamma = float(keep.sum()) - 0.7 * float(sigma.trace())
-    assert posterior.effective_dimension == pytest.approx(gamma)
+    assert posterior.effective_dimension == approx(gamma)
     posterior.save(tmp_path / "posterior.safetensors")
     again = ba.Posterior.load(tmp_path / "posterior.safetensors", posterior.model)
     ids = batch(torch.Generator().manual_seed(3), 4)
@@ -233,7 +232,7 @@ def test_without_a_prior_padding_alone_is_no_reason_to_refuse(structure: str, fo
     assert bool(variance[0].isinf().all())
     keep = learned(posterior)
     marginal = torch.cat([v.reshape(-1) for v in posterior.variance.values()])[keep]
-    torch.testing.assert_close(marginal, covariance(posterior).diagonal())
+    assert_close(marginal, covariance(posterior).diagonal())
     for density in (posterior.entropy, lambda: posterior.log_prob(posterior.sample())):
         with pytest.raises(ImproperError, match="3 weights"):
             density()

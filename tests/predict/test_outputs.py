@@ -14,6 +14,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import RegressionPredictive, SelectedClasses, SelectedMixture
 from cases import mlp
+from floats import assert_close
 
 CLASSES = 120
 
@@ -110,14 +111,14 @@ def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str
     for example, chosen in enumerate(found.outputs):
         whole = dense_covariance(posterior, x[example])
         expected = whole[chosen][:, chosen]
-        torch.testing.assert_close(found.covariance[example], expected, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found.variance[example], expected.diagonal(), rtol=1e-6, atol=1e-9)
+        assert_close(found.covariance[example], expected, rtol=1e-6, atol=1e-9)
+        assert_close(found.variance[example], expected.diagonal(), rtol=1e-6, atol=1e-9)
         logits = posterior.model(x[example : example + 1])[0]
         assert chosen.tolist() == logits.topk(4).indices.tolist()
         rest = torch.ones(CLASSES, dtype=torch.bool)
         rest[chosen] = False
         weights = logits[rest].softmax(dim=0)
-        torch.testing.assert_close(found.rest_variance[example], weights @ whole[rest][:, rest] @ weights)
+        assert_close(found.rest_variance[example], weights @ whole[rest][:, rest] @ weights)
 
 
 def test_ten_largest_are_the_default_of_many_classes_alone() -> None:
@@ -141,18 +142,18 @@ def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
     chosen = torch.tensor([[1, 4], [0, 5], [2, 3], [3, 1]]) if of_each else torch.tensor([4, 1])
     found = posterior.predict(x, outputs=chosen, covariance=True)
     for example, own in enumerate(chosen if of_each else chosen.expand(4, -1)):
-        torch.testing.assert_close(found.covariance[example], whole[example][own][:, own], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found.noise_variance[example], 0.1 * (own + 1).double(), rtol=1e-5, atol=0)
+        assert_close(found.covariance[example], whole[example][own][:, own], rtol=1e-6, atol=1e-9)
+        assert_close(found.noise_variance[example], 0.1 * (own + 1).double(), rtol=1e-5)
     margin = torch.randn(4, 2, 6).double() if of_each else torch.randn(2, 6).double()
     found = posterior.predict(x, outputs=margin, likelihood="classification")
     assert type(found) is RegressionPredictive
     rows = margin if of_each else margin.expand(4, -1, -1)
-    torch.testing.assert_close(found.variance, (rows @ whole @ rows.mT).diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
+    assert_close(found.variance, (rows @ whole @ rows.mT).diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
+    assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
     sigma2 = 0.1 * torch.arange(1, 7).double()
     for kind in ("linearised", "linearised-sampled"):
         with_noise = posterior.predict(x, outputs=margin, predictive=kind)
-        torch.testing.assert_close(with_noise.noise_variance, rows.square() @ sigma2, rtol=1e-5, atol=0)
+        assert_close(with_noise.noise_variance, rows.square() @ sigma2, rtol=1e-5)
 
 
 def test_targets_of_two_outputs_are_chosen_with_both() -> None:
@@ -161,8 +162,8 @@ def test_targets_of_two_outputs_are_chosen_with_both() -> None:
     posterior = posterior_over(mlp(3, 4, 6), x)
     whole = posterior.predict(x, likelihood="heteroscedastic")
     found = posterior.predict(x, likelihood="heteroscedastic", outputs=[2, 0])
-    torch.testing.assert_close(found.variance, whole.variance[:, [2, 0, 5, 3]])
-    torch.testing.assert_close(found.predicted_mean, whole.predicted_mean[:, [2, 0]])
+    assert_close(found.variance, whole.variance[:, [2, 0, 5, 3]])
+    assert_close(found.predicted_mean, whole.predicted_mean[:, [2, 0]])
 
 
 # --- places ---------------------------------------------------------------------------------------------------------
@@ -185,9 +186,9 @@ def test_places_have_the_dense_moments(positions: str) -> None:
         "all": whole,
     }[positions]
     assert "backward directions" in found.plan
-    torch.testing.assert_close(found.variance, rows.gather(-1, found.outputs), rtol=1e-6, atol=1e-9)
+    assert_close(found.variance, rows.gather(-1, found.outputs), rtol=1e-6, atol=1e-9)
     assert found.probs.shape == rows.shape
-    torch.testing.assert_close(found.probs.sum(dim=-1), torch.ones(rows.shape[:-1]).double())
+    assert_close(found.probs.sum(dim=-1), torch.ones(rows.shape[:-1]).double())
 
 
 def test_the_head_is_run_at_the_place_alone() -> None:
@@ -216,7 +217,7 @@ def test_the_last_place_is_that_of_the_attention_mask() -> None:
     batch = {"ids": ids, "attention_mask": mask}
     found = posterior.predict(batch, positions="last", forward=forward, **options)
     expected = posterior.predict(ids, positions=torch.tensor([4, 1, 0]), **options)
-    torch.testing.assert_close(found.variance, expected.variance)
+    assert_close(found.variance, expected.variance)
 
 
 def test_draws_at_all_places_are_near_the_exact_moments() -> None:
@@ -227,7 +228,7 @@ def test_draws_at_all_places_are_near_the_exact_moments() -> None:
     exact = posterior.predict(ids, positions="all", n_samples=10**6, covariance=True, probes=500, **options)
     drawn = posterior.predict(ids, predictive="linearised-sampled", n_samples=2000, **options)
     assert "draws" in drawn.plan
-    torch.testing.assert_close(drawn.outputs, exact.outputs)
+    assert_close(drawn.outputs, exact.outputs)
     ratio = drawn.variance / exact.variance
     assert float((ratio - 1).abs().max()) < 6 * math.sqrt(2 / 2000)
     away = (drawn.score.value - exact.score.value) / (drawn.score.error**2 + exact.score.error**2).sqrt()
@@ -251,7 +252,7 @@ def test_probes_are_unbiased_and_know_their_error() -> None:
     error = values.std(dim=0) / math.sqrt(repeats)
     assert float(((values.mean(dim=0) - truth) / error).abs().max()) < 4
     told = torch.stack([score.error for score in scores]).square().mean(dim=0).sqrt()
-    torch.testing.assert_close(told, values.std(dim=0), rtol=0.15, atol=0)
+    assert_close(told, values.std(dim=0), rtol=0.15)
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "binary", "poisson", "heteroscedastic"])
@@ -321,7 +322,7 @@ def test_the_mean_network_is_used_where_data_prefer_it() -> None:
     expected = (posterior.model(ids) / 1.7).softmax(dim=-1)
     for positions, rows in ((None, expected), ("last", expected[:, -1])):
         found = posterior.predict(ids, likelihood="classification", positions=positions, n_samples=2)
-        torch.testing.assert_close(found.probs, rows)
+        assert_close(found.probs, rows)
 
 
 def test_scores_of_classes_are_of_all_of_them() -> None:
@@ -329,8 +330,8 @@ def test_scores_of_classes_are_of_all_of_them() -> None:
     x = numbers()
     found = posterior_over(mlp(3, 4, CLASSES), x).predict(x, likelihood="classification")
     y = torch.tensor([0, 5, 50, 119])
-    torch.testing.assert_close(found.log_prob(y), found.probs.gather(1, y[:, None]).squeeze(1).log())
-    torch.testing.assert_close(found.entropy(), torch.special.entr(found.probs).sum(dim=1))
+    assert_close(found.log_prob(y), found.probs.gather(1, y[:, None]).squeeze(1).log())
+    assert_close(found.entropy(), torch.special.entr(found.probs).sum(dim=1))
     assert found.mutual_information().shape == (4,)
 
 
@@ -345,7 +346,7 @@ def test_members_of_a_mixture_are_asked_for_the_same_classes() -> None:
     mean = torch.stack([m.model(x).softmax(dim=1) for m in members]).mean(dim=0)
     assert torch.equal(found.outputs, mean.topk(10).indices)
     each = [m.predict(x, likelihood="classification", outputs=found.outputs) for m in members]
-    torch.testing.assert_close(found.probs, (each[0].probs + each[1].probs) / 2)
+    assert_close(found.probs, (each[0].probs + each[1].probs) / 2)
     assert found.outputs.dtype == torch.int64
 
 

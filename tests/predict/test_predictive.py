@@ -14,6 +14,7 @@ from torch.distributions import Bernoulli, Categorical, MultivariateNormal, Norm
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.predict import BinaryPredictive, ClassificationPredictive, Predictive, RegressionPredictive, predict
 from cases import mlp
+from floats import assert_close, close
 from predict.cases_networks import Then, normal, posterior_over
 
 SHAPES = [(5,), (5, 1), (5, 3), (5, 2, 3)]
@@ -67,10 +68,10 @@ def test_regression_scores_are_those_of_the_normal_distribution(shape: tuple[int
     else:
         independent = Normal(flat_mean, total.sqrt())
         log_prob, entropy = independent.log_prob(y.reshape(size, -1)).sum(dim=1), independent.entropy().sum(dim=1)
-    torch.testing.assert_close(found.log_prob(y), log_prob, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.entropy(), entropy, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.total_variance, total.view(shape), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.stddev, total.sqrt().view(shape), rtol=1e-12, atol=0)
+    assert_close(found.log_prob(y), log_prob, rtol=1e-10)
+    assert_close(found.entropy(), entropy, rtol=1e-10)
+    assert_close(found.total_variance, total.view(shape), rtol=1e-12)
+    assert_close(found.stddev, total.sqrt().view(shape), rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
@@ -78,8 +79,8 @@ def test_the_interval_holds_y_with_the_probability_asked_for(level: float):
     found = gaussian(RegressionPredictive, (5, 3), whole=False, noise_variance=noise_of("by-output", (5, 3)))
     low, high = found.interval(level)
     distribution = Normal(found.mean, found.stddev)
-    torch.testing.assert_close(distribution.cdf(high) - distribution.cdf(low), torch.full_like(low, level))
-    torch.testing.assert_close(high - found.mean, found.mean - low)
+    assert_close(distribution.cdf(high) - distribution.cdf(low), torch.full_like(low, level))
+    assert_close(high - found.mean, found.mean - low)
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 95, math.nan])
@@ -111,10 +112,10 @@ def test_a_covariance_without_full_rank_can_be_drawn_from():
     covariance = direction[:, :, None] * direction[:, None, :]
     found = RegressionPredictive(torch.zeros(5, 3).double(), direction.square(), covariance)
     draws = found.sample(4_000, generator=seeded())
-    torch.testing.assert_close(draws.var(dim=0), direction.square(), rtol=0.15, atol=1e-6)
+    assert_close(draws.var(dim=0), direction.square(), rtol=0.15, atol=1e-6)
     # All draws lie on the one line there is.
     along = (draws * direction).sum(dim=2, keepdim=True) * direction / direction.square().sum(dim=1, keepdim=True)
-    torch.testing.assert_close(along, draws, rtol=0, atol=1e-5)
+    assert_close(along, draws, atol=1e-5)
 
 
 def test_draws_at_hand_are_used_before_new_ones_are_made():
@@ -130,7 +131,7 @@ def test_draws_at_hand_are_used_before_new_ones_are_made():
 )
 def test_targets_may_lack_or_have_dimensions_of_one(outputs: tuple[int, ...], targets: tuple[int, ...]):
     found, y = gaussian(RegressionPredictive, outputs, whole=False), random(*targets, seed=7)
-    torch.testing.assert_close(found.log_prob(y), found.log_prob(y.reshape(outputs)))
+    assert_close(found.log_prob(y), found.log_prob(y.reshape(outputs)))
 
 
 @pytest.mark.parametrize("kind", [RegressionPredictive, BinaryPredictive])
@@ -162,7 +163,7 @@ def test_the_probit_is_the_formula_of_the_docstring(shape: tuple[int, ...], scal
         kappa = (1 + math.pi / 8 * sum(a * b for a, b in zip(p, variance, strict=True))) ** -0.5
         scaled = [math.exp(kappa * z) for z in logits.tolist()]
         expected = torch.tensor([z / sum(scaled) for z in scaled], dtype=torch.float64)
-        torch.testing.assert_close(found.probs.reshape(-1, shape[-1])[place], expected, rtol=1e-10, atol=0)
+        assert_close(found.probs.reshape(-1, shape[-1])[place], expected, rtol=1e-10)
 
 
 @every_logits
@@ -176,9 +177,9 @@ def test_the_likeliest_class_is_the_mean_networks_and_probabilities_sum_to_one(
     found = gaussian(ClassificationPredictive, shape, whole=whole, scale=scale)
     assert found.probs.shape == shape
     assert torch.equal(found.probs.argmax(dim=-1), found.mean.argmax(dim=-1))
-    torch.testing.assert_close(found.probs.sum(dim=-1), torch.ones(shape[:-1], dtype=torch.float64))
+    assert_close(found.probs.sum(dim=-1), torch.ones(shape[:-1], dtype=torch.float64))
     shifted = ClassificationPredictive(found.mean + 7.0, found.variance, found.covariance)
-    torch.testing.assert_close(shifted.probs, found.probs)
+    assert_close(shifted.probs, found.probs)
 
 
 @every_logits
@@ -186,7 +187,7 @@ def test_the_likeliest_class_is_the_mean_networks_and_probabilities_sum_to_one(
 def test_without_variance_classification_is_a_softmax(shape: tuple[int, ...], link: str):
     mean = random(*shape)
     found = ClassificationPredictive(mean, torch.zeros_like(mean), link=link)
-    torch.testing.assert_close(found.probs, mean.softmax(dim=-1), rtol=1e-12, atol=0)
+    assert_close(found.probs, mean.softmax(dim=-1), rtol=1e-12)
     assert found.mutual_information().abs().max() <= 1e-12
 
 
@@ -225,11 +226,11 @@ def test_draws_of_the_network_decide_where_there_are_any(kind: type[Predictive])
     draws = 2 * random(40, 6, 3)
     found = kind(draws.mean(dim=0), draws.var(dim=0), None, draws)
     each = draws.softmax(dim=-1) if kind is ClassificationPredictive else draws.sigmoid()
-    torch.testing.assert_close(found.probs, each.mean(dim=0))
+    assert_close(found.probs, each.mean(dim=0))
     distribution = Categorical if kind is ClassificationPredictive else Bernoulli
     expected = distribution(probs=found.probs).entropy() - distribution(probs=each).entropy().mean(dim=0)
-    torch.testing.assert_close(found.mutual_information(), expected)
-    torch.testing.assert_close(found.entropy(), distribution(probs=found.probs).entropy())
+    assert_close(found.mutual_information(), expected)
+    assert_close(found.entropy(), distribution(probs=found.probs).entropy())
 
 
 @pytest.mark.parametrize("kind", [ClassificationPredictive, BinaryPredictive])
@@ -247,9 +248,9 @@ def test_mutual_information_lies_between_nothing_and_all_entropy(kind: type[Pred
 def test_log_probabilities_of_classes(shape: tuple[int, ...]):
     found = gaussian(ClassificationPredictive, shape, whole=False)
     y = torch.randint(shape[-1], shape[:-1], generator=seeded())
-    torch.testing.assert_close(found.log_prob(y), Categorical(probs=found.probs).log_prob(y))
-    torch.testing.assert_close(found.log_prob(y.to(torch.int32)), found.log_prob(y))
-    torch.testing.assert_close(found.entropy(), Categorical(probs=found.probs).entropy())
+    assert_close(found.log_prob(y), Categorical(probs=found.probs).log_prob(y))
+    assert_close(found.log_prob(y.to(torch.int32)), found.log_prob(y))
+    assert_close(found.entropy(), Categorical(probs=found.probs).entropy())
 
 
 def test_impossible_classes_have_a_finite_log_probability():
@@ -282,20 +283,20 @@ def test_drawn_classes_come_up_as_often_as_their_probabilities(shape: tuple[int,
 def test_binary_probabilities_entropies_and_scores(shape: tuple[int, ...]):
     found = gaussian(BinaryPredictive, shape, whole=False)
     expected = torch.sigmoid(found.mean / (1 + math.pi * found.variance / 8).sqrt())
-    torch.testing.assert_close(found.probs, expected, rtol=1e-12, atol=0)
+    assert_close(found.probs, expected, rtol=1e-12)
     assert torch.equal(found.probs > 0.5, found.mean > 0)
     y = torch.bernoulli(torch.full(shape, 0.5, dtype=torch.float64), generator=seeded())
     one_by_one = Bernoulli(probs=expected).log_prob(y).reshape(shape[0], -1)
-    torch.testing.assert_close(found.log_prob(y), one_by_one.sum(dim=1))
-    torch.testing.assert_close(found.log_prob(y.bool()), one_by_one.sum(dim=1))
-    torch.testing.assert_close(found.entropy(), Bernoulli(probs=expected).entropy())
+    assert_close(found.log_prob(y), one_by_one.sum(dim=1))
+    assert_close(found.log_prob(y.bool()), one_by_one.sum(dim=1))
+    assert_close(found.entropy(), Bernoulli(probs=expected).entropy())
 
 
 @pytest.mark.parametrize("link", ["probit", "sampling"])
 def test_without_variance_binary_is_a_sigmoid(link: str):
     mean = random(6, 3)
     found = BinaryPredictive(mean, torch.zeros_like(mean), link=link)
-    torch.testing.assert_close(found.probs, mean.sigmoid(), rtol=1e-12, atol=0)
+    assert_close(found.probs, mean.sigmoid(), rtol=1e-12)
     assert found.mutual_information().abs().max() <= 1e-12
 
 
@@ -337,7 +338,7 @@ def test_every_shape_of_output_works_with_every_method(method: str, shape: tuple
     assert torch.isfinite(found.entropy()).all()
     if likelihood == "regression":
         assert found.entropy().shape == (9,)
-        torch.testing.assert_close(found.total_variance, found.variance + 0.1)
+        assert_close(found.total_variance, found.variance + 0.1)
 
 
 def test_noise_by_output_reaches_the_prediction():
@@ -346,7 +347,7 @@ def test_noise_by_output_reaches_the_prediction():
     posterior, x = posterior_over(mlp(3, 4, 2).double()), normal(4, 3)()
     assert not predict(posterior, x).noise_variance.any()
     found = predict(posterior.replace(noise_variance=noise), x)
-    torch.testing.assert_close(found.stddev, (predict(posterior, x).variance + noise).sqrt())
+    assert_close(found.stddev, (predict(posterior, x).variance + noise).sqrt())
 
 
 def test_the_link_asked_for_is_the_one_used():
@@ -356,4 +357,4 @@ def test_the_link_asked_for_is_the_one_used():
         predict(posterior, x, likelihood="classification", link=link) for link in ("probit", "sampling")
     )
     assert torch.equal(probit.mean, sampling.mean)
-    assert not torch.allclose(probit.probs, sampling.probs, rtol=1e-6)
+    assert not close(probit.probs, sampling.probs, rtol=1e-6)

@@ -18,6 +18,7 @@ import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from cases import mlp
+from floats import assert_close
 from predict.cases_networks import (
     NETWORKS,
     Lambda,
@@ -111,7 +112,7 @@ def test_draws_of_the_linearised_network_are_its_jacobian_times_the_drawn_weight
     for draw, theta in zip(found.draws, drawn, strict=True):
         step = torch.cat([(theta[name] - mu).flatten() for name, mu in posterior.mean.items()])
         expected = output + (j @ step).view_as(output)
-        torch.testing.assert_close(draw, expected.detach(), rtol=1e-8, atol=1e-10)
+        assert_close(draw, expected.detach(), rtol=1e-8, atol=1e-10)
 
 
 @every_network
@@ -133,7 +134,7 @@ def test_draws_of_the_network_are_the_network_at_the_drawn_weights(
         named = {f"model.{name}": value for name, value in without_padding(posterior, theta).items()}
         with torch.no_grad():
             expected = functional_call(caller, named, (inputs,))
-        torch.testing.assert_close(draw, expected, rtol=1e-8, atol=1e-10)
+        assert_close(draw, expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
@@ -148,9 +149,9 @@ def test_mean_variance_and_covariance_are_those_of_the_draws(predictive: str):
         mean, count = predict(posterior, x).mean, 7
     away = (found.draws - mean).flatten(2)
     expected = sum(row[:, :, None] * row[:, None, :] for row in away) / count
-    torch.testing.assert_close(found.mean, mean)
-    torch.testing.assert_close(found.covariance, expected)
-    torch.testing.assert_close(found.variance.flatten(1), expected.diagonal(dim1=1, dim2=2))
+    assert_close(found.mean, mean)
+    assert_close(found.covariance, expected)
+    assert_close(found.variance.flatten(1), expected.diagonal(dim1=1, dim2=2))
 
 
 # --- moments --------------------------------------------------------------------------------------------------------
@@ -339,10 +340,10 @@ def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(
     options = {"predictive": predictive, "n_samples": 4, "covariance": True}
     expected = predict(narrow(sequences(torch.sin)), x, generator=seeded(), **options)
     found = predict(narrow(sequences(sine)), x, generator=seeded(), **options)
-    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-14)
+    assert_close(found.mean, expected.mean, rtol=1e-10)
+    assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-14)
     if predictive != "linearised":
-        torch.testing.assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-12)
+        assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("predictive", ["linearised-sampled", "sampled"])
@@ -351,7 +352,7 @@ def test_draws_do_not_depend_on_the_memory_they_are_made_in(predictive: str, bud
     x, posterior = normal(5, 2, 3)(), narrow(sequences(torch.sin))
     expected = predict(posterior, x, predictive=predictive, n_samples=6, generator=seeded())
     found = predict(posterior, x, predictive=predictive, n_samples=6, generator=seeded(), memory_budget=budget)
-    torch.testing.assert_close(found.draws, expected.draws, rtol=1e-10, atol=1e-14)
+    assert_close(found.draws, expected.draws, rtol=1e-10, atol=1e-14)
 
 
 def test_a_small_budget_cuts_the_batch_of_drawn_activations():
@@ -446,7 +447,7 @@ def test_linearised_draws_cannot_collapse(classifier, likelihood: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = wide.predict(x, likelihood=likelihood, predictive="linearised-sampled", generator=seeded())
-    torch.testing.assert_close(found.mean, model(x).detach())
+    assert_close(found.mean, model(x).detach())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import bayesadam as ba
 from bayesadam._alone import alone_with
 from bayesadam.errors import BayesAdamError
 from cases import trained
+from floats import assert_close
 from predict.cases_networks import encoder, posterior_over
 from processes import PATIENCE
 
@@ -126,7 +127,7 @@ def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
     expected = [p.predict(x).variance for p in posteriors]
     found = at_once(lambda n: posteriors[n % 3].predict(x).variance, 12, threads=3)
     for number, variance in enumerate(found):
-        torch.testing.assert_close(variance, expected[number % 3])
+        assert_close(variance, expected[number % 3])
 
 
 def test_inside_sampled_the_same_thread_may_predict_and_sample(posterior, x):

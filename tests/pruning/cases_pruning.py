@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import Posterior
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.posterior import Settings
-from bayesadam.structures.diagonal import Diagonal
 
 
 def posterior_of(

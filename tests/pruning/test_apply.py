@@ -22,6 +22,7 @@ from bayesadam.pruning import (
     to_torch_prune,
 )
 from cases import mlp, train
+from floats import assert_close
 from pruning.cases_pruning import posterior_of
 
 
@@ -213,7 +214,7 @@ def test_a_round_trip_through_torchs_own_pruning() -> None:
     expected = prune(model, masks, inplace=False)(x)
     assert to_torch_prune(model, masks) is model
     assert torch_prune.is_pruned(model)
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
     found = from_torch_prune(model)
     assert found.keys() == masks.keys()
     assert all(torch.equal(found[name], mask) for name, mask in masks.items())
@@ -221,7 +222,7 @@ def test_a_round_trip_through_torchs_own_pruning() -> None:
         for key in ("weight", "bias"):
             torch_prune.remove(module, key)
     assert not torch_prune.is_pruned(model)
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
     assert from_torch_prune(model) == {}
 
 
@@ -238,7 +239,7 @@ def test_torchs_pruning_of_a_tied_parameter_is_on_both_its_modules() -> None:
     mask, x = torch.rand(4, 4) < 0.5, torch.randn(2, 4)
     expected = prune(model, {"first.weight": mask}, inplace=False)(x)
     to_torch_prune(model, {"first.weight": mask})
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
     assert model.first.weight_orig is model.second.weight_orig
     assert from_torch_prune(model).keys() == {"first.weight"}
 

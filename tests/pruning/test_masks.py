@@ -23,6 +23,7 @@ from bayesadam.pruning import (
     weight_scores,
 )
 from cases import mlp, trained
+from floats import assert_close
 from pruning.cases_pruning import posterior_of, removed, sorted_masks
 
 REFERENCES = {
@@ -58,7 +59,7 @@ def test_scores_are_the_formulas(ranking: str) -> None:
     assert list(scores) == list(posterior.mode)
     for name, score in scores.items():
         theta, v = posterior.mode[name].numpy(), posterior.structure.second_moment[name].numpy()
-        np.testing.assert_allclose(score.numpy(), REFERENCES[ranking](theta, v), rtol=1e-12)
+        assert_close(score.numpy(), REFERENCES[ranking](theta, v), rtol=1e-12)
 
 
 @pytest.mark.parametrize("form", ["map", "likelihood"])
@@ -67,7 +68,7 @@ def test_the_posteriors_snr_is_its_own(form: str, power: float, batch_size: int 
     posterior = posterior_of(net(), delta=3.0, form=form, power=power, batch_size=batch_size, scale=2.0)
     scores = weight_scores(posterior, "snr-posterior")
     for name, expected in posterior.snr().items():
-        torch.testing.assert_close(scores[name], expected)
+        assert_close(scores[name], expected)
 
 
 def test_without_a_prior_both_signals_to_noise_agree() -> None:
@@ -77,7 +78,7 @@ def test_without_a_prior_both_signals_to_noise_agree() -> None:
     mean = {name: p.detach() for name, p in model.named_parameters()}
     scores = weight_scores(Posterior.from_moments(model, mean, variance, n_data=50))
     for name, score in scores.items():
-        torch.testing.assert_close(score, mean[name].abs() / variance[name].sqrt())
+        assert_close(score, mean[name].abs() / variance[name].sqrt())
 
 
 @pytest.mark.parametrize(("q", "name"), [(0.0, "magnitude"), (0.5, "snr"), (1.0, "saliency")])

@@ -10,6 +10,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.pruning import weight_scores
+from floats import assert_close
 
 
 def posterior_over(model: nn.Module, x: torch.Tensor) -> ba.Posterior:
@@ -25,7 +26,7 @@ def posterior_over(model: nn.Module, x: torch.Tensor) -> ba.Posterior:
 def proportional(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for one factor, which the layers' means of one leave open."""
     ratio = found.double().flatten() / expected.double().flatten()
-    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-5, atol=0)
+    assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-5)
 
 
 def test_a_score_squared_is_the_sum_over_all_paths_through_the_weight():
@@ -54,7 +55,7 @@ def test_a_score_squared_is_the_sum_over_all_paths_through_the_weight():
     proportional(found["2.weight"].square(), expected["2.weight"])
     proportional(found["0.bias"].square(), expected["0.bias"])
     proportional(found["4.weight"], s["4.weight"] * mean_one["2"])
-    torch.testing.assert_close(found["4.bias"], s["4.bias"].float())
+    assert_close(found["4.bias"], s["4.bias"].float())
 
 
 def test_convolutions_are_followed_through_pooling_and_flattening():
@@ -101,7 +102,7 @@ def test_what_is_not_understood_keeps_its_own_scores():
     posterior = posterior_over(Residual(), torch.randn(5, 3))
     found = ba.path_scores(posterior, example_input=torch.zeros(1, 3))
     for name, score in weight_scores(posterior).items():
-        torch.testing.assert_close(found[name], score)
+        assert_close(found[name], score)
 
 
 def test_the_masks_have_the_asked_for_count_and_the_model_its_mode():

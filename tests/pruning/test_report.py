@@ -11,6 +11,7 @@ from torch import nn
 from bayesadam.errors import MatchError
 from bayesadam.pruning import prune, pruning_masks, pruning_report
 from cases import mlp
+from floats import approx
 from pruning.cases_pruning import posterior_of
 
 
@@ -27,7 +28,7 @@ def test_rows_count_weights_and_bytes() -> None:
     # Without a mask nothing is removed, and a bitmask would only add to it.
     assert (report.rows[2].kept, report.rows[2].bytes_dense, report.rows[2].bytes_sparse) == (16, 32, 32)
     assert (report.weights, report.kept) == (80 + 8 + 16 + 2, 36)
-    assert report.sparsity == pytest.approx(70 / 106)
+    assert report.sparsity == approx(70 / 106)
     assert (report.bytes_dense, report.bytes_sparse) == (320 + 32 + 32 + 4, 50 + 32 + 32 + 4)
     assert report.expected_loss_change is None
 
@@ -48,7 +49,7 @@ def test_the_expected_loss_is_the_quadratic_of_what_is_removed(power: float, bat
             expected += 0.0 if kept else 0.5 * t * t * 3.0 * (v**0.5 if power == 0.5 else 16 * v)
     report = pruning_report(posterior, masks)
     assert expected > 0
-    assert report.expected_loss_change == pytest.approx(expected, rel=1e-5)
+    assert report.expected_loss_change == approx(expected, rel=1e-5)
     prune(posterior.model, masks)
     assert pruning_report(posterior, masks) == report
 
@@ -60,7 +61,7 @@ def test_the_expected_loss_is_exact_for_a_quadratic_loss() -> None:
         model.weight.copy_(torch.tensor([[3.0, 4.0]]))
     posterior = posterior_of(model, {"weight": torch.full((1, 2), 0.5)}, power=1.0, batch_size=1)
     report = pruning_report(posterior, {"weight": torch.tensor([[False, True]])})
-    assert report.expected_loss_change == pytest.approx(0.5 * 9 * 0.5)
+    assert report.expected_loss_change == approx(0.5 * 9 * 0.5)
 
 
 def test_weights_outside_the_posterior_have_no_expected_cost() -> None:

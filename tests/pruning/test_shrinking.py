@@ -17,6 +17,7 @@ from bayesadam.errors import MatchError, SettingError
 from bayesadam.pruning import neuron_masks, prune, pruning_masks, rank_neurons, shrink, weight_scores
 from bayesadam.pruning import shrink as shrink_function
 from cases import mlp
+from floats import approx, assert_close
 from pruning.cases_pruning import posterior_of, removed
 
 
@@ -65,7 +66,7 @@ def assert_same_function(small: nn.Module, model: nn.Module, x: Tensor) -> None:
     for factor in (1.0, -3.0, 10.0):
         other = x + factor * torch.randn(x.shape, generator=generator, dtype=x.dtype)
         expected, got = model(other), small(other)
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9 * float(expected.detach().abs().max()))
+        assert_close(got, expected, rtol=1e-9, atol=1e-9 * float(expected.detach().abs().max()))
 
 
 # --- a table of networks ----------------------------------------------------------------------------------------------
@@ -544,7 +545,7 @@ def test_a_units_score_is_the_sum_of_all_that_goes_with_it(ranking: Any) -> None
     expected = unit_sums(posterior, ranking)
     assert found.keys() == expected.keys()
     for name, totals in expected.items():
-        assert found[name].tolist() == pytest.approx(totals, rel=1e-5)
+        assert found[name].tolist() == approx(totals, rel=1e-5)
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 import bayesadam as ba  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
+from floats import assert_close  # noqa: E402
 
 N = 40
 
@@ -72,5 +73,5 @@ def test_an_anchor_holds_and_survives_a_checkpoint(tmp_path):
     model.load_state_dict(start)
     run(tmp_path / "held", model, 1, 14, str(tmp_path / "held" / "checkpoint-6"), anchor=before, anchor_strength=1e-3)
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, ends["held"][key], rtol=1e-5, atol=1e-6)
+        assert_close(value, ends["held"][key], rtol=1e-5, atol=1e-6)
     assert ba.Posterior.from_checkpoint(tmp_path / "held" / "checkpoint-6", model, N).n_data == N

@@ -17,6 +17,7 @@ from bayesadam.anchoring import anchor  # noqa: E402
 from bayesadam.errors import MatchError  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
+from floats import assert_close  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers", "ignore:The number of training batches"
@@ -74,7 +75,7 @@ def test_the_callback_anchors_as_a_loop_by_hand_does(tmp_path):
                 twin.training_step(batch, 0).backward()
                 optimizer.step()
     for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-6, atol=1e-7)
+        assert_close(value, twin.state_dict()[name], rtol=1e-6, atol=1e-7)
     # What was read is of the new data alone.
     assert callback.posterior.n_data == N
     assert (before + callback.posterior).n_data == 2 * N
@@ -95,7 +96,7 @@ def test_a_resumed_run_goes_on_with_the_anchor_of_its_checkpoint(tmp_path):
             checkpoint = str(folder / "last.ckpt")
         results.append({name: value.clone() for name, value in module.state_dict().items()})
     for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-7)
+        assert_close(value, results[1][name], rtol=1e-6, atol=1e-7)
     # The weights and the moments in it are found in spite of the posterior beside them.
     assert ba.Posterior.from_checkpoint(checkpoint, module).n_data == N
 

@@ -16,6 +16,7 @@ from bayesadam import scores
 from bayesadam.errors import SettingError
 from bayesadam.trainers.keeper import PosteriorKeeper
 from cases import mlp
+from floats import approx
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::bayesadam.errors.UnusedPosteriorWarning", "ignore:The '.*_dataloader' does not have many workers"
@@ -140,10 +141,10 @@ def test_the_same_call_serves_both_trainers(name, held_out, tmp_path):
     assert posterior.calibration.n_fitted == 30
     held_x, held_y = (torch.cat(part) for part in zip(*loader(30, 1, pairs=True), strict=True))
     found = posterior.predict(held_x, likelihood="classification")
-    assert logged["posterior/nll"] == pytest.approx(scores.nll(found, held_y), rel=1e-4)
+    assert logged["posterior/nll"] == approx(scores.nll(found, held_y), rel=1e-4)
     with torch.no_grad():
         own = float(nn.functional.cross_entropy(model(held_x), held_y))
-    assert logged["posterior/network_nll"] == pytest.approx(own, rel=1e-4)
+    assert logged["posterior/network_nll"] == approx(own, rel=1e-4)
     assert torch.equal(
         ba.Posterior.load(path, posterior.model).predict(held_x, likelihood="classification").mean, found.mean
     )

@@ -19,6 +19,7 @@ from bayesadam import scores  # noqa: E402
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError  # noqa: E402
 from bayesadam.trainers.huggingface import PosteriorCallback  # noqa: E402
 from bayesadam.trainers.keeper import fixed_batch_size  # noqa: E402
+from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
 # Which probabilities so short a run prefers is not asked here.
@@ -113,9 +114,9 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
         "snr_below_1": (every < 1).double().mean(),
         "snr_median/classifier.weight": snr["classifier.weight"].median(),
     }.items():
-        assert shown[f"train/posterior/{tag}"] == [(10, pytest.approx(float(value), rel=1e-5))]
+        assert shown[f"train/posterior/{tag}"] == [(10, approx(float(value), rel=1e-5))]
     (logged,) = [line for line in run.state.log_history if "posterior/snr_median" in line]
-    assert logged["posterior/snr_median"] == pytest.approx(float(every.median()))
+    assert logged["posterior/snr_median"] == approx(float(every.median()))
 
 
 def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path):
@@ -131,9 +132,9 @@ def test_calibration_is_on_the_evaluation_data_and_shows_in_the_logger(tmp_path)
     batch = {key: torch.stack([example[key] for example in run.eval_dataset]) for key in run.eval_dataset[0]}
     y = batch.pop("labels")
     predicted = callback.posterior.predict(batch, likelihood="classification")
-    assert logged["posterior/nll"] == pytest.approx(scores.nll(predicted, y), rel=1e-4)
-    assert logged["posterior/ece"] == pytest.approx(scores.ece(predicted.probs, y), rel=1e-4)
-    assert logged["posterior/network_nll"] == pytest.approx(run.evaluate()["eval_loss"], rel=1e-4)
+    assert logged["posterior/nll"] == approx(scores.nll(predicted, y), rel=1e-4)
+    assert logged["posterior/ece"] == approx(scores.ece(predicted.probs, y), rel=1e-4)
+    assert logged["posterior/network_nll"] == approx(run.evaluate()["eval_loss"], rel=1e-4)
     assert logged["posterior/nll"] <= logged["posterior/network_nll"] + 1e-6
     assert logged["posterior/calibrate_seconds"] > 0
 
@@ -265,7 +266,7 @@ def test_a_language_model_is_scored_as_its_own_loss_scores_it(tmp_path, moved):
     logged = {key: value for entry in run.state.log_history for key, value in entry.items()}
     with torch.no_grad():
         own = float(model.eval()(**run.data_collator(rows[:30])).loss)
-    assert logged["posterior/network_nll"] == pytest.approx(own, rel=1e-4)
+    assert logged["posterior/network_nll"] == approx(own, rel=1e-4)
     assert logged["posterior/nll"] <= own + 1e-3
     assert callback.posterior.n_data == 100
 

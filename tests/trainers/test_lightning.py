@@ -16,11 +16,12 @@ pl = pytest.importorskip("lightning.pytorch")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
-from bayesadam.checkpoint import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
 from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, SettingError, StateError  # noqa: E402
+from bayesadam.readers.formats import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
 from bayesadam.trainers.keeper import count_examples, fixed_batch_size  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
+from floats import approx  # noqa: E402
 from processes import run_python  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -143,7 +144,7 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
         "snr_median/net.0.weight": snr["net.0.weight"].median(),
         "snr_below_1/net.2.bias": (snr["net.2.bias"] < 1).double().mean(),
     }.items():
-        assert shown[f"posterior/{tag}"] == [(last, pytest.approx(float(value), rel=1e-5))]
+        assert shown[f"posterior/{tag}"] == [(last, approx(float(value), rel=1e-5))]
 
 
 def test_calibration_is_on_the_validation_data_and_shows_in_the_logger(tmp_path):
@@ -168,7 +169,7 @@ def test_calibration_is_on_the_validation_data_and_shows_in_the_logger(tmp_path)
         "network_ece": scores.ece(logits.softmax(-1), y),
         "scale": expected.settings.scale,
     }.items():
-        assert shown[f"posterior/{tag}"] == pytest.approx(value, rel=1e-4), tag
+        assert shown[f"posterior/{tag}"] == approx(value, rel=1e-4), tag
     assert shown["posterior/nll"] <= shown["posterior/network_nll"] + 1e-6
 
 
@@ -434,7 +435,7 @@ def test_a_checkpoint_is_read_with_its_record(run):
     assert found.recorded.n_data == N
     assert set(found.weights) == set(module.state_dict())
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in module.state_dict().items())
-    assert ba.checkpoint.identify_reader(found.optimizer, found.recorded.optimizer)
+    assert ba.readers.formats.identify_reader(found.optimizer, found.recorded.optimizer)
 
 
 def test_the_posterior_of_a_checkpoint_is_that_of_the_live_optimiser(run):
@@ -503,9 +504,9 @@ def test_hyperparameters_that_would_run_code_do_not_run(tmp_path):
     run, module = fitted(tmp_path, module=Configured(Recipe()), max_epochs=1, logger=False)
     path, model, made = run.checkpoint_callback.best_model_path, Classifier(), Recipe.made
     ba.Posterior.from_checkpoint(path, model, N)
-    found = ba.checkpoint.read_curvature(read_checkpoint(path)).second_moment
+    found = ba.readers.formats.read_curvature(read_checkpoint(path)).second_moment
     assert Recipe.made == made
-    live = ba.curvature.read_optimizer(module, run.optimizers[0]).second_moment
+    live = ba.readers.read_optimizer(module, run.optimizers[0]).second_moment
     assert found.keys() == live.keys()
     assert all(torch.equal(found[name], v) for name, v in live.items())
     torch.load(path, weights_only=False)

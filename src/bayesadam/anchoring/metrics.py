@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bayesadam.curvature.match import Entry
-from bayesadam.curvature.read import working_dtype
-from bayesadam.curvature.reader import Group, StateReader, as_number, second_moment, stored_statistic
-from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import StateError
+from bayesadam.readers.match import Entry
+from bayesadam.readers.read import working_dtype
+from bayesadam.readers.reader import Group, StateReader, as_number, second_moment, stored_statistic
+from bayesadam.readers.registry import reader_of
 
 Metric = Tensor | float
 
@@ -23,7 +23,7 @@ def reader_for(optimizer: Optimizer) -> StateReader:
     if reader is None:
         raise StateError(
             f"no reader is registered for {kind}, so nobody knows how far it goes for a gradient: describe it with "
-            "bayesadam.curvature.register(StateReader(...)), or train with Adam or SGD"
+            "bayesadam.readers.register(StateReader(...)), or train with Adam or SGD"
         )
     if reader.statistic == "none" and reader.name not in _RULES:
         raise StateError(

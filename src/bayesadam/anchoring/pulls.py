@@ -20,11 +20,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.rotated import Rotation
-from bayesadam.structures.diagonal import Diagonal
-from bayesadam.structures.low_rank import LowRank
-from bayesadam.structures.settings import Settings
-from bayesadam.structures.structure import Named, Structure
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.low_rank import LowRank
+from bayesadam.gaussian.settings import Settings
+from bayesadam.gaussian.structure import Named, Structure
+from bayesadam.readers.rotated import Rotation
 
 # Of the mean resistance: weights that the new data do not move have next to none.
 _LEAST = 1e-3

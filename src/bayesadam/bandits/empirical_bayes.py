@@ -22,7 +22,7 @@ from bayesadam.bandits.problems import BanditProblem
 from bayesadam.bandits.problems import problem as named_problem
 from bayesadam.engine.network import ACTIVATIONS, Network, initial
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 Source = BanditProblem | Log | str | os.PathLike[str]
 Arms = Literal["same", "exchangeable"]

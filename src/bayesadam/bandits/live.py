@@ -35,7 +35,7 @@ from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.engine.network import unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 # Draws from the posterior that a probability is counted over, where it has no closed form.
 DRAWS = 200

@@ -22,7 +22,7 @@ from bayesadam._extras import require
 from bayesadam.bandits.settings import is_count
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 Numbers = npt.NDArray[Any]
 

@@ -27,7 +27,7 @@ from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
 from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 _CURVE_POINTS = 500
 

@@ -18,6 +18,7 @@ from bayesadam.calibration.evidence import by_evidence
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
 from bayesadam.calibration.validation import Tables, by_validation, tables_of
 from bayesadam.errors import HeldOutWarning, SettingError, UnusedPosteriorWarning
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods.conformal import Guarantee
@@ -29,7 +30,6 @@ from bayesadam.predict.call import Forward
 from bayesadam.predict.linearised import DEFAULT_BUDGET
 from bayesadam.predict.options import Options, PredictiveKind
 from bayesadam.predict.prediction import predictive_of
-from bayesadam.structures.noise import fresh_seed
 
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # What is compared, and how many parameters each fits.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import BayesAdamWarning
+from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Likelihood, Predictive
 from bayesadam.likelihoods.predictive import place_blocks
 from bayesadam.posterior import Posterior
@@ -24,7 +25,6 @@ from bayesadam.predict.options import Options
 from bayesadam.predict.places import placed
 from bayesadam.predict.plan import plan_for
 from bayesadam.predict.prediction import has_many, predictive_of
-from bayesadam.structures.structure import Directions
 
 Batches = Sequence[tuple[Any, Tensor]]
 # Temperatures from the coldest to the hottest there may be.

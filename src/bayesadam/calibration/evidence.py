@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesadam._progress import progress
 from bayesadam.calibration.data import HeldOut
 from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.gaussian.structure import Directions
 from bayesadam.held_out import aligned
 from bayesadam.likelihoods import Likelihood, LikelihoodName
 from bayesadam.posterior import Posterior
@@ -18,7 +19,6 @@ from bayesadam.predict.call import Call, Forward, evaluating, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.options import Options
-from bayesadam.structures.structure import Directions
 
 _NOISE_ROUNDS = 8
 

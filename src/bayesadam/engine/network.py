@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam.errors import SettingError
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

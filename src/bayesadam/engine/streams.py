@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.structures.noise import stream_seed
+from bayesadam.gaussian.noise import stream_seed
 
 _RESOLUTION = 1 << 16
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.

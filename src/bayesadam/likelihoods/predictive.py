@@ -14,6 +14,8 @@ from torch import Tensor
 from bayesadam._extras import require
 from bayesadam._warnings import warn
 from bayesadam.errors import CalibrationError, MatchError, SettingError
+from bayesadam.likelihoods.component import Novel as Novel
+from bayesadam.likelihoods.component import Score as Score
 from bayesadam.likelihoods.conformal import (
     Guarantee,
     SetMethod,
@@ -33,38 +35,6 @@ FEWEST_SCORED = 20
 # Novelty costs a covariance of all outputs with each other; up to here that is a small part of a prediction.
 FEW_OUTPUTS = 20
 _COMMON = ("mean", "variance", "covariance", "draws", "novel", "guarantee", "score", "plan")
-
-
-@dataclass(frozen=True, eq=False)
-class Novel:
-    """Moments of f under the settings of novelty, which calibration does not touch.
-
-    Attributes:
-        mean: E[f], (batch, ...).
-        variance: Var[f], of the same shape.
-        covariance: (batch, outputs, outputs), where the likelihood couples outputs.
-        precision: the diagonal of the Hessian of −log p(y | f) in f, of the mean's shape: 1/σ² of a regression.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    covariance: Tensor | None
-    precision: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """An unbiased estimate and its standard error, (batch, ...); the error is NaN where one probe made it."""
-
-    value: Tensor
-    error: Tensor
-
-    @classmethod
-    def of(cls, estimates: Tensor) -> Score:
-        """Of independent estimates, (n, batch, ...)."""
-        if len(estimates) == 1:
-            return cls(estimates[0], torch.full_like(estimates[0], math.nan))
-        return cls(estimates.mean(dim=0), estimates.std(dim=0) / math.sqrt(len(estimates)))
 
 
 @dataclass(frozen=True, eq=False)

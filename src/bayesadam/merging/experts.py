@@ -12,21 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, format_of, match_checkpoint, read_checkpoint
-from bayesadam.checkpoint.checkpoint import DEFAULTS, clean_names
-from bayesadam.checkpoint.lazy import renamed
-from bayesadam.checkpoint.names import identities
-from bayesadam.checkpoint.pairs import state_beside
-from bayesadam.curvature.match import Entry, own_parameters
-from bayesadam.curvature.origin import UNKNOWN, Origin, origin_of
-from bayesadam.curvature.read import PIECE, pieces, read_entry, working_dtype
-from bayesadam.curvature.rotated import Rotated, RotatedReader, Rotation
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
+from bayesadam.gaussian.structure import Structure
 from bayesadam.lora import Scaling, scaling_of_model
 from bayesadam.merging.lora import scaling_of_folder
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.structures.structure import Structure
+from bayesadam.readers.formats import (
+    CheckpointKeywords,
+    CheckpointOptions,
+    format_of,
+    match_checkpoint,
+    read_checkpoint,
+)
+from bayesadam.readers.formats.checkpoint import DEFAULTS, clean_names
+from bayesadam.readers.formats.lazy import renamed
+from bayesadam.readers.formats.names import identities
+from bayesadam.readers.formats.pairs import state_beside
+from bayesadam.readers.match import Entry, own_parameters
+from bayesadam.readers.origin import UNKNOWN, Origin, origin_of
+from bayesadam.readers.read import PIECE, pieces, read_entry, working_dtype
+from bayesadam.readers.rotated import Rotated, RotatedReader, Rotation
 
 AnyPath = str | os.PathLike[str]
 Source = Posterior | AnyPath | tuple[AnyPath, AnyPath]

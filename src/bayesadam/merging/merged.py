@@ -13,11 +13,11 @@ from torch import Tensor
 from bayesadam._files import keep_apart, replacing
 from bayesadam._kinds import require_kind
 from bayesadam._storage import write_tensors
-from bayesadam.checkpoint import CheckpointKeywords
 from bayesadam.errors import FileError
 from bayesadam.merging.experts import AnyPath, BaseSource, Source, reading_of
 from bayesadam.merging.plan import Method, plan_of
 from bayesadam.merging.report import MergeReport
+from bayesadam.readers.formats import CheckpointKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bayesadam.checkpoint import CheckpointKeywords
 from bayesadam.errors import MatchError
 from bayesadam.merging.checks import check_alike
 from bayesadam.merging.experts import Source, expert_of, reading_of
 from bayesadam.merging.report import Sums
 from bayesadam.merging.stacks import stacked, tied_names
+from bayesadam.readers.formats import CheckpointKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

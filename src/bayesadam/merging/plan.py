@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from bayesadam._warnings import warn
-from bayesadam.checkpoint import CheckpointOptions
-from bayesadam.checkpoint.lazy import meta
-from bayesadam.curvature.origin import warn_of_memory
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.gaussian.settings import positive
 from bayesadam.lora import Pair, pairs_in
 from bayesadam.merging import methods
 from bayesadam.merging.checks import (
@@ -31,7 +29,9 @@ from bayesadam.merging.experts import BaseSource, Expert, Source, as_operator, e
 from bayesadam.merging.lora import change_of, curvature_of, factors_of
 from bayesadam.merging.report import MergeReport, Sums, report_of
 from bayesadam.merging.stacks import adapters_of, averaged, stacked, tied_names
-from bayesadam.structures.settings import positive
+from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.readers.formats.lazy import meta
+from bayesadam.readers.origin import warn_of_memory
 
 Method = Literal["fisher", "gradient-matching", "kronecker"]
 # δ as a share of the mean of Fᵢ over all weights and models, and of the mean of a parameter's Σ Kᵢ over its weights.

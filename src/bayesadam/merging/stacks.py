@@ -8,11 +8,11 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.read import PIECE, working_dtype
 from bayesadam.errors import MatchError, StateError
 from bayesadam.lora import Pair
 from bayesadam.merging.experts import Expert
 from bayesadam.merging.lora import Adapter
+from bayesadam.readers.read import PIECE, working_dtype
 
 
 def tied_names(experts: Sequence[Expert]) -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.readers.read import working_dtype
 
 Group = Mapping[str, Any]
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.curvature import StateReader
-from bayesadam.curvature.reader import State
 from bayesadam.engine.rules.ivon import ivon_update
+from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import Group, not_negative
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision, positive
+from bayesadam.readers import StateReader
+from bayesadam.readers.reader import State
 
 
 def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:

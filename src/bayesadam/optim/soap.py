@@ -10,17 +10,6 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import is_sharded
-from bayesadam.curvature.read import working_dtype
-from bayesadam.curvature.rotated import (
-    LEFT_KEY,
-    PLAIN_KEY,
-    RIGHT_KEY,
-    ROTATED_KEY,
-    SOAP_READER,
-    eigenbasis,
-    into_basis,
-    out_of_basis,
-)
 from bayesadam.errors import SettingError, StateError
 from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, two_betas
 from bayesadam.optim._orthonormal import (
@@ -32,6 +21,17 @@ from bayesadam.optim._orthonormal import (
     halved,
     orthonormal_columns,
     split_product,
+)
+from bayesadam.readers.read import working_dtype
+from bayesadam.readers.rotated import (
+    LEFT_KEY,
+    PLAIN_KEY,
+    RIGHT_KEY,
+    ROTATED_KEY,
+    SOAP_READER,
+    eigenbasis,
+    into_basis,
+    out_of_basis,
 )
 
 _PLAIN_MOMENTUM = "exp_avg"

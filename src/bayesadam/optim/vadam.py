@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.curvature import StateReader
 from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
+from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import Group
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.structures.settings import Precision, positive
+from bayesadam.readers import StateReader
 
 
 class Vadam(PerturbedOptimizer):

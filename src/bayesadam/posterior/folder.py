@@ -18,8 +18,8 @@ from torch import Tensor
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, on_first_rank, wrapped
 from bayesadam._storage import FORMAT_VERSION, POSTERIOR, check_owner, check_version
-from bayesadam.checkpoint.distributed import stored_entries
 from bayesadam.errors import FileError, MissingFileError
+from bayesadam.readers.formats.distributed import stored_entries
 
 _HEADER_FILE = f"{POSTERIOR.header}.json"
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from bayesadam._shards import whole
 from bayesadam._storage import COMPACT_VERSION, FORMAT_VERSION
 from bayesadam._version import __version__
-from bayesadam.curvature.origin import Origin
-from bayesadam.curvature.probes import probe, same_weights
-from bayesadam.curvature.read import working_dtype
 from bayesadam.errors import MatchError
-from bayesadam.structures.settings import Settings
-from bayesadam.structures.structure import Named, Stored
+from bayesadam.gaussian.settings import Settings
+from bayesadam.gaussian.structure import Named, Stored
+from bayesadam.readers.origin import Origin
+from bayesadam.readers.probes import probe, same_weights
+from bayesadam.readers.read import working_dtype
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 

@@ -22,6 +22,7 @@ from bayesadam._kinds import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import LogitMixture, Score, average
 from bayesadam.posterior.distribution import Distribution, check_draws
@@ -30,7 +31,6 @@ from bayesadam.posterior.report import CalibrationReport, described, settings_of
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import chosen_places
 from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
-from bayesadam.structures.noise import fresh_seed, stream_seed
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.

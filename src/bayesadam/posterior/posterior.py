@@ -20,15 +20,23 @@ from bayesadam._alone import alone_with, unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._shards import is_sharded, own_part, whole
 from bayesadam._warnings import warn
-from bayesadam.checkpoint import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
-from bayesadam.curvature import StateReader
-from bayesadam.curvature import match as matching
-from bayesadam.curvature.compression import compressed, expanded
-from bayesadam.curvature.match import check_parameter, match_optimizers, own_parameters
-from bayesadam.curvature.origin import UNKNOWN, Origin, origin_of, warn_of_few
-from bayesadam.curvature.read import read_match, working_dtype
-from bayesadam.curvature.recorder import Recorder, read_recorder
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
+from bayesadam.gaussian import sharded
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.novelty import novelty_settings
+from bayesadam.gaussian.padding import keep_row, padding_rows
+from bayesadam.gaussian.registry import load_structure, structure_named
+from bayesadam.gaussian.settings import (
+    CovariantPrior,
+    Form,
+    Precision,
+    Prior,
+    Settings,
+    positive,
+    prior_by_name,
+    prior_or_decay,
+)
+from bayesadam.gaussian.structure import Directions, Reading, Stored, Structure, StructureSpec
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior import folder
@@ -39,22 +47,14 @@ from bayesadam.posterior.running import running_statistics, warn_of_other_statis
 from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of, score_of
-from bayesadam.structures import sharded
-from bayesadam.structures.diagonal import Diagonal
-from bayesadam.structures.novelty import novelty_settings
-from bayesadam.structures.padding import keep_row, padding_rows
-from bayesadam.structures.registry import load_structure, structure_named
-from bayesadam.structures.settings import (
-    CovariantPrior,
-    Form,
-    Precision,
-    Prior,
-    Settings,
-    positive,
-    prior_by_name,
-    prior_or_decay,
-)
-from bayesadam.structures.structure import Directions, Reading, Stored, Structure, StructureSpec
+from bayesadam.readers import StateReader
+from bayesadam.readers import match as matching
+from bayesadam.readers.compression import compressed, expanded
+from bayesadam.readers.formats import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
+from bayesadam.readers.match import check_parameter, match_optimizers, own_parameters
+from bayesadam.readers.origin import UNKNOWN, Origin, origin_of, warn_of_few
+from bayesadam.readers.read import read_match, working_dtype
+from bayesadam.readers.recorder import Recorder, read_recorder
 
 _OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
 _GUARANTEE = "guarantee."
@@ -550,7 +550,7 @@ class Posterior(
         Args:
             weights: False leaves out θ_t, for a file to lie beside the weights: `load` then takes the model's own.
             compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
-                `bayesadam.curvature.compression.encode`.
+                `bayesadam.readers.compression.encode`.
         """
         if not self.is_sharded:
             storage.write(path, *self.packed(weights=weights, compress=compress))

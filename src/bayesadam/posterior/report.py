@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.likelihoods.conformal import Guarantee
-from bayesadam.structures.settings import Precision, Settings
 
 # Least and greatest of a setting, over parameters, outputs and the members of a mixture.
 Range = tuple[float, float]

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bayesadam.curvature.match import own_parameters
-from bayesadam.curvature.origin import UNKNOWN
-from bayesadam.curvature.rotated import Rotation, eigenbasis
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.structures.diagonal import Diagonal
-from bayesadam.structures.formulas import curvature
-from bayesadam.structures.kronecker import Kronecker
-from bayesadam.structures.low_rank import LowRank, low_rank_of, no_rest
-from bayesadam.structures.settings import Precision, Settings
-from bayesadam.structures.structure import Named, Structure
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.formulas import curvature
+from bayesadam.gaussian.kronecker import Kronecker
+from bayesadam.gaussian.low_rank import LowRank, low_rank_of, no_rest
+from bayesadam.gaussian.settings import Precision, Settings
+from bayesadam.gaussian.structure import Named, Structure
+from bayesadam.readers.match import own_parameters
+from bayesadam.readers.origin import UNKNOWN
+from bayesadam.readers.rotated import Rotation, eigenbasis
 
 if TYPE_CHECKING:
     from bayesadam.posterior.posterior import Posterior

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import alone_with
+from bayesadam.gaussian.structure import Directions, Structure
 from bayesadam.predict.call import Call
 from bayesadam.predict.linearised import Along, Moments, moments
 from bayesadam.predict.plan import Plan
-from bayesadam.structures.structure import Directions, Structure
 
 
 class Gaussian(Protocol):

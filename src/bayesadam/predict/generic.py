@@ -13,12 +13,12 @@ from torch.autograd.graph import GradientEdge
 from torch.func import jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
-from bayesadam.structures.structure import Directions, Named
+from bayesadam.readers.rotated import Rotation
 
 VarianceOf = Callable[[str], Tensor]
 

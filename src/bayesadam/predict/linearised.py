@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bayesadam.curvature.rotated import Rotation
 from bayesadam.errors import MemoryBudgetError
+from bayesadam.gaussian.structure import Directions
 from bayesadam.predict import contract
 from bayesadam.predict.arriving import Arriving, Share
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, output_tensor
@@ -21,7 +21,7 @@ from bayesadam.predict.captured import replayed
 from bayesadam.predict.generic import Task, VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, agree, edges_of, fitted, kind_of, plan_for, recorded
-from bayesadam.structures.structure import Directions
+from bayesadam.readers.rotated import Rotation
 
 # A GPU has the memory, and small pieces of work would not fill it.
 DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30

@@ -12,6 +12,8 @@ from torch import Tensor
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.errors import SettingError
+from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.gaussian.sharded import common_seed
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods.predictive import FEW_OUTPUTS, Novel, Score, average, rows
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
@@ -33,8 +35,6 @@ from bayesadam.predict.sampled import (
 from bayesadam.predict.selected import epistemic_score, selected_predictive
 from bayesadam.predict.sharded import draws_by_module, fits, gathered
 from bayesadam.predict.statistics import running_deviation
-from bayesadam.structures.noise import fresh_seed
-from bayesadam.structures.sharded import common_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,13 +13,13 @@ from torch.func import jvp, vmap
 
 from bayesadam._warnings import warn
 from bayesadam.errors import CollapsedPredictionWarning
+from bayesadam.gaussian.noise import stream_seed
+from bayesadam.gaussian.structure import Named
 from bayesadam.likelihoods import Likelihood
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, repeated
 from bayesadam.predict.generic import one_jacobian
 from bayesadam.predict.layers import MatrixUse, SumUse
 from bayesadam.predict.plan import Plan, dense, recorded
-from bayesadam.structures.noise import stream_seed
-from bayesadam.structures.structure import Named
 
 Draw = Callable[[], dict[str, Tensor]]
 Noise = Callable[[torch.Size], Tensor]

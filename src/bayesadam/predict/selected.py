@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam.errors import SettingError
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods import Likelihood, Predictive, RegressionPredictive, SelectedClasses
 from bayesadam.likelihoods.predictive import Novel, Score
 from bayesadam.predict.asked import Asked, Probes, Top, rest_weights
@@ -23,7 +24,6 @@ from bayesadam.predict.options import Options
 from bayesadam.predict.places import at_places, chosen_places, placed
 from bayesadam.predict.plan import Plan
 from bayesadam.predict.sampled import warn_of_collapse
-from bayesadam.structures.noise import fresh_seed
 
 _DEFAULT_PROBES = 2
 # What has a row for every place.

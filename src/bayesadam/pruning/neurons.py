@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._alone import in_eval_mode
+from bayesadam.gaussian.diagonal import wide
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.graph import Units, understand
@@ -14,7 +15,6 @@ from bayesadam.pruning.masks import Scope, checked_fraction, compete, nothing_re
 from bayesadam.pruning.names import matching
 from bayesadam.pruning.rankings import Ranking, weight_scores
 from bayesadam.pruning.select import lowest
-from bayesadam.structures.diagonal import wide
 
 
 def rank_neurons(

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.gaussian.formulas import precision, shrunk_mean
+from bayesadam.gaussian.settings import Precision
 from bayesadam.posterior import Posterior
 from bayesadam.pruning.names import near
-from bayesadam.structures.formulas import precision, shrunk_mean
-from bayesadam.structures.settings import Precision
 
 
 @dataclass(frozen=True, eq=False)

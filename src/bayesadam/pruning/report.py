@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
+from bayesadam.gaussian.diagonal import wide
+from bayesadam.gaussian.formulas import precision
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.names import checked_masks
-from bayesadam.structures.diagonal import wide
-from bayesadam.structures.formulas import precision
 
 
 @dataclass(frozen=True)

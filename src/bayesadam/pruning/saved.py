@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bayesadam.checkpoint import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint, write_pruned
-from bayesadam.checkpoint.lazy import Lazy, meta
-from bayesadam.curvature.match import Entry
-from bayesadam.curvature.read import check_entries, pieces, read_entry
 from bayesadam.errors import SettingError
 from bayesadam.posterior.running import norm_widths
 from bayesadam.pruning.masks import Scope, checked_fraction, compete
@@ -22,6 +18,16 @@ from bayesadam.pruning.names import held_by_statistics, matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
 from bayesadam.pruning.report import PrunedParameter, PruningReport
 from bayesadam.pruning.select import Cut, cut_after
+from bayesadam.readers.formats import (
+    CheckpointKeywords,
+    CheckpointOptions,
+    match_checkpoint,
+    read_checkpoint,
+    write_pruned,
+)
+from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.match import Entry
+from bayesadam.readers.read import check_entries, pieces, read_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,12 +20,12 @@ from torch import Tensor
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
-from bayesadam.curvature.recorder import Recorder
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules.adam import Adam
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
+from bayesadam.readers.recorder import Recorder
 from bayesadam.sklearn.training import Schedule, fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -15,10 +15,10 @@ from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import is_first_rank
 from bayesadam._warnings import warn
-from bayesadam.checkpoint.files import load_tree
-from bayesadam.curvature.registry import reader_of
 from bayesadam.errors import SettingError, StateError
 from bayesadam.posterior import Posterior
+from bayesadam.readers.formats.files import load_tree
+from bayesadam.readers.registry import reader_of
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
 
 if TYPE_CHECKING:

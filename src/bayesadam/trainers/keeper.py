@@ -17,6 +17,7 @@ from bayesadam._warnings import warn
 from bayesadam.anchoring import Anchor
 from bayesadam.calibration import calibrate as calibrate_on
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
+from bayesadam.gaussian.settings import Settings
 from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
@@ -24,7 +25,6 @@ from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.batches import Batch, batches_of
 from bayesadam.predict.call import Forward, to_device
 from bayesadam.scores import coverage, ece, nll, rmse
-from bayesadam.structures.settings import Settings
 
 FILE_NAME = "posterior.safetensors"
 Log = Callable[[dict[str, float]], None]

@@ -1,0 +1,74 @@
+"""What one network says about the outputs f of a batch, before a likelihood makes a distribution of targets of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Novel:
+    """Moments of f under the settings of novelty, which calibration does not touch.
+
+    Attributes:
+        mean: E[f], (batch, ...).
+        variance: Var[f], of the same shape.
+        covariance: (batch, outputs, outputs), where the likelihood couples outputs.
+        precision: the diagonal of the Hessian of −log p(y | f) in f, of the mean's shape: 1/σ² of a regression.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None
+    precision: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """An unbiased estimate and its standard error, (batch, ...); the error is NaN where one probe made it."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def of(cls, estimates: Tensor) -> Score:
+        """Of independent estimates, (n, batch, ...)."""
+        if len(estimates) == 1:
+            return cls(estimates[0], torch.full_like(estimates[0], math.nan))
+        return cls(estimates.mean(dim=0), estimates.std(dim=0) / math.sqrt(len(estimates)))
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """f of one network under its posterior: N(mean, covariance), or draws. A predictive is a weighted list of these.
+
+    Attributes:
+        mean: E[f], (batch, ...), of the outputs asked for.
+        variance: Var[f], without observation noise, of the same shape.
+        covariance: (batch, outputs, outputs), where it was asked for.
+        draws: (n, batch, ...), where the method sampled.
+        noise_variance: σ² of a likelihood that has one; None where it is not known.
+        temperature: T, by which logits are divided.
+        averaged: whether probabilities average over the posterior; else they are the mean network's.
+        novel: what `novelty` is computed from.
+        score: the estimate behind `epistemic`, where outputs are too many for an exact one.
+        outputs: indices of the outputs asked for, (batch, ..., k); None for all.
+        logits: E[f] of all classes, (batch, ..., classes), where some of them were asked for.
+        rest_variance: Var[log Σ_rest exp f] of the linearised network, (batch, ...), where some classes were asked for.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
+    draws: Tensor | None = None
+    noise_variance: Tensor | None = None
+    temperature: float = 1.0
+    averaged: bool = True
+    novel: Novel | None = None
+    score: Score | None = None
+    outputs: Tensor | None = None
+    logits: Tensor | None = None
+    rest_variance: Tensor | None = None

@@ -1,0 +1,277 @@
+"""Table 1: agents on the bandit problems, with the paper's numbers next to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from bayesadam._extras import require
+from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
+from bayesadam.bandits.simulation import Playing, Simulation, in_turn
+from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.paper import plots
+from bayesadam.paper.reporting.numbers import Sample, fixed, mean_error, percent
+from bayesadam.paper.run import Run, new_table, require_known, text
+from bayesadam.paper.work import resumed, run_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLES = {
+    **plots.METHOD_TITLES,
+    "badam-map": "Badam, map form",
+    "greedy": "Greedy",
+    "uniform": "Uniform",
+    "epsilon-greedy": "ε-greedy",
+    "neural-linear": "Neural-linear",
+    "linear": "Linear, full posterior",
+    "bootstrap": "Bootstrap ensemble",
+}
+# Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
+_COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
+PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    agent: dict(zip(_COLUMNS, zip(means, deviations, strict=True), strict=True))
+    for agent, means, deviations in (
+        ("badam", (0.74, 0.74, 0.48, 0.97, 0.13, 0.58, 0.36), (0.09, 0.03, 0.01, 0.02, 0.01, 0.01, 0.06)),
+        ("mc-dropout", (0.68, 0.68, 0.48, 0.96, 0.13, 0.57, 0.44), (0.11, 0.02, 0.01, 0.02, 0.01, 0.01, 0.03)),
+        ("bbb", (0.60, 0.21, 0.46, 0.71, 0.10, 0.39, 0.38), (0.15, 0.13, 0.02, 0.17, 0.04, 0.06, 0.02)),
+        ("vadam", (0.76, 0.81, 0.48, 0.99, 0.26, 0.74, 0.65), (0.03, 0.00, 0.01, 0.00, 0.02, 0.01, 0.00)),
+        ("greedy", (0.64, 0.86, 0.50, 0.97, 0.16, 0.62, 0.44), (0.18, 0.03, 0.01, 0.03, 0.01, 0.03, 0.02)),
+        ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
+    )
+}
+# What a lost run is, in a few words; see `Simulation`.
+LOST = "lost are runs that earned no more than the best single arm"
+ENGINES = ("local", "ray")
+# Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
+_AT_ONCE = {"cpu": 1, "cuda": 8}
+
+
+@dataclass(frozen=True)
+class BanditSettings:
+    """What the table depends on besides the seed: its columns, its rows, and the runs of each cell.
+
+    With `rounds=None` a run has as many as its problem says. The settings are `"tuned"` or `"paper"`, with changes to
+    single ones of them, by name, for every agent that has them.
+    """
+
+    problems: tuple[str, ...] = _COLUMNS[:6]
+    agents: tuple[str, ...] = PAPER_AGENTS
+    runs: int = 10
+    rounds: int | None = None
+    settings: str = "tuned"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
+        require_known("agents", self.agents, AGENTS)
+        known = {name for agent in self.agents for name in agent_settings(agent, self.settings).names()}
+        unknown = sorted(set(self.changes) - known)
+        if unknown:
+            choices = ", ".join(sorted(known))
+            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {choices}")
+        for agent in self.agents:
+            self.of(agent)
+
+    def of(self, agent: str) -> AgentSettings:
+        """The settings of an agent, with those changes that concern it."""
+        own = agent_settings(agent, self.settings)
+        return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
+
+    def cells(self) -> list[str]:
+        """`problem/agent`, column by column."""
+        return [f"{problem}/{agent}" for problem in self.problems for agent in self.agents]
+
+
+Cell = dict[str, Any]
+
+
+def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Playing:
+    """One cell under way; with a folder, its state goes there so that a killed one resumes."""
+    problem, _, agent = name.partition("/")
+    checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
+    asked: Any = {"runs": settings.runs, "rounds": settings.rounds, "settings": settings.of(agent)}
+    return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
+
+
+def plain(found: Simulation) -> Cell:
+    """A finished cell as plain data."""
+    runs = len(found.reward_ratio)
+    return {
+        "reward_ratio": found.reward_ratio.tolist(),
+        "regret_ratio": found.regret_ratio.tolist(),
+        "lost": found.lost.tolist(),
+        "rounds": found.rounds,
+        "seconds": round(found.seconds, 3),
+        "points": found.points.tolist(),
+        "regret_mean": [float(f"{value:.6g}") for value in found.regret.mean(axis=0)],
+        "regret_sd": [float(f"{value:.6g}") for value in found.regret.std(axis=0, ddof=min(1, runs - 1))],
+    }
+
+
+def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int) -> Iterator[tuple[str, Cell]]:
+    for number, found in in_turn([partial(begin, name) for name in names], at_once):
+        yield names[number], plain(found)
+
+
+def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
+    """One task per cell on the Ray cluster that this process belongs to, or on one of this machine."""
+    ray: Any = require("ray")
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False)
+    try:
+        share = 1 / _AT_ONCE[device] if device == "cuda" else 0
+        task = ray.remote(num_gpus=share)(lambda name: list(_locally([name], begin, 1)))
+        left = [task.remote(name) for name in names]
+        while left:
+            done, left = ray.wait(left)
+            try:
+                found = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                # Its message is the worker's whole traceback.
+                raise (error.cause if isinstance(error.cause, BayesAdamError) else error) from None
+            yield from found
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
+    """`problem/agent` as `results[problem][agent]`."""
+    found: dict[str, dict[str, Cell]] = {}
+    for name, cell in cells.items():
+        problem, _, agent = name.partition("/")
+        found.setdefault(problem, {})[agent] = cell
+    return found
+
+
+def worst(cell: Cell) -> str:
+    """The reward of a cell's worst run, and how many were lost where any was.
+
+    >>> worst({"reward_ratio": [0.9, -0.01], "lost": [False, True]})
+    '−.010, 1 lost'
+    """
+    lost = _lost(cell)
+    return fixed(min(cell["reward_ratio"])) + (f", {lost} lost" if lost else "")
+
+
+def _lost(cell: Cell) -> int:
+    return sum(cell.get("lost", ()))
+
+
+def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
+    """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
+    found = by_problem(cells)
+    head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
+    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
+    best = {p: max(sample.mean for sample in agents.values()) for p, agents in ours.items()}
+    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
+
+    def line(title: str, cells: Mapping[str, str]) -> str:
+        return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
+
+    def bold(shown: str, *, best: bool) -> str:
+        return f"**{shown}**" if best else shown
+
+    lines, regret = [], []
+    for agent in settings.agents:
+        title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
+        means = {p: bold(mean_error(ours[p][agent]), best=ours[p][agent].mean == best[p]) for p in own}
+        lines.append(line(title, {p: f"{means[p]} ({worst(cell)})" for p, cell in own.items()}))
+        if agent in PAPER:
+            papers = {p: (bold(fixed(m), best=m == published.get(p)), fixed(sd)) for p, (m, sd) in PAPER[agent].items()}
+            lines.append(line("*in the paper*", {p: " ± ".join(pair) for p, pair in papers.items()}))
+        shares = {p: Sample.of(cell["regret_ratio"]) for p, cell in own.items()}
+        regret.append(line(title, {p: _regret(sample) for p, sample in shares.items()}))
+    changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
+    played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
+    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})."
+    source = "The paper's are means ± standard deviations."
+    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)."
+    return "\n".join([first, source, "", *head, *lines, "", second, "", *head, *regret, ""])
+
+
+def _regret(sample: Sample) -> str:
+    error = f" ± {percent(sample.standard_error)}" if len(sample.values) > 1 else ""
+    return f"{percent(sample.mean)}{error} ({percent(max(sample.values))})"
+
+
+def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
+    """Problem by problem: mean reward over the optimum's, the worst run, how many were lost, and the paper's mean."""
+    title = "Total reward over the optimum's, mean ± standard error"
+    view = new_table(title, ("problem", "agent", "reward", "worst run", "lost", "the paper's"), n_left=2)
+    for problem, agents in by_problem(cells).items():
+        for number, agent in enumerate(settings.agents):
+            cell, paper = agents[agent], PAPER.get(agent, {}).get(problem)
+            reward = Sample.of(cell["reward_ratio"])
+            view.add_row(
+                "" if number else problem,
+                TITLES.get(agent, agent),
+                mean_error(reward),
+                fixed(min(reward.values)),
+                str(_lost(cell)),
+                "" if paper is None else fixed(paper[0], 2),
+                end_section=agent == settings.agents[-1],
+            )
+    return view
+
+
+def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
+    """Cumulative regret, mean and one standard deviation over the runs, one panel per problem."""
+    found = by_problem(cells)
+    columns = min(3, len(settings.problems))
+    rows = -(-len(settings.problems) // columns)
+    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
+    with plots.house_style():
+        figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4, title)
+        panels = figure.subplots(rows, columns, squeeze=False)
+        for axes, problem in zip(panels.flat, settings.problems, strict=False):
+            for agent in settings.agents:
+                cell, shade, label = found[problem][agent], plots.colour(agent), TITLES.get(agent, agent)
+                mean, sd = np.array(cell["regret_mean"]), np.array(cell["regret_sd"])
+                axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=label)
+                axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
+            axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+            axes.locator_params(axis="x", nbins=5)
+        for axes in panels.flat[len(settings.problems) :]:
+            axes.set_axis_off()
+        panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def run_bandits(
+    *, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str, engine: str = "local"
+) -> tuple[Path, ...]:
+    """The `bandits` command: results go to `metrics.json` as they arrive."""
+    if engine not in ENGINES:
+        raise SettingError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
+    with run.prepared():
+        run, ledger = resumed(run, "problems", "agents")
+        names = settings.cells()
+        unfinished = out / "unfinished"
+        begin = partial(start, seed=seed, settings=settings, device=device)
+        if engine == "local":
+            unfinished.mkdir(exist_ok=True)
+            work = partial(_locally, begin=partial(begin, folder=unfinished.resolve()), at_once=_AT_ONCE[device])
+        else:
+            work = partial(_on_ray, begin=partial(begin, folder=None), device=device)
+        together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
+        done = run_parts(run, ledger, names, work, **together)
+        ordered = {name: done[name] for name in names}
+        run.show(table(ordered, settings))
+        files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
+        paths = run.finish(files, by_problem(ordered))
+        ledger.close()
+        for state in unfinished.glob("*.safetensors"):
+            state.unlink()
+        if unfinished.is_dir() and not any(unfinished.iterdir()):
+            unfinished.rmdir()
+        return paths

@@ -1,0 +1,205 @@
+"""Figure 1: the paper's toy regression, every method, many seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+
+from bayesadam import scores
+from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.paper import plots
+from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
+from bayesadam.paper.run import Run, generator, new_table, require_known, seeds_of, text
+from bayesadam.paper.work import Failure, resumed, run_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# As in the paper's figure, then the others.
+PAPER = ("gp", "badam", "mc-dropout", "bbb", "vadam")
+_OWN = {"gp": "GP", "map": "MAP", "laplace-full": "Laplace, full GGN", "ensemble": "Ensemble of 5"}
+_BEYOND = ("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble")
+TITLES = {name: {**plots.METHOD_TITLES, **_OWN}[name] for name in (*PAPER, *_BEYOND)}
+SHOWN = ("mean", "function_std", "total_std")
+METRICS = ("nll_in", "nll_out", "std_in", "std_out", "coverage95_in", "rmse_in")
+# Methods that start from the same trained networks are fitted together, so that these are trained once.
+_SHARE_THE_OPTIMUM = ("map", "badam", "laplace-diagonal", "laplace-full", "swag", "ensemble")
+# Roughly how long a group takes, relative to the shortest; the longest start first.
+_COST = {"bbb": 4, "vadam": 3, "ivon": 3, "mc-dropout": 3}
+
+
+def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
+    """The range of the training data, without its middle third if there is a gap."""
+    low, high = TRAIN_INTERVAL
+    third = (high - low) / 3
+    return ((low, low + third), (high - third, high)) if gap else (TRAIN_INTERVAL,)
+
+
+@dataclass(frozen=True)
+class RegressionSettings:
+    """What the figure depends on, the seed aside; the defaults are the paper's appendix.
+
+    Attributes:
+        n_seeds: data sets and networks for each method.
+        n_held_out: points outside the training set that calibrate.
+        n_test: points that score, in range and outside.
+        gap: train with a hole in the middle of the range.
+    """
+
+    methods: tuple[str, ...] = tuple(TITLES)
+    n_seeds: int = 10
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    n_held_out: int = 50
+    n_test: int = 500
+    gap: bool = False
+
+    def __post_init__(self) -> None:
+        require_known("methods", self.methods, TITLES)
+        if self.n_seeds < 1:
+            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
+
+    def quick(self) -> RegressionSettings:
+        """Two seeds and few epochs: the same command in under a minute."""
+        return replace(self, n_seeds=2, epochs=500)
+
+
+def drawn(seed: int, settings: RegressionSettings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
+    """Training, held-out, in-range and outside points of one seed."""
+    source = generator(seed, "toy")
+    low, high = TRAIN_INTERVAL
+    counts = (N_TRAIN, settings.n_held_out, settings.n_test)
+    inside = training_intervals(gap=settings.gap)
+    train, held_out, near = (toy_points(n, generator=source, intervals=inside) for n in counts)
+    outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
+    return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
+
+
+# One method's results as plain data: its `"scores"` seed by seed, and the first seed's `SHOWN` curves on the grid.
+Row = dict[str, Any]
+
+
+def fit_group(
+    methods: Sequence[str], *, seed: int, settings: RegressionSettings
+) -> Iterator[tuple[str, Row | Failure]]:
+    """Fit some methods on every seed at once, on one core, and score them."""
+    torch.set_num_threads(1)
+    seeds = seeds_of(seed, settings.n_seeds)
+    sets = [drawn(s, settings) for s in seeds]
+    x, y, x_held_out, y_held_out = (
+        torch.stack([getattr(parts[i], field) for parts in sets]) for i in (0, 1) for field in ("x", "y")
+    )
+    training = Training(settings.epochs, settings.batch_size, settings.lr, settings.weight_decay)
+    problem = Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
+    for method in methods:
+        try:
+            found: Row | Failure = _scored(METHODS[method](problem), sets)
+        except BayesAdamError as error:
+            found = Failure(str(error))
+        yield method, found
+
+
+def _scored(fitted: Fitted, sets: Sequence[tuple[ToyData, ...]]) -> Row:
+    rows = []
+    for predictor, (_, _, inside, outside) in zip(fitted.predictors, sets, strict=True):
+        near, far = predictor(inside.x), predictor(outside.x)
+        nlls = scores.nll(near, inside.y), scores.nll(far, outside.y)
+        deviations = (float(found.variance.sqrt().mean()) for found in (near, far))
+        rows.append((*nlls, *deviations, scores.coverage(near, inside.y), scores.rmse(near.mean, inside.y)))
+    shown: Any = fitted.predictors[0](toy_grid().x)
+    curves = (part.detach().squeeze(1).tolist() for part in (shown.mean, shown.variance.sqrt(), shown.stddev))
+    found = dict(zip(METRICS, zip(*rows, strict=True), strict=True))
+    return {"scores": found, **dict(zip(SHOWN, curves, strict=True))}
+
+
+def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
+    """The methods as groups that may run in parallel, the longest first."""
+    shared = tuple(name for name in methods if name in _SHARE_THE_OPTIMUM)
+    alone: list[tuple[str, ...]] = [(name,) for name in methods if name not in _SHARE_THE_OPTIMUM]
+    alone.sort(key=lambda job: -_COST.get(job[0], 1))
+    return [shared, *alone] if shared else alone
+
+
+def table(rows: Mapping[str, Row]) -> Table:
+    """Means over the seeds."""
+    headings = ("method", "NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in")
+    view = new_table("Means over the seeds; std is that of the function, without noise", headings)
+    for method, row in rows.items():
+        mean = {name: sum(values) / len(values) for name, values in row["scores"].items()}
+        ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
+        scored = (f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out"))
+        others = f"{ratio:.2f}", f"{mean['coverage95_in']:.3f}", f"{mean['rmse_in']:.4f}"
+        view.add_row(TITLES[method], *scored, *others)
+    return view
+
+
+def picture(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
+    """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
+    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
+    grid = toy_grid()
+    columns = min(5, len(curves))
+    rows = -(-len(curves) // columns)
+    title = "Toy regression: mean, one and two standard deviations (noise included)"
+    shared: Any = {"truth": grid.y.squeeze(1), "points": (train.x.squeeze(1), train.y.squeeze(1)), "bands": (1, 2)}
+    with plots.house_style():
+        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for axes, (method, row) in zip(panels.flat, curves.items(), strict=False):
+            for interval in training_intervals(gap=settings.gap):
+                axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+            plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["total_std"], method=method, **shared)
+            axes.set(title=TITLES[method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+        panels[0, 0].locator_params(axis="x", nbins=4)
+        for axes in panels.flat[len(curves) - columns : len(curves)]:
+            axes.tick_params(labelbottom=True)
+        for axes in panels.flat[len(curves) :]:
+            axes.set_axis_off()
+    return figure
+
+
+def saved_curves(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+    """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
+    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
+    grid = toy_grid()
+
+    def plain(values: list[float]) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+    return {
+        "x": plain(grid.x.flatten().tolist()),
+        "truth": plain(grid.y.flatten().tolist()),
+        "train": {"x": plain(train.x.flatten().tolist()), "y": plain(train.y.flatten().tolist())},
+        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in curves.items()},
+    }
+
+
+def run_regression(
+    *, seed: int, out: Path, quiet: bool, settings: RegressionSettings, jobs: int = 2
+) -> tuple[Path, ...]:
+    """The `regression` command."""
+    run = Run("regression", seed, out, asdict(settings), quiet=quiet)
+    with run.prepared():
+        run, ledger = resumed(run, "methods")
+        work = partial(fit_group, seed=seed, settings=settings)
+        found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
+        failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
+        if len(failed) == len(found):
+            raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+        ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
+        run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
+        saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
+        files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
+        paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
+        ledger.close()
+        return paths

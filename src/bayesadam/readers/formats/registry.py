@@ -1,0 +1,89 @@
+"""The kinds of files and folders that are known: one record each, distinguished by their content."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bayesadam.errors import FileError, MissingFileError, SettingError
+from bayesadam.readers.formats.contents import Contents
+from bayesadam.readers.formats.networks import Keys
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file or folder.
+
+    Attributes:
+        name: what it is called in `Checkpoint.format`.
+        recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
+        read: (path, weights_key, optimizer_key) → what it holds; raises FileError where it is damaged.
+        rewrite: (source, the keys that lead to some of its weights, those keys → other weights, target) writes it again
+            with these; None where that cannot be done.
+        read_with: (path, weights_key, an optimiser's state) → what it holds, with that state for its own, whose file is
+            not opened; None where weights and state are in one file.
+    """
+
+    name: str
+    recognises: Callable[[Path, bytes], bool]
+    read: Callable[[Path, str | None, str | None], Contents]
+    rewrite: Callable[[Path, Collection[Keys], Callable[[Keys], Tensor], Path], None] | None = None
+    read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents] | None = None
+
+
+_registry: dict[str, Format] = {}
+
+
+def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
+    """Refuse `weights_key` and `optimizer_key` where there is nothing to choose from."""
+    for option, wanted in keys.items():
+        if wanted is not None:
+            raise SettingError(f"{option}={wanted!r} makes no sense for {path}: {why}")
+
+
+def registered_formats() -> tuple[Format, ...]:
+    """Every known format, the last registered first: that is the order in which they are tried."""
+    return tuple(reversed(_registry.values()))
+
+
+def register_format(added: Format, *, replace: bool = False) -> Format:
+    """Add a format; a later one is asked before an earlier one."""
+    if added.name in _registry and not replace:
+        raise SettingError(
+            f"a format named {added.name!r} exists already: choose another name, or pass replace=True to override it"
+        )
+    _registry[added.name] = added
+    return added
+
+
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(32)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format of a file or folder, by its content."""
+    path = Path(path)
+    if not path.exists():
+        raise MissingFileError(f"no file at {path}")
+    head = b"" if path.is_dir() else head_of(path)
+    if not path.is_dir() and not head:
+        raise FileError(f"{path} is empty")
+    found = next((known for known in registered_formats() if known.recognises(path, head)), None)
+    if found is not None:
+        return found
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir())
+        raise FileError(
+            f"{path} is a folder of no known format; it has {inside[:8]}. Pass the file with the weights, and the one "
+            "with the optimiser's state as optimizer_path="
+        )
+    known_names = ", ".join(known.name for known in registered_formats())
+    raise FileError(f"{path} is of no known format ({known_names}); it starts with {head!r}")

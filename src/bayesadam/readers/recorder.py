@@ -1,0 +1,246 @@
+"""The gradients of an optimiser's last steps: what richer posteriors than a diagonal are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from bayesadam._alone import in_eval_mode
+from bayesadam._kinds import require_kind
+from bayesadam._progress import progress
+from bayesadam._shards import is_sharded
+from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.readers.match import Match, listed_optimizers, match_optimizers
+from bayesadam.readers.read import Curvature, working_dtype
+
+
+class Recorder:
+    """Keeps the last K mini-batch gradients, one of every k steps, as the optimiser was given them.
+
+    It costs a copy of the gradients at every k-th step and K copies of the weights' memory; nothing is computed until
+    a posterior is built. Gradients are taken after clipping and unscaling, before any weight decay.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> recorder = Recorder(optimizer, keep=4, every=1)
+    >>> for _ in range(6):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 3)).square().mean().backward()
+    ...     optimizer.step()
+    >>> recorder.gradients(model)["weight"].shape
+    torch.Size([4, 2, 3])
+
+    Args:
+        optimizer: the optimiser, or several that step together over one model.
+        keep: K.
+        every: k.
+    """
+
+    def __init__(self, optimizer: Optimizer | Sequence[Optimizer], *, keep: int = 50, every: int = 10) -> None:
+        for name, value in (("keep", keep), ("every", every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.optimizers = listed_optimizers(optimizer)
+        self.keep, self.every = keep, every
+        self.batch_size: int | None = None
+        self._steps = [0] * len(self.optimizers)
+        self._rings: dict[Tensor, Tensor] = {}
+        self._handles = [
+            handle for i, each in enumerate(self.optimizers) for handle in _attached(each, partial(self._record, i))
+        ]
+
+    @classmethod
+    def from_batches(
+        cls, model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Tensor], *, keep: int = 50
+    ) -> Recorder:
+        """The gradients of K mini-batches at a trained model's weights, whatever trained it: no step, seconds.
+
+        In eval mode: what batch norm computes in training is another function, flat along the size of every weight before
+        it, and says nothing of the one that predicts. The model is as before when it returns, or raises.
+
+        >>> model = torch.nn.Linear(3, 2)
+        >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
+        >>> Recorder.from_batches(model, batches, torch.nn.functional.mse_loss).gradients(model)["weight"].shape
+        torch.Size([4, 2, 3])
+
+        Args:
+            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left out.
+            loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
+            keep: K; more batches are not read.
+        """
+        require_kind(model, nn.Module, "model")
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # It is never stepped: recorders know their parameters by an optimiser.
+        recorder = cls(torch.optim.SGD(parameters, lr=0.0), keep=keep, every=1)
+        device = parameters[0].device
+        with in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():
+            for batch in progress(batches, "recording gradients"):
+                batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+                inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
+                size = next(len(leaf) for leaf in pytree.tree_leaves(dict(batch) if targets is batch else batch))
+                recorder.batch_size = recorder.batch_size or size
+                if size != recorder.batch_size:
+                    continue
+                if isinstance(inputs, Mapping):
+                    outputs = model(**inputs)
+                else:
+                    outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+                found = torch.autograd.grad(loss_fn(outputs, targets), parameters, allow_unused=True)
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, found, strict=True):
+                        recorder._keep(parameter, gradient, recorder._steps[0], None)
+                recorder._steps[0] += 1
+                if recorder.recorded == keep:
+                    break
+        recorder.remove()
+        return recorder
+
+    @property
+    def recorded(self) -> int:
+        """How many gradients are stored now, K at most."""
+        return min(self._taken, self.keep)
+
+    @property
+    def _taken(self) -> int:
+        if len(set(self._steps)) > 1:
+            raise StateError(f"the optimisers have taken {self._steps} steps since: they must step together")
+        return -(-self._steps[0] // self.every)
+
+    def remove(self) -> None:
+        """Let go of the optimiser; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none.
+
+        Raises:
+            StateError: none was recorded, or one is not finite.
+        """
+        return self.gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
+
+    def gradients_of(self, match: Match) -> dict[str, Tensor]:
+        """Those of parameters that are matched already."""
+        count = self.recorded
+        if count == 0:
+            raise StateError("the recorder has seen no step yet: attach it before training, and train")
+        found = {}
+        for entry in match.entries:
+            if entry.parameter not in self._rings:
+                continue
+            found[entry.name] = self._rings[entry.parameter][:count]
+            if not bool(torch.isfinite(found[entry.name]).all()):
+                raise StateError(
+                    f"a recorded gradient of {entry.name!r} is not finite: train on until it has left the last "
+                    f"{self.keep} of every {self.every} steps"
+                )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` resumes from; tensors and plain data."""
+        rings = [self._rings.get(parameter) for parameter in self._parameters()]
+        return {"keep": self.keep, "every": self.every, "steps": list(self._steps), "rings": rings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume where `state_dict()` was taken, with an optimiser over the same parameters in the same order."""
+        try:
+            keep, every, steps, saved = (state[key] for key in ("keep", "every", "steps", "rings"))
+        except KeyError as missing:
+            raise MatchError(f"not the state of a Recorder: it has no {missing}") from None
+        for name, value, own in (("keep", keep, self.keep), ("every", every, self.every)):
+            if value != own:
+                raise MatchError(f"the state was recorded with {name}={value}, this recorder has {own}")
+        parameters = self._parameters()
+        if len(saved) != len(parameters) or len(steps) != len(self._steps):
+            raise MatchError(
+                f"the state is of {len(saved)} parameters of {len(steps)} optimisers, the recorder's have "
+                f"{len(parameters)} of {len(self._steps)}"
+            )
+        rings = {}
+        for index, (parameter, ring) in enumerate(zip(parameters, saved, strict=True)):
+            if ring is None:
+                continue
+            if ring.shape != (self.keep, *parameter.shape):
+                raise MatchError(
+                    f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients {tuple(ring.shape[1:])}"
+                )
+            rings[parameter] = ring.to(_place(parameter), copy=True)
+        self._rings, self._steps = rings, list(steps)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _record(self, index: int) -> None:
+        taken, rest = divmod(self._steps[index], self.every)
+        if rest == 0:
+            # Under a GradScaler a fused optimiser divides by the scale, and skips overflows, inside its own step.
+            optimizer = self.optimizers[index]
+            scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+            if overflow is not None and bool(overflow):
+                return
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._keep(parameter, parameter.grad, taken % self.keep, scale)
+        self._steps[index] += 1
+
+    def _keep(self, parameter: Tensor, gradient: Tensor | None, row: int, scale: Tensor | None) -> None:
+        ring = self._rings.get(parameter)
+        if gradient is None:
+            if ring is not None:
+                ring[row].zero_()
+            return
+        if is_sharded(parameter):
+            raise SettingError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over processes, and recorded gradients must be whole: "
+                "record with replicas, or use structure='diagonal'"
+            )
+        if ring is None:
+            ring = self._rings[parameter] = _place(parameter).new_zeros(self.keep, *parameter.shape)
+        ring[row].copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+        if scale is not None:
+            ring[row].div_(scale.to(ring.device))
+
+
+def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str, Tensor]]:
+    """The recorded gradients by name, and the mean of their squares as a `Curvature`."""
+    gradients = recorder.gradients_of(match)
+    never = {entry.name: "no gradient was recorded" for entry in match.entries if entry.name not in gradients}
+    curvature = Curvature(
+        second_moment={name: g.square().mean(dim=0) for name, g in gradients.items()},
+        steps=dict.fromkeys(gradients, float(recorder.recorded)),
+        weight_decay={entry.name: entry.weight_decay for entry in match.entries if entry.name in gradients},
+        reader=dict.fromkeys(gradients, "recorder"),
+        omitted={**match.omitted, **never},
+    )
+    return curvature, gradients
+
+
+def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
+    """Record before a step; after it where the step calls a closure, which is what computes the gradients."""
+
+    def hook(with_closure: bool, _: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # A hook is given the arguments of the bound step, with the optimiser itself before them.
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if (closure is not None) == with_closure:
+            record()
+
+    before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    return [before(partial(hook, False)), after(partial(hook, True))]
+
+
+def _place(parameter: Tensor) -> Tensor:
+    """An empty tensor of the device and type in which gradients are stored."""
+    return torch.empty(0, device=parameter.device, dtype=working_dtype(parameter.dtype))

@@ -1,0 +1,311 @@
+"""Damaged and hostile files through `inspect`: none may crash, hang, take memory, import or call anything.
+
+    python tests/formats/fuzz.py [--files 10000] [--seed 0] [--keep folder]
+
+The corpus is a small file of every format, written here; each mutation flips bits, cuts, repeats or swaps pieces, puts
+random opcodes into a pickle, or exchanges members of an archive. What fails is kept in the folder, with its number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import pickle
+import random
+import resource
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from bayesadam.errors import BayesAdamError
+from bayesadam.inspect import inspect_checkpoint
+from bayesadam.posterior import Posterior
+
+SECONDS, MEGABYTES = 5.0, 1024
+_WATCHED = ("import", "compile", "exec", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.")
+# Looking at files is what reading them takes.
+_ALLOWED = ("os.listdir", "os.scandir")
+
+
+def corpus() -> dict[str, bytes]:
+    """A small checkpoint in every format of one file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    tree = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "args": argparse.Namespace(a=1),
+    }
+    found = {f"zip-{protocol}.pt": _saved(tree, protocol, True) for protocol in (2, 5)}
+    found |= {f"legacy-{protocol}.pt": _saved(tree, protocol, False) for protocol in (2, 4)}
+    found |= {f"plain-{protocol}.pkl": pickle.dumps(tree, protocol) for protocol in range(6)}
+    found["module.pt"] = _saved({"model": model, "optimizer": optimizer.state_dict()}, 2, True)
+    found["weights.safetensors"] = save(model.state_dict())
+    members = {
+        "policy.pth": _saved(model.state_dict(), 2, True),
+        "policy.optimizer.pth": _saved(optimizer.state_dict(), 2, True),
+    }
+    found["sb3.zip"] = _zipped(members, zipfile.ZIP_STORED)
+    found["packed.zip"] = _zipped(members, zipfile.ZIP_DEFLATED)
+    for name, mode in (("c.tar", "w"), ("c.tar.gz", "w:gz")):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+            info = tarfile.TarInfo("c.pt")
+            info.size = len(found["zip-2.pt"])
+            archive.addfile(info, io.BytesIO(found["zip-2.pt"]))
+        found[name] = buffer.getvalue()
+    found["model.keras"] = _keras(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.safetensors"
+        Posterior.from_optimizer(model, optimizer, 10).save(path, compress="8bit")
+        found["posterior.safetensors"] = path.read_bytes()
+    return found
+
+
+def _keras(model: nn.Sequential, optimizer: torch.optim.Adam) -> bytes:
+    """The layout of Keras 3: variables by layer and the optimiser's list in HDF5, all else in JSON."""
+    import h5py
+
+    state = optimizer.state_dict()["state"]
+    moments = [state[number][key] for number in range(4) for key in ("exp_avg", "exp_avg_sq")]
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        for group, layer in (("layers/dense", model[0]), ("layers/dense_1", model[2])):
+            for number, variable in enumerate(layer.parameters()):
+                file[f"{group}/vars/{number}"] = variable.detach().numpy()
+        for number, variable in enumerate([torch.tensor(1), torch.tensor(0.001), *moments]):
+            file[f"optimizer/vars/{number}"] = variable.numpy()
+    settings = {"learning_rate": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
+    layers = [{"module": "keras.layers", "class_name": "Dense", "config": {"trainable": True}} for _ in range(2)]
+    config = {
+        "module": "keras",
+        "class_name": "Sequential",
+        "config": {"layers": layers},
+        "compile_config": {"optimizer": {"module": "keras.optimizers", "class_name": "Adam", "config": settings}},
+    }
+    members = {"config.json": json.dumps(config).encode(), "model.weights.h5": buffer.getvalue()}
+    return _zipped(members, zipfile.ZIP_STORED)
+
+
+def _saved(value: Any, protocol: int, zipped: bool) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    return buffer.getvalue()
+
+
+def _zipped(members: dict[str, bytes], compression: int) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def mutated(content: bytes, dice: random.Random) -> bytes:
+    """The same file with some damage."""
+    how = dice.choice(("bits", "bytes", "cut", "repeat", "swap", "opcodes", "pickle", "members", "lengths"))
+    data = bytearray(content)
+    if how in ("pickle", "members") and data.startswith(b"PK"):
+        return _mutated_archive(content, how, dice)
+    place = dice.randrange(len(data))
+    if how == "cut":
+        return bytes(data[:place])
+    if how == "repeat":
+        end = min(len(data), place + dice.randrange(1, 200))
+        return bytes(data[:end] + data[place:end] * dice.randrange(1, 20) + data[end:])
+    if how == "swap":
+        one, other = sorted((place, dice.randrange(len(data))))
+        return bytes(data[other:] + data[one:other] + data[:one])
+    if how == "lengths":
+        for _ in range(dice.randrange(1, 4)):
+            at = dice.randrange(max(1, len(data) - 8))
+            data[at : at + 8] = dice.choice((b"\xff" * 8, b"\xff" * 4 + bytes(4), b"\x00\x00\x00\x00\x01\x00\x00\x00"))
+        return bytes(data)
+    for _ in range(dice.choice((1, 1, 2, 5, 20))):
+        at = dice.randrange(len(data))
+        data[at] = (
+            data[at] ^ (1 << dice.randrange(8))
+            if how == "bits"
+            else _opcode(dice)
+            if how == "opcodes"
+            else dice.randrange(256)
+        )
+    return bytes(data)
+
+
+def _opcode(dice: random.Random) -> int:
+    return dice.choice(
+        pickle.REDUCE + pickle.BUILD + pickle.NEWOBJ + pickle.OBJ + b"icQP\x93\x92\x81\x94(}]tbRs.uae\x86\x87\x88h\x82"
+    )
+
+
+def _mutated_archive(content: bytes, how: str, dice: random.Random) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    names = list(members)
+    if how == "members":
+        one, other = dice.choice(names), dice.choice(names)
+        members[one], members[other] = members[other], members[one]
+        if dice.random() < 0.3:
+            del members[dice.choice(names)]
+    else:
+        name = next((n for n in names if n.endswith(("data.pkl", ".h5"))), names[0])
+        held = members[name]
+        members[name] = mutated(held, dice) if not held.startswith(b"PK") else held[: dice.randrange(len(held))]
+        if name.endswith("data.pkl") and dice.random() < 0.3:
+            hostile = (
+                b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R0"
+                if dice.random() < 0.5
+                else b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R0"
+            )
+            members[name] = held[:2] + hostile + held[2:]
+    return _zipped(members, zipfile.ZIP_STORED)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one file."""
+
+    number: int
+    name: str
+    what: str
+    seconds: float
+    detail: str = ""
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"more than {SECONDS:g} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
+    """The mutations of these numbers, each through `inspect`."""
+    seeds = corpus()
+    names = list(seeds)
+    for name in names:
+        # What torch brings in when it is first used is not the files' doing.
+        (folder / name).write_bytes(seeds[name])
+        _outcome(0, name, folder / name, [])
+        (folder / name).unlink()
+    events: list[str] = []
+    watching = [False]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching[0] and event.startswith(_WATCHED) and event not in _ALLOWED:
+            events.append(f"{event} {arguments[:1]}")
+
+    sys.addaudithook(hook)
+    for number in numbers:
+        dice = random.Random(f"{seed}/{number}")
+        name = dice.choice(names)
+        path = folder / f"{number}-{name}"
+        path.write_bytes(mutated(seeds[name], dice))
+        events.clear()
+        watching[0] = True
+        found = _outcome(number, name, path, events)
+        watching[0] = False
+        yield found
+        if found.what in ("read", "refused"):
+            path.unlink()
+
+
+def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
+    began = time.perf_counter()
+    what, detail = "read", ""
+    try:
+        with _alarm():
+            inspect_checkpoint(path)
+    except BayesAdamError:
+        what = "refused"
+    except TimeoutError as error:
+        what, detail = "HANG", str(error)
+    except BaseException as error:
+        what, detail = "CRASH", f"{type(error).__name__}: {error} at {_place(error)}"
+    if events:
+        what, detail = "CALLED", "; ".join(events[:3])
+    return Outcome(number, name, what, time.perf_counter() - began, detail)
+
+
+def _place(error: BaseException) -> str:
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+
+
+def _worker(folder: str, seed: int, numbers: range, out: Any) -> None:
+    torch.set_num_threads(1)
+    for found in inspected(Path(folder), seed, numbers):
+        out.put(found)
+    out.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, default=None, help="a folder for the files that fail")
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    longest, largest = 0.0, 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        out: Any = multiprocessing.Queue()
+        for first in range(0, options.files, 1000):
+            numbers = range(first, min(first + 1000, options.files))
+            process = multiprocessing.Process(target=_worker, args=(str(folder), options.seed, numbers, out))
+            process.start()
+            left = len(numbers) + 1
+            while left and (process.is_alive() or not out.empty()):
+                try:
+                    found = out.get(timeout=1)
+                except Exception:
+                    continue
+                left -= 1
+                if isinstance(found, int):
+                    largest = max(largest, found)
+                    continue
+                counts[found.what] += 1
+                longest = max(longest, found.seconds)
+                if found.what not in ("read", "refused"):
+                    print(f"{found.number} {found.name}: {found.what} {found.detail}", flush=True)
+            process.join()
+            if process.exitcode:
+                counts["DIED"] += 1
+                print(f"the process of files {numbers} died with {process.exitcode}", flush=True)
+    told = ", ".join(f"{count} {what}" for what, count in counts.most_common())
+    print(f"{options.files} files, seed {options.seed}: {told}; the slowest {longest:.2f} s, at most {largest} MB")
+    bad = sum(count for what, count in counts.items() if what not in ("read", "refused"))
+    return int(bool(bad) or longest > SECONDS or largest > MEGABYTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""What trainers save is read as what it is, told by its content, and refused with what to do where it cannot be."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.readers.formats import (
+    Contents,
+    Format,
+    format_of,
+    read_checkpoint,
+    read_curvature,
+    register_format,
+    registered_formats,
+    write_pruned,
+)
+from bayesadam.readers.formats import registry as registry_module
+from cases import mlp, train, trained
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return trained(3, 5, 2, weight_decay=0.1)
+
+
+def saved(path: Path, tree: Any) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+def check(read: ba.readers.formats.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The weights are the model's, and the curvature is that of the live optimiser."""
+    expected = ba.readers.read_optimizer(model, optimizer)
+    found = read_curvature(read)
+    assert list(found.second_moment) == list(expected.second_moment)
+    for name, v in expected.second_moment.items():
+        assert torch.equal(found.second_moment[name], v)
+    assert found.weight_decay == expected.weight_decay
+    assert found.steps == expected.steps
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read.weights[name], tensor)
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda w, s: {"model": w, "optimizer": s},
+        lambda w, s: {"state_dict": w, "optim": s, "epoch": 3},
+        lambda w, s: {"model_state_dict": w, "optimizer_state_dict": s},
+        lambda w, s: {"net": w, "optimizer_states": [s]},
+        lambda w, s: {"anything": w, "whatever": s, "losses": {"train": torch.tensor(0.5)}},
+        lambda w, s: {"checkpoint": {"model": w, "optimizer": s}},
+        lambda w, s: {"model": w, "model_ema": {k: v + 1 for k, v in w.items()}, "optimizer": s},
+        lambda w, s: {"rng": {"torch": torch.get_rng_state()}, "net": w, "optimizer": s},
+        lambda w, s: {"model": {f"module.{k}": v for k, v in w.items()}, "optimizer": s},
+        lambda w, s: {"model": {f"_orig_mod.{k}": v for k, v in w.items()}, "optimizer": s},
+        lambda w, s: {"model": {f"module._orig_mod.{k}": v for k, v in w.items()}, "optimizer": s},
+        lambda w, s: {"model": {**w, "_extra_state": {"version": 3}}, "optimizer": s},
+    ],
+)
+def test_every_layout_is_read(layout: Callable[[Any, Any], Any], pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", layout(model.state_dict(), optimizer.state_dict()))
+    read = read_checkpoint(path)
+    assert read.format == "torch"
+    check(read, model, optimizer)
+
+
+def test_the_content_tells_the_format_and_not_the_name(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    state = saved(tmp_path / "state.txt", optimizer.state_dict())
+    save_file(model.state_dict(), tmp_path / "model.pt")
+    assert read_checkpoint(tmp_path / "model.pt", optimizer_path=state).format == "safetensors"
+    path = saved(tmp_path / "c.safetensors", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    check(read_checkpoint(path), model, optimizer)
+
+
+def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    told = read_checkpoint(
+        saved(
+            tmp_path / "c.pt", {**tree, "epoch": 3, "step": torch.tensor(40), "n_data": 500, "optimizer_name": "NAdam"}
+        )
+    ).recorded
+    assert (told.step, told.epoch, told.n_data, told.optimizer) == (40, 3, 500, "NAdam")
+    silent = read_checkpoint(saved(tmp_path / "c.pt", {**tree, "epoch": True, "best": 0.5})).recorded
+    assert silent == ba.readers.formats.Recorded()
+
+
+def test_a_buffer_called_step_is_not_the_trainers(tmp_path: Path) -> None:
+    model, optimizer = trained(3, 2)
+    model.register_buffer("step", torch.tensor(7))
+    read = read_checkpoint(saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert read.recorded.step is None
+    check(read, model, optimizer)
+
+
+def test_two_files(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    weights = saved(tmp_path / "model.pt", model.state_dict())
+    state = saved(tmp_path / "optimizer.pt", optimizer.state_dict())
+    read = read_checkpoint(weights, optimizer_path=state)
+    assert read.optimizer_path == state
+    check(read, model, optimizer)
+
+
+def test_safetensors_have_no_order_but_shapes_that_occur_once_tell(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    state = saved(tmp_path / "optimizer.pt", {"optimizer": optimizer.state_dict(), "global_step": 30})
+    read = read_checkpoint(tmp_path / "model.safetensors", optimizer_path=state)
+    assert read.format == "safetensors"
+    assert not read.ordered
+    assert read.recorded.step == 30
+    found = read_curvature(read).second_moment
+    for name, v in ba.readers.read_optimizer(model, optimizer).second_moment.items():
+        assert torch.equal(found[name], v)
+
+
+def test_nothing_is_copied_until_it_is_used(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    before = path.read_bytes()
+    read = read_checkpoint(path)
+    read.weights["0.weight"].zero_()
+    assert path.read_bytes() == before
+
+
+# --- which of several -----------------------------------------------------------------------------------------------
+
+
+def test_several_models_are_refused_until_named(tmp_path: Path) -> None:
+    (first, o1), (second, o2) = trained(3, 5, 2, seed=1), trained(4, 6, 1, seed=2)
+    tree = {
+        "generator": first.state_dict(),
+        "critic": second.state_dict(),
+        "optimizer_g": o1.state_dict(),
+        "optimizer_c": o2.state_dict(),
+    }
+    path = saved(tmp_path / "gan.pt", tree)
+    with pytest.raises(FileError, match=r"(?s)'generator' and 'critic'.*weights_key='generator'"):
+        read_checkpoint(path)
+    check(read_checkpoint(path, weights_key="critic"), second, o2)
+    check(read_checkpoint(path, weights_key="critic", optimizer_key="optimizer_c"), second, o2)
+    with pytest.raises(
+        FileError, match="nothing of the kind under weights_key='nobody'; there is 'generator', 'critic'"
+    ):
+        read_checkpoint(path, weights_key="nobody")
+    # The other's optimiser is caught by its shapes.
+    with pytest.raises(MatchError, match="another model's state"):
+        read_curvature(read_checkpoint(path, weights_key="critic", optimizer_key="optimizer_g"))
+
+
+def test_several_optimisers_in_a_list_are_refused_until_named(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    states = [optimizer.state_dict(), torch.optim.SGD(model.parameters()).state_dict()]
+    path = saved(tmp_path / "c.ckpt", {"state_dict": model.state_dict(), "optimizer_states": states})
+    with pytest.raises(FileError, match=r"optimizer_key='optimizer_states\.0'"):
+        read_checkpoint(path)
+    check(read_checkpoint(path, optimizer_key="optimizer_states.0"), model, optimizer)
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("code was run",))
+
+
+class Unknown:
+    pass
+
+
+def test_a_class_beside_the_tensors_does_not_matter(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": Unknown()}
+    check(read_checkpoint(saved(tmp_path / "c.pt", tree)), model, optimizer)
+
+
+def test_nothing_is_called(pair: Any, tmp_path: Path, capsys: Any) -> None:
+    model, optimizer = pair
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": Evil()}
+    with pytest.raises(FileError, match=r"would call __builtin__\.print if it were unpickled"):
+        read_checkpoint(saved(tmp_path / "c.pt", tree))
+    assert "code was run" not in capsys.readouterr().out
+
+
+def test_damaged_files(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    whole = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}).read_bytes()
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    short = (tmp_path / "w.safetensors").read_bytes()[:-20]
+    files = {
+        "empty.pt": (b"", "is empty"),
+        "cut.pt": (whole[: len(whole) // 2], "truncated, damaged"),
+        "three.pt": (b"PK\x03", "of no known format"),
+        "zip.pt": (b"PK\x03\x04" + bytes(100), "truncated, damaged"),
+        "text.pt": (b"epoch,loss\n1,2\n", "of no known format.*starts with b'epoch,loss"),
+        "cut.safetensors": (short, "truncated or damaged"),
+        "pickle.pt": (pickle.dumps({"model": 1}), "holds no weights"),
+    }
+    for name, (content, message) in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(FileError, match=message) as caught:
+            read_checkpoint(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_missing_files_and_folders(pair: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"no file at .*nowhere"):
+        read_checkpoint(tmp_path / "nowhere.pt")
+    saved(tmp_path / "pytorch_model.bin", pair[0].state_dict())
+    with pytest.raises(FileError, match=r"holds no optimiser state.*optimizer_path="):
+        read_checkpoint(tmp_path)
+    with pytest.raises(FileError, match=r"no file at .*nowhere"):
+        read_checkpoint(tmp_path / "pytorch_model.bin", optimizer_path=tmp_path / "nowhere.pt")
+
+
+def test_half_a_checkpoint_says_what_was_found(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "epoch": 3})
+    with pytest.raises(
+        FileError, match=r"no optimiser state: found 'model' \(dict of 4\), 'epoch' \(int\).*optimizer_path="
+    ):
+        read_checkpoint(path)
+    with pytest.raises(FileError, match="no optimiser state"):
+        read_checkpoint(path, optimizer_path=path)
+    with pytest.raises(FileError, match=r"no weights that can be identified.*'state' \(dict of 4\)"):
+        read_checkpoint(saved(tmp_path / "c.pt", optimizer.state_dict()))
+    with pytest.raises(FileError, match="holds a list of 2, not a dictionary"):
+        read_checkpoint(saved(tmp_path / "c.pt", [1, 2]))
+    with pytest.raises(FileError, match="found nothing"):
+        read_checkpoint(saved(tmp_path / "c.pt", {}))
+
+
+# --- formats of one's own -------------------------------------------------------------------------------------------
+
+
+def test_a_format_is_one_record(pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+    model, optimizer = pair
+    saved(tmp_path / "w.bin", model.state_dict())
+    saved(tmp_path / "o.bin", optimizer.state_dict())
+
+    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+        state = torch.load(path / "o.bin", weights_only=True)
+        return Contents(torch.load(path / "w.bin", weights_only=True), state, "a folder of mine", ordered=True)
+
+    mine = register_format(Format("mine", lambda path, head: (path / "o.bin").is_file(), read))
+    assert registered_formats()[0] is mine
+    assert format_of(tmp_path) is mine
+    checkpoint = read_checkpoint(tmp_path)
+    check(checkpoint, model, optimizer)
+    with pytest.raises(SettingError, match="replace=True"):
+        register_format(mine)
+    with pytest.raises(FileError, match="cannot be written"):
+        write_pruned(checkpoint, {}, tmp_path / "out.pt")
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_pruned_weights_are_zero_and_all_else_is_as_it_was(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    weights = OrderedDict((f"module.{name}", tensor) for name, tensor in model.state_dict().items())
+    tree = {
+        "note": "kept",
+        "outer": {"model": weights, "optimizer": optimizer.state_dict(), "epoch": 7},
+        "list": [1, 2.5],
+    }
+    path = saved(tmp_path / "c.pt", tree)
+    mask = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) > 0.5
+    write_pruned(read_checkpoint(path), {"0.weight": mask}, tmp_path / "out.pt")
+    out = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(out) == list(tree)
+    assert (out["note"], out["list"], out["outer"]["epoch"]) == ("kept", [1, 2.5], 7)
+    assert list(out["outer"]["model"]) == list(weights)
+    for name, tensor in weights.items():
+        expected = tensor * mask if name == "module.0.weight" else tensor
+        assert torch.equal(out["outer"]["model"][name], expected)
+    state, before = out["outer"]["optimizer"], optimizer.state_dict()
+    assert state["param_groups"] == before["param_groups"]
+    for key, entries in before["state"].items():
+        for entry, value in entries.items():
+            assert torch.equal(state["state"][key][entry], value)
+    check_unpruned = torch.load(path, weights_only=True)["outer"]["model"]["module.0.weight"]
+    assert torch.equal(check_unpruned, weights["module.0.weight"])
+
+
+def test_a_file_may_be_pruned_in_place_and_stays_readable(tmp_path: Path) -> None:
+    model, optimizer = trained(3, 3, 3, 3)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    write_pruned(read_checkpoint(path), {"2.weight": torch.eye(3, dtype=torch.bool)}, path)
+    read = read_checkpoint(path)
+    # The note on the order of the modules has survived, or equal shapes would be refused.
+    assert read.ordered
+    with torch.no_grad():
+        model[2].weight.mul_(torch.eye(3))
+    check(read, model, optimizer)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 4)
+        self.decode = nn.Linear(4, 4)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(torch.tanh(self.encode(x)))
+
+
+def test_tied_weights_are_pruned_under_both_names_and_stay_tied(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    mask = torch.eye(4, dtype=torch.bool)
+    checkpoint = read_checkpoint(path)
+    write_pruned(checkpoint, {"encode.weight": mask}, tmp_path / "out.pt")
+    out = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert torch.equal(out["decode.weight"], model.encode.weight * mask)
+    assert out["decode.weight"].data_ptr() == out["encode.weight"].data_ptr()
+    write_pruned(checkpoint, {"encode.weight": mask}, tmp_path / "out.safetensors")
+    loaded = Tied()
+    loaded.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    assert torch.equal(loaded.decode.weight, model.encode.weight * mask)
+
+
+def test_safetensors_are_written_again_as_such(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    save_file(model.state_dict(), tmp_path / "w.safetensors", metadata={"format": "pt", "author": "me"})
+    state = saved(tmp_path / "o.pt", optimizer.state_dict())
+    checkpoint = read_checkpoint(tmp_path / "w.safetensors", optimizer_path=state)
+    with pytest.raises(FileError, match="that ending"):
+        write_pruned(checkpoint, {}, tmp_path / "out.pt")
+    write_pruned(checkpoint, {"0.bias": torch.zeros(5, dtype=torch.bool)}, tmp_path / "out.safetensors")
+    with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "author": "me"}
+        assert not file.get_tensor("0.bias").any()
+        assert torch.equal(file.get_tensor("2.weight"), model[2].weight)
+
+
+def test_masks_are_checked_before_anything_is_written(pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = read_checkpoint(path)
+    for masks, message in (
+        ({"nobody": torch.ones(1, dtype=torch.bool)}, r"no weights \['nobody'\]"),
+        ({"0.bias": torch.ones(4, dtype=torch.bool)}, r"must be torch.bool of shape \(5,\)"),
+        ({"0.bias": torch.ones(5)}, "torch.float32"),
+    ):
+        with pytest.raises(MatchError, match=message):
+            write_pruned(checkpoint, masks, tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_the_network_computes_the_same_after_pruning_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp(3, 4, 1)
+    optimizer = torch.optim.RMSprop(model.parameters())
+    train(model, optimizer)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    write_pruned(read_checkpoint(path), masks, tmp_path / "out.pt")
+    check(read_checkpoint(tmp_path / "out.pt"), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"prior_precision": -1.0}, {"prior_precision": {"0.weight": 1.0}}, {"prior_precision": "x"}, {"power": -1.0}],
+    ids=str,
+)
+def test_what_is_refused_leaves_the_model_alone(bad: dict[str, Any], pair: Any, tmp_path: Path) -> None:
+    model, optimizer = pair
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh = mlp(3, 5, 2)
+    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    with pytest.raises(SettingError):
+        ba.Posterior.from_checkpoint(path, fresh, n_data=100, **bad)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())

@@ -1,0 +1,513 @@
+"""Folders of torch.distributed.checkpoint, written by it in two processes and in one, are read as the live training."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import bayesadam as ba
+from bayesadam.errors import BayesAdamError, FileError, MatchError
+from bayesadam.readers.formats import distributed as distributed_module
+from bayesadam.readers.formats import format_of, read_checkpoint
+from bayesadam.readers.formats.distributed import DISTRIBUTED, covers
+from bayesadam.readers.formats.lazy import Lazy, renamed
+from processes import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def network() -> nn.Module:
+    """Five rows, which two ranks cannot share evenly; one row, which leaves the second with none; buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    random = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 3, generator=random)
+        (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+# --- what each rank does, in a process of its own -------------------------------------------------------------------
+
+
+def gathered(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: gathered(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [gathered(item) for item in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+class App:
+    """What torch's own tutorial saves."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.parts = (model, optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, state = get_state_dict(*self.parts)
+        return {"model": weights, "optim": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def rank(number: int, world: int, folder: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=number, world_size=world, init_method=f"file://{folder}/rendezvous")
+    mesh = init_device_mesh("cpu", (world,))
+    model = network()
+    fully_shard(model[3], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    train(model, optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+    table = torch.arange(35.0).view(5, 7)
+    cut = {
+        "rows": distribute_tensor(table, mesh, [Shard(0)]),
+        "columns": distribute_tensor(table, mesh, [Shard(1)]),
+        "whole": distribute_tensor(table, mesh, [Replicate()]),
+        "half": distribute_tensor(table.bfloat16(), mesh, [Shard(1)]),
+    }
+    dcp.save({"model": weights, "optimizer": state, "epoch": 3, "n_data": 500}, checkpoint_id=folder / "names")
+    dcp.save({"model": weights, "optim": flat}, checkpoint_id=folder / "flat")
+    dcp.save({"app": App(model, optimizer)}, checkpoint_id=folder / "app")
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / "plain")
+    dcp.save({**weights, "optimizer": flat, "train_state": {"step": 4}}, checkpoint_id=folder / "loose")
+    dcp.save({"cut": cut}, checkpoint_id=folder / "cut")
+    live = {"model": gathered(model.state_dict()), "optimizer": gathered(optimizer.state_dict())}
+    if number == 0:
+        torch.save(live, folder / "live.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders that two processes wrote, and `live.pt`, the training gathered from both."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(__file__, 2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(two_ranks: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    saved = torch.load(two_ranks / "live.pt", weights_only=True)
+    model = network()
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    return model, optimizer
+
+
+def same(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """The posterior of the folder is that of the live optimiser, and the model got the weights and buffers."""
+    expected = ba.Posterior.from_optimizer(model, optimizer, n_data=100)
+    fresh = network()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    found = ba.Posterior.from_checkpoint(folder, fresh, n_data=100, **options)
+    assert list(found.mean) == list(expected.mean)
+    for name, mean in expected.mean.items():
+        assert torch.equal(found.mean[name], mean)
+        assert torch.equal(found.variance[name], expected.variance[name])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["names", "flat", "app", "plain", "loose"])
+def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: Any) -> None:
+    model, optimizer = live
+    assert len(list((two_ranks / layout).glob("*.distcp"))) == 2
+    read = read_checkpoint(two_ranks / layout)
+    assert read.format == "torch.distributed.checkpoint"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read.weights[name], tensor)
+    saved = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    assert read.param_names == (None if layout == "plain" else tuple(names))
+    for number, name in enumerate(names):
+        state = read.optimizer["state"][number if layout == "plain" else name]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        for entry, value in saved["state"][number].items():
+            assert torch.equal(state[entry], value)
+    same(two_ranks / layout, model, optimizer)
+
+
+def test_what_was_written_beside_the_tensors(two_ranks: Path) -> None:
+    read = read_checkpoint(two_ranks / "names")
+    assert (read.recorded.epoch, read.recorded.n_data) == (3, 500)
+    assert read.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+def test_the_folder_is_told_by_its_content(two_ranks: Path, tmp_path: Path) -> None:
+    assert format_of(two_ranks / "names") is DISTRIBUTED
+    (tmp_path / ".metadata").write_text("name: something else")
+    with pytest.raises(FileError, match="no known format"):
+        format_of(tmp_path)
+
+
+def test_a_tensor_may_be_cut_along_any_dimension(two_ranks: Path) -> None:
+    read = DISTRIBUTED.read(two_ranks / "cut", None, None).weights
+    assert read is not None
+    table = torch.arange(35.0).view(5, 7)
+    for name in ("rows", "columns", "whole"):
+        assert torch.equal(read[name], table)
+    assert torch.equal(read["half"], table.bfloat16())
+    pieces = {entry.key: len(entry.pieces) for entry in distributed_module.stored_entries(two_ranks / "cut")}
+    assert pieces == {"cut.rows": 2, "cut.columns": 2, "cut.whole": 1, "cut.half": 2}
+
+
+def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    read_stored = distributed_module.read_stored
+    monkeypatch.setattr(
+        distributed_module, "read_stored", lambda entry: (looked.append(entry.key), read_stored(entry))[1]
+    )
+    contents = DISTRIBUTED.read(two_ranks / "names", None, None)
+    assert contents.weights is not None
+    assert contents.optimizer is not None
+    # Counters, settings, and the last layer's single bias.
+    assert not [key for key in looked if "weight.exp" in key or (key.startswith("model") and key.endswith("weight"))]
+    looked.clear()
+    state = contents.optimizer["state"]["0.weight"]
+    assert isinstance(contents.weights, Lazy)
+    assert isinstance(state, Lazy)
+    assert "exp_avg_sq" in state
+    assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
+    assert state.outline["exp_avg_sq"].shape == contents.weights.outline["0.weight"].shape == (5, 3)
+    assert renamed(contents.weights, {"first": "0.weight"}).outline["first"].dtype == torch.float32
+    assert looked == []
+    first, second = state["exp_avg_sq"], state["exp_avg_sq"]
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(renamed(contents.weights, {"first": "0.weight"})["first"], contents.weights["0.weight"])
+    assert looked == ["optimizer.state.0.weight.exp_avg_sq"] * 2 + ["model.0.weight"] * 2
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def save(folder: Path, tree: dict[str, Any]) -> Path:
+    dcp.save(tree, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        lambda m, o: dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True)),
+        lambda m, o: {"state_dict": m.state_dict(), "optimizer_states": [o.state_dict()], "epoch": 3},
+        lambda m, o: {"outer": {"net": m.state_dict(), "opt": o.state_dict()}, "losses": torch.zeros(4)},
+        lambda m, o: {"model": {f"module.{k}": v for k, v in m.state_dict().items()}, "optimizer": o.state_dict()},
+    ],
+)
+def test_one_process(tree: Callable[[Any, Any], Any], pair: Any, tmp_path: Path) -> None:
+    same(save(tmp_path / "c", tree(*pair)), *pair)
+
+
+def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path: Path) -> None:
+    model = network()
+    parts = {flag: [p for p in model.parameters() if (p.dim() > 1) == flag] for flag in (True, False)}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parts[False][::-1], "weight_decay": 0.0},
+            {"params": parts[True], "weight_decay": 0.1, "betas": (0.9, 0.9)},
+        ],
+        lr=torch.tensor(0.05),
+        amsgrad=True,
+    )
+    train(model, optimizer)
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        weights, state = get_state_dict(model, optimizer, options=options)
+        same(save(tmp_path / str(flatten), {"model": weights, "optimizer": state}), model, optimizer)
+    # Numbers do not tell.
+    plain = save(tmp_path / "plain", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(MatchError, match="param_names="):
+        ba.Posterior.from_checkpoint(plain, network(), n_data=100)
+
+
+def test_the_model_and_the_optimiser_may_have_a_folder_each(pair: Any, tmp_path: Path) -> None:
+    weights, state = get_state_dict(*pair)
+    save(tmp_path / "optimizer_0", {"optimizer": state})
+    save(tmp_path / "pytorch_model_fsdp_0", {"model": weights})
+    same(tmp_path / "pytorch_model_fsdp_0", *pair, optimizer_path=tmp_path / "optimizer_0")
+
+
+def test_without_the_model(pair: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path / "c", dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True)))
+    found = ba.readers.formats.read_curvature(read_checkpoint(folder)).second_moment
+    for name, v in ba.readers.read_optimizer(*pair).second_moment.items():
+        assert torch.equal(found[name], v)
+
+
+def test_layers_of_one_shape_are_drawn_and_pruned_each_by_its_own_state(tmp_path: Path) -> None:
+    # Tensors that are read one after the other lie at the same addresses.
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    folder = save(tmp_path / "folder", {"model": weights, "optimizer": state})
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    for number, source in enumerate((folder, tmp_path / "c.pt")):
+        ba.prune_checkpoint(source, tmp_path / f"pruned{number}.safetensors", fraction=0.5)
+        ba.sample_checkpoint(source, tmp_path / f"drawn{number}.safetensors", n_data=100, prior_precision=1.0, seed=3)
+    for what in ("pruned", "drawn"):
+        one, other = (load_file(tmp_path / f"{what}{number}.safetensors") for number in range(2))
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+def test_an_optimiser_that_never_stepped(tmp_path: Path) -> None:
+    model = network()
+    state = torch.optim.Adam(model.parameters()).state_dict()
+    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": state})
+    with pytest.raises(BayesAdamError, match="has not taken a step"):
+        ba.Posterior.from_checkpoint(folder, network(), n_data=100)
+
+
+def test_eight_bit_states(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = network()
+    optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), min_8bit_size=1)
+    train(model, optimizer)
+    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    same(folder, model, optimizer)
+
+
+def test_it_is_not_written(pair: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path / "c", {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()})
+    with pytest.raises(FileError, match="cannot be written"):
+        ba.readers.formats.write_pruned(read_checkpoint(folder), {}, tmp_path / "out")
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.marker),))
+
+
+@pytest.fixture
+def folder(pair: Any, tmp_path: Path) -> Path:
+    return save(tmp_path / "c", {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict(), "epoch": 3})
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "code was run"
+    assert not (tmp_path / "code was run").exists()
+
+
+def edited(folder: Path, change: Callable[[Metadata], Any]) -> None:
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def place(metadata: Metadata, key: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(FileError, match=message) as caught:
+        ba.Posterior.from_checkpoint(folder, network(), n_data=100)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["planner_data", "storage_data", "state_dict_metadata", "storage_meta", "version"])
+def test_a_list_of_contents_that_would_run_code(where: str, folder: Path, marker: Path) -> None:
+    edited(folder, lambda metadata: setattr(metadata, where, Evil(marker)))
+    refused(folder, r"would call \w+\.mkdir.*made to run code")
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    refused(folder, "made to run code")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("torch", "load"), ("torch.serialization", "load"), ("builtins", "getattr"), ("builtins", "eval"), ("io", "open")],
+)
+def test_nothing_of_torch_or_python_can_be_called(module: str, name: str, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"\x80\x04" + f"c{module}\n{name}\n".encode() + b")R.")
+    refused(folder, rf"would call {module}\.{name}|truncated, damaged")
+
+
+@pytest.mark.parametrize("key", ["epoch", "model.0.weight", "optimizer.state.0.exp_avg_sq"])
+def test_a_piece_that_would_run_code(key: str, folder: Path, marker: Path) -> None:
+    torch.save(Evil(marker), folder / "evil.distcp")
+
+    def change(metadata: Metadata) -> None:
+        info = place(metadata, key)
+        info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
+
+    edited(folder, change)
+    refused(folder, r"would call \w+\.mkdir.*made to run code")
+
+
+def test_a_missing_file(folder: Path) -> None:
+    next(folder.glob("*.distcp")).rename(folder / "other.distcp")
+    refused(folder, r"has no __0_0\.distcp.*copy those of all machines")
+
+
+def test_a_missing_rank(two_ranks: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_ranks / "names", tmp_path / "names")
+    (tmp_path / "names" / "__1_0.distcp").unlink()
+    refused(tmp_path / "names", r"has no __1_0\.distcp.*1 such files are there")
+
+
+def test_a_truncated_file(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(folder, "is truncated: .* should end at byte")
+
+
+def test_a_damaged_piece(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    refused(folder, "truncated, damaged")
+
+
+def test_a_hole(two_ranks: Path, tmp_path: Path) -> None:
+    for number, change in enumerate(
+        (
+            lambda metadata: metadata.state_dict_metadata["model.0.weight"].chunks.pop(),
+            lambda metadata: metadata.storage_data.pop(
+                next(i for i in metadata.storage_data if i.fqn == "model.0.weight" and i.offset[0] > 0)
+            ),
+        )
+    ):
+        copy = tmp_path / str(number)
+        shutil.copytree(two_ranks / "names", copy)
+        edited(copy, change)
+        refused(copy, r"the whole of 'model\.0\.weight', of shape \(5, 3\): 1 pieces are there and leave a hole")
+
+
+def test_the_files_of_another_save(folder: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        one, other = place(metadata, "model.0.weight"), place(metadata, "model.3.weight")
+        one.offset, one.length = other.offset, other.length
+
+    edited(folder, change)
+    refused(folder, r"float32 of \(5, 5\) where 'model\.0\.weight' should have torch\.float32 of \(5, 3\)")
+
+
+@pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../secret", "c:secret", "..\\secret"])
+def test_a_name_that_leads_out_of_the_folder(name: str, folder: Path) -> None:
+    shutil.copy(next(folder.glob("*.distcp")), folder.parent / "secret.distcp")
+    edited(folder, lambda metadata: setattr(place(metadata, "model.0.weight"), "relative_path", name))
+    refused(folder, "outside of the folder")
+
+
+def test_no_record_of_the_nesting(folder: Path) -> None:
+    edited(folder, lambda metadata: setattr(metadata, "planner_data", None))
+    refused(folder, "no planner_data.*default planner")
+
+
+def test_an_extension_of_the_writer(folder: Path) -> None:
+    edited(folder, lambda metadata: setattr(place(metadata, "model.0.bias"), "transform_descriptors", ["zstd"]))
+    refused(folder, "zstd.*without extensions")
+
+
+def test_a_save_that_did_not_finish(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").unlink()
+    refused(folder, "written last: the save did not finish")
+    for damaged in (b"", whole[: len(whole) // 2], b"\x80\x04garbage", pickle.dumps(3), pickle.dumps({"a": 1})):
+        (folder / ".metadata").write_bytes(damaged)
+        refused(folder, "truncated, damaged")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.planner_data.update({"epoch": ()}),
+        lambda m: m.planner_data.update({"epoch": ("model", "0.weight", "below")}),
+        lambda m: m.planner_data.update({"epoch": ("x",) * 5000}),
+        lambda m: m.planner_data.update({"epoch": (1.5,)}),
+        lambda m: setattr(m, "storage_data", {}),
+        lambda m: setattr(m, "state_dict_metadata", [1]),
+        lambda m: setattr(m.state_dict_metadata["model.0.weight"], "size", torch.Size([7, 3])),
+        lambda m: setattr(m.state_dict_metadata["model.0.weight"], "size", torch.Size([2, 3])),
+        lambda m: setattr(m.state_dict_metadata["model.0.weight"], "size", torch.Size([15])),
+        lambda m: setattr(place(m, "model.0.weight"), "offset", -5),
+        lambda m: setattr(place(m, "model.0.weight"), "length", 10**15),
+        lambda m: setattr(place(m, "model.0.weight"), "relative_path", 3),
+    ],
+)
+def test_nonsense_in_the_list_of_contents(change: Callable[[Metadata], Any], folder: Path) -> None:
+    edited(folder, change)
+    with pytest.raises(BayesAdamError):
+        ba.Posterior.from_checkpoint(folder, network(), n_data=100)
+
+
+def test_boxes_that_fill_a_tensor_or_do_not() -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=random))
+
+    told = set()
+    for _ in range(300):
+        shape = (draw(4), 1 + draw(3))
+        boxes = [((draw(4), draw(3)), (draw(4), draw(3))) for _ in range(draw(6))]
+        count: Tensor = torch.zeros(shape, dtype=torch.bool)
+        inside = all(o + s <= edge for box in boxes for o, s, edge in zip(*box, shape, strict=True))
+        for (row, column), (height, width) in boxes:
+            count[row : row + height, column : column + width] = True
+        expected = inside and bool(count.all())
+        told.add(expected)
+        assert covers(shape, boxes) == expected
+    assert told == {True, False}
+
+
+if __name__ == "__main__":
+    rank(*map(int, sys.argv[1:3]), Path(sys.argv[3]))

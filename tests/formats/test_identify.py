@@ -1,0 +1,307 @@
+"""The optimiser is called by its name: as its groups tell it, and where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import bayesadam as ba
+from bayesadam.errors import StateError
+from bayesadam.inspect import inspect_checkpoint
+from bayesadam.readers import reader_named
+from bayesadam.readers.formats import identify_reader, match_checkpoint, read_checkpoint
+from bayesadam.readers.formats.identify import read_alike
+from cases import mlp, train
+
+Make = Callable[[Iterable[Any]], Optimizer]
+BOTH = "adam or adamw"
+
+# What each torch put into the groups of Adam and of AdamW, beside the learning rate, betas, eps and weight decay.
+LAYOUTS = [
+    ("1.2", "amsgrad", BOTH, "amsgrad", BOTH),
+    ("1.11", "amsgrad maximize", BOTH, "amsgrad maximize", BOTH),
+    ("1.12", "amsgrad maximize foreach capturable", "adam", "amsgrad foreach maximize capturable", "adamw"),
+    (
+        "1.13",
+        "amsgrad maximize foreach capturable differentiable fused",
+        "adam",
+        "amsgrad foreach maximize capturable differentiable",
+        "adamw",
+    ),
+    (
+        "2.6",
+        "amsgrad maximize foreach capturable differentiable fused",
+        "adam",
+        "amsgrad foreach maximize capturable differentiable fused",
+        "adamw",
+    ),
+]
+
+
+def state_of(make: Make) -> dict[str, Any]:
+    net = mlp(3, 4, 1)
+    live = make(net.parameters())
+    train(net, live, steps=2)
+    return live.state_dict()
+
+
+def grouped(*groups: dict[str, Any], entries: Iterable[str] = ("exp_avg", "exp_avg_sq")) -> dict[str, Any]:
+    """A state with one parameter to each group."""
+    state = {"step": torch.tensor(3.0)} | {entry: torch.ones(2) for entry in entries}
+    return {
+        "state": {key: dict(state) for key in range(len(groups))},
+        "param_groups": [{**group, "params": [key]} for key, group in enumerate(groups)],
+    }
+
+
+def old_group(entries: str, *, weight_decay: float = 0.01) -> dict[str, Any]:
+    group: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
+    return group | dict.fromkeys(entries.split())
+
+
+def saved(path: Path, model: torch.nn.Module, state: dict[str, Any]) -> Path:
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    return path
+
+
+# --- Adam or AdamW --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.Adam, "adam"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.01), "adam"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.01, amsgrad=True), "adam"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.01, decoupled_weight_decay=True), "adamw"),
+        (torch.optim.AdamW, "adamw"),
+        (lambda p: torch.optim.AdamW(p, weight_decay=0.0), "adamw"),
+        (lambda p: torch.optim.AdamW([{"params": list(p), "weight_decay": 0.1, "foreach": False}]), "adamw"),
+        (torch.optim.NAdam, "nadam"),
+        (lambda p: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True), "nadam"),
+        (torch.optim.RAdam, "radam"),
+        (lambda p: torch.optim.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True), "radam"),
+        (torch.optim.RMSprop, "rmsprop"),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True, weight_decay=0.1), "rmsprop"),
+        (torch.optim.Adagrad, "adagrad"),
+        (torch.optim.Adadelta, "adadelta"),
+        (torch.optim.Adamax, "adamax"),
+        (torch.optim.Adafactor, "adafactor"),
+    ],
+)
+def test_the_class_that_wrote_a_state_is_named(make: Make, expected: str) -> None:
+    assert identify_reader(state_of(make)).name == expected
+
+
+def test_a_sparse_adam_is_named() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    live = torch.optim.SparseAdam(table.parameters())
+    table(torch.tensor([1, 3])).sum().backward()
+    live.step()
+    assert identify_reader(live.state_dict()).name == "sparseadam"
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize(("version", "adam", "adam_name", "adamw", "adamw_name"), LAYOUTS, ids=lambda value: value)
+def test_older_versions_of_torch(
+    version: str, adam: str, adam_name: str, adamw: str, adamw_name: str, weight_decay: float
+) -> None:
+    for entries, expected in ((adam, adam_name), (adamw, adamw_name)):
+        group = old_group(entries, weight_decay=weight_decay)
+        assert identify_reader(grouped(group)).name == expected, version
+        # A learning-rate scheduler adds its own behind them; a user's own come before them.
+        later = {"weight_decay": weight_decay, **group, "initial_lr": 1e-3}
+        assert identify_reader(grouped(later)).name == expected
+        # Whoever sorted the entries, or kept some of them, left nothing to tell by.
+        assert identify_reader(grouped(dict(sorted(group.items())))).name == BOTH
+
+
+def test_the_flag_of_newer_versions_needs_no_order() -> None:
+    for flag, expected in ((False, "adam"), (True, "adamw")):
+        for layout in (LAYOUTS[2][3], LAYOUTS[-1][1], LAYOUTS[-1][3]):
+            # An older state that a newer torch resumed keeps its order.
+            group = old_group(layout) | {"decoupled_weight_decay": flag}
+            assert identify_reader(grouped(group)).name == expected
+            assert identify_reader(grouped(dict(sorted(group.items())))).name == expected
+
+
+def test_entries_that_a_user_put_into_a_group_do_not_mislead() -> None:
+    group = {"maximize": False, **old_group("amsgrad foreach capturable")}
+    assert identify_reader(grouped(group)).name == BOTH
+    group = {"foreach": False, **old_group("amsgrad maximize capturable")}
+    assert identify_reader(grouped(group)).name == BOTH
+
+
+def test_a_group_that_tells_speaks_for_those_that_do_not() -> None:
+    adam, adamw = (old_group(entries) for entries in (LAYOUTS[2][1], LAYOUTS[2][3]))
+    silent = dict(sorted(adamw.items()))
+    assert identify_reader(grouped(silent, adamw)).name == "adamw"
+    assert identify_reader(grouped(adam, silent)).name == "adam"
+    assert identify_reader(grouped(adam, adamw)).name == BOTH
+
+
+def test_the_adamw_of_transformers_and_of_timm() -> None:
+    assert identify_reader(grouped(old_group("correct_bias"))).name == "adamw"
+    timm = "amsgrad caution corrected_weight_decay foreach maximize capturable"
+    assert identify_reader(grouped(old_group(timm))).name == "adamw"
+
+
+def test_a_recorded_class_wins_over_the_order() -> None:
+    state = grouped(old_group(LAYOUTS[2][1]))
+    assert identify_reader(state, "AdamW").name == "adamw"
+    assert identify_reader(grouped(old_group("amsgrad")), "torch.optim.adam.Adam").name == "adam"
+    assert identify_reader(state_of(torch.optim.AdamW), "Adam").name == "adam"
+
+
+def test_either_is_read_as_both_are_and_says_what_follows() -> None:
+    either = identify_reader(grouped(old_group("amsgrad", weight_decay=0.01)))
+    assert "0.01 is AdamW's default" in either.note
+    assert "N × the weight decay" in either.note
+    assert "before they are squared" in either.note
+    assert "default" not in identify_reader(grouped(old_group("amsgrad", weight_decay=0.1))).note
+    assert "the same" in identify_reader(grouped(old_group("amsgrad", weight_decay=0.0))).note
+    assert not either.couples_decay({"weight_decay": 0.01})
+    assert read_alike(either) == ("nadam", "radam", "sparseadam")
+    assert set(read_alike(reader_named("adam"))) == {"adamw", *read_alike(either)}
+
+
+def test_either_gives_the_numbers_of_both(tmp_path: Path) -> None:
+    net = mlp(3, 5, 1)
+    live = torch.optim.Adam(net.parameters(), weight_decay=0.01)
+    train(net, live)
+    state = live.state_dict()
+    state["param_groups"] = [{**old_group("amsgrad"), "params": group["params"]} for group in state["param_groups"]]
+    path = saved(tmp_path / "c.pt", net, state)
+    found = inspect_checkpoint(path, n_data=100)
+    assert found.optimizer == BOTH
+    assert found.diagnosis.summary.startswith("c.pt trained by adam or adamw:")
+    assert "coupled-decay" not in found.diagnosis.codes()
+    (remark,) = [finding for finding in found.diagnosis.findings if finding.code == "optimizer"]
+    assert "optimizer='adam' or 'adamw' (--optimizer)" in remark.message
+    for name in ("adam", "adamw"):
+        said = inspect_checkpoint(path, n_data=100, optimizer=name)
+        assert said.optimizer == name
+        assert said.parameters == found.parameters
+        assert ("coupled-decay" in said.diagnosis.codes()) == (name == "adam")
+    posterior = ba.Posterior.from_checkpoint(path, mlp(3, 5, 1), n_data=100)
+    assert set(posterior.prior_precision.values()) == {1.0}
+
+
+def test_adam_with_decay_is_told_that_it_leaks_into_v(tmp_path: Path) -> None:
+    net = mlp(3, 5, 1)
+    live = torch.optim.Adam(net.parameters(), weight_decay=0.01)
+    train(net, live)
+    found = inspect_checkpoint(saved(tmp_path / "c.pt", net, live.state_dict()))
+    assert found.optimizer == "adam"
+    assert "coupled-decay" in found.diagnosis.codes()
+
+
+# --- optimisers without a second moment -----------------------------------------------------------------------------
+
+
+class LionLike(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.01)
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3), "is SGD without momentum, its state is empty"),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), r"is SGD with momentum, .*'momentum_buffer'"),
+    "rprop": (torch.optim.Rprop, "is Rprop, which keeps no second moment"),
+    "asgd": (torch.optim.ASGD, "is ASGD, which keeps no second moment"),
+    "lion": (LionLike, "is Lion, which keeps no second moment"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimiser_without_a_second_moment_is_named(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(StateError, match=f"^the optimiser {message}.*optimizer='ogd'"):
+        identify_reader(state_of(make))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_named_before_any_complaint_about_the_weights(name: str, tmp_path: Path) -> None:
+    """Two groups of equal shapes that nothing can match."""
+    make, message = REFUSED[name]
+    net = mlp(3, 3, 3)
+    weights, biases = ([p for p in net.parameters() if p.dim() == n] for n in (2, 1))
+    live = make([{"params": biases}, {"params": weights}])  # type: ignore[list-item]
+    train(net, live, steps=2)
+    for model in (mlp(3, 3, 3), mlp(3, 7, 3)):
+        path = saved(tmp_path / "c.pt", model, live.state_dict())
+        with pytest.raises(StateError, match=message):
+            match_checkpoint(read_checkpoint(path))
+        with pytest.raises(StateError, match=message):
+            ba.Posterior.from_checkpoint(path, net, n_data=10)
+
+
+def test_lbfgs_is_named() -> None:
+    net = mlp(3, 4, 1)
+    live = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def closure() -> torch.Tensor:
+        live.zero_grad()
+        loss: torch.Tensor = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    live.step(closure)
+    with pytest.raises(StateError, match="is LBFGS, which keeps no second moment"):
+        identify_reader(live.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("group", "entries", "message"),
+    [
+        ({"momentum": 0.9, "dampening": 0, "trust_coeff": 0.1}, {"momentum_buffer"}, "is Lars, "),
+        ({"momentum": 0.9, "nesterov": True, "ns_steps": 5}, {"momentum_buffer"}, "is Muon, "),
+        ({"lr": 0.1}, {"momentum_buffer"}, "is SGD with momentum, LARS or Muon, "),
+        ({"betas": (0.9, 0.99)}, {"exp_avg"}, "is Lion, "),
+        ({"betas": (0.9, 0.99), "eps": 0.0}, {"state1"}, "is Lion, SGD or another .* of bitsandbytes, "),
+        # Adam's own, of which someone has removed the second moment.
+        ({"betas": (0.9, 0.99), "eps": 1e-8}, {"exp_avg"}, "no reader finds a second moment"),
+        ({"eps": (1e-30, 1e-3)}, {"exp_avg_sq_row", "exp_avg_sq_col"}, "Adafactor of transformers"),
+    ],
+)
+def test_others_are_named_by_what_they_keep(group: Any, entries: set[str], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        identify_reader(grouped(group, entries=entries))
+
+
+def test_a_recorded_class_is_named() -> None:
+    state = grouped({"lr": 0.1}, entries={"momentum_buffer"})
+    with pytest.raises(StateError, match="is Muon, which keeps no second moment"):
+        identify_reader(state, "torch.optim.Muon")
+
+
+# --- no step taken --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad]
+)
+def test_no_step_taken_is_told_before_any_complaint_about_the_weights(make: Make, tmp_path: Path) -> None:
+    net = mlp(3, 3, 3)
+    weights, biases = ([p for p in net.parameters() if p.dim() == n] for n in (2, 1))
+    live = make([{"params": biases}, {"params": weights}])  # type: ignore[list-item]
+    read = read_checkpoint(saved(tmp_path / "c.pt", net, live.state_dict()))
+    with pytest.raises(StateError, match="has not taken a step yet: train first"):
+        match_checkpoint(read)
+
+
+def test_an_empty_state_of_nobody_known() -> None:
+    with pytest.raises(StateError, match="empty: it has not taken a step, or is SGD without momentum"):
+        identify_reader({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]})

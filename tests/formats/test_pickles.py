@@ -1,0 +1,435 @@
+"""What trainers save with the tensors is passed over and passed on; nothing of it can run code, whatever the file says."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import enum
+import fractions
+import functools
+import io
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import types
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import FileError
+from bayesadam.readers.formats import pickles, read_checkpoint
+from bayesadam.readers.formats.resolve import explain
+from bayesadam.readers.formats.torch_pickles import BUILDERS, Storage, tensor
+from cases import trained
+
+UTC = datetime.timezone.utc
+BESIDE = {
+    "namespace": argparse.Namespace(lr=0.1, out=Path("runs/1"), layers=[3, 5], best=np.float64(0.5)),
+    "simple": types.SimpleNamespace(lr=0.1),
+    "float64": np.float64(0.25),
+    "float32": np.float32(0.25),
+    "int64": np.int64(-7),
+    "bool": np.bool_(True),
+    "str": np.str_("größer"),
+    "empty str": np.str_(""),
+    "array": np.arange(6.0).reshape(2, 3),
+    "columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "nothing": np.zeros((0, 3), np.float16),
+    "words": np.array(["a", "bcd"]),
+    "point": np.array(3 + 1j),
+    "dtype": np.dtype("f4"),
+    "random": np.random.RandomState(0).get_state(),
+    "path": Path("runs") / "last",
+    "other path": pathlib.PureWindowsPath("c:\\runs"),
+    "defaultdict": collections.defaultdict(list, {"loss": [1.0, np.float32(2.0)]}),
+    "empty defaultdict": collections.defaultdict(int),
+    "counter": collections.Counter("aab"),
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "when": datetime.datetime(2024, 2, 29, 12, tzinfo=UTC),
+    "day": datetime.date(2024, 2, 29),
+    "took": datetime.timedelta(hours=2),
+    "nested": [{"deep": (np.float64(1.0), {"set"})}],
+}
+
+
+class Counted:
+    """Counts how often it is made."""
+
+    made = 0
+
+    def __init__(self, *_: Any) -> None:
+        type(self).made += 1
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def check(path: Path, pair: Any) -> None:
+    """The file is read, and its curvature is the live one."""
+    expected = ba.readers.read_optimizer(*pair).second_moment
+    found = ba.readers.formats.read_curvature(read_checkpoint(path)).second_moment
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], v) for name, v in expected.items())
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return trained(3, 5, 2, weight_decay=0.1)
+
+
+def saved(path: Path, pair: tuple[nn.Module, torch.optim.Optimizer], /, **more: Any) -> Path:
+    torch.save({"model": pair[0].state_dict(), "optimizer": pair[1].state_dict(), **more}, path)
+    return path
+
+
+def edited(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """The file with its pickle changed."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, change(content) if name.endswith("data.pkl") else content)
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_it_is_read_and_a_pruned_file_has_it_again(key: str, pair: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", pair, extra=BESIDE[key])
+    check(path, pair)
+    ba.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    # Our own file of a moment ago: read as its author would.
+    again = torch.load(tmp_path / "out.pt", weights_only=False)["extra"]
+    assert type(again) is type(BESIDE[key])
+    assert same(again, BESIDE[key])
+    assert getattr(again, "default_factory", None) is getattr(BESIDE[key], "default_factory", None)
+
+
+@pytest.mark.parametrize("core", ["_core", "core"])
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_the_names_of_every_numpy_and_python(core: str, module: str, pair: Any, tmp_path: Path) -> None:
+    def change(content: bytes) -> bytes:
+        content, count = re.subn(rb"numpy\._?core\.", f"numpy.{core}.".encode(), content)
+        content, others = re.subn(rb"cpathlib(\._local)?\n", f"c{module}\n".encode(), content)
+        assert count >= 2
+        assert others == 1
+        return content
+
+    more = {"n_data": np.int64(60), "rng": BESIDE["random"], "path": Path("runs")}
+    read = read_checkpoint(edited(saved(tmp_path / "c.pt", pair, **more), change))
+    assert read.recorded.n_data == 60
+    assert type(read.recorded.n_data) is int
+
+
+def test_numbers_of_numpy_in_the_optimiser_are_numbers(pair: Any, tmp_path: Path) -> None:
+    pair[1].param_groups[0]["weight_decay"] = np.float32(0.25)
+    pair[1].param_groups[0]["lr"] = np.float64(0.1)
+    path = saved(tmp_path / "c.pt", pair, n_data=np.int32(100))
+    posterior = ba.Posterior.from_checkpoint(path, nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)))
+    assert set(posterior.prior_precision.values()) == {25.0}
+
+
+# --- nothing runs ---------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Pickled as a call, as a hostile file would be."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments
+
+
+class Built(Call):
+    """The same with a state for what was made."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], state: Any) -> None:
+        super().__init__(function, *arguments)
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments, self.state
+
+
+@contextmanager
+def audited(allowed: frozenset[str] = frozenset()) -> Iterator[list[str]]:
+    """The names of what is imported, opened for writing, compiled or started meanwhile."""
+    events: list[str] = []
+    watched = {"import", "compile", "exec", "os.system", "subprocess.Popen", "os.mkdir", "os.remove", "socket.connect"}
+    on = threading.local()
+    on.here = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if getattr(on, "here", False) and event in watched - allowed:
+            events.append(f"{event} {arguments[:1]}")
+
+    sys.addaudithook(hook)
+    try:
+        yield events
+    finally:
+        on.here = False
+
+
+@pytest.mark.parametrize("function", [eval, exec, open, print, os.mkdir, os.system, subprocess.run, shutil.rmtree])
+def test_a_file_that_is_made_to_run_code_is_refused(function: Any, pair: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", pair, args={"deep": [Call(function, str(tmp_path / "made"))]})
+    with (
+        audited() as events,
+        pytest.raises(FileError, match=r"would call \S+ if it were unpickled.*[Nn]othing was run"),
+    ):
+        read_checkpoint(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert not events
+
+
+@pytest.mark.parametrize("function", [getattr, np.load, np.fromfile, np.memmap, pathlib.Path.write_text, type, Counted])
+def test_nothing_else_is_called_either(function: Any, pair: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", pair, args={"deep": [Call(function, str(tmp_path / "made"))]})
+    Counted.made = 0
+    with audited() as events:
+        check(path, pair)
+    assert list(tmp_path.iterdir()) == [path]
+    assert not events
+    assert Counted.made == 0
+
+
+def test_what_is_built_calls_nothing_that_the_file_gives_it(pair: Any, tmp_path: Path) -> None:
+    hooks = dict.fromkeys(("__setstate__", "__reduce_ex__", "__reduce__", "__class__", "__len__"), Call(Counted))
+    Counted.made = 0
+    check(saved(tmp_path / "c.pt", pair, args=Built(argparse.Namespace, (), hooks)), pair)
+    assert Counted.made == 0
+
+
+HUGE = (2**61, 8)
+F8 = np.dtype("f8")
+# A field of objects that its flags deny: numpy's own reader would take the bytes for addresses.
+LYING = Built(np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0))
+RECONSTRUCT = np.zeros(1).__reduce__()[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Built(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (1,), LYING, False, b"\x41" * 8)),
+        Built(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (4,), F8, False, b"\x41" * 8)),
+        Built(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, HUGE, F8, False, b"")),
+        Built(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (-1,), F8, False, b"")),
+        Built(RECONSTRUCT, (np.ndarray, (0,), b"b"), "not a state"),
+        Call(np.ndarray, HUGE),
+        Call(np.float64(0).__reduce__()[0], F8, b"\x41" * 7),
+        Call(np.float64(0).__reduce__()[0], np.dtype("O"), b"\x41" * 8),
+        np.array([1, None], dtype=object),
+        np.zeros(2, dtype=[("a", "f4")]),
+    ],
+    ids=range(10),
+)
+def test_bytes_are_never_taken_for_more_than_numbers(value: Any, pair: Any, tmp_path: Path) -> None:
+    check(saved(tmp_path / "c.pt", pair, value=value), pair)
+
+
+def test_several_threads_read_at_once(pair: Any, tmp_path: Path) -> None:
+    path, failures = saved(tmp_path / "c.pt", pair, **BESIDE), []
+
+    def read() -> None:
+        try:
+            for _ in range(10):
+                read_checkpoint(path)
+        except FileError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class Mine:
+    """A class that nobody here knows."""
+
+    def __init__(self) -> None:
+        self.lr, self.other = 0.1, [self]
+
+
+class Words(dict[str, int]):
+    """A dictionary of one's own."""
+
+
+UNKNOWN = {
+    "object": Mine(),
+    "class": torch.optim.Adam,
+    "function": Mine.__init__,
+    "dictionary": Words(a=1),
+    "partial": functools.partial(Mine),
+    "exception": ValueError("no"),
+    "enum": Colour.RED,
+    "several": [Mine(), Words(), torch.optim.Adam, torch.device("cpu"), torch.float16],
+    "module": nn.Linear(2, 2),
+    "loader": torch.utils.data.TensorDataset(torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_classes_beside_the_tensors_do_not_matter_and_stay_in_a_pruned_file(
+    key: str, pair: Any, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "c.pt", pair, config=UNKNOWN[key])
+    check(path, pair)
+    ba.prune_checkpoint(path, tmp_path / "out.pt", 0.5)
+    with zipfile.ZipFile(path) as one, zipfile.ZipFile(tmp_path / "out.pt") as other:
+        pickled = [
+            archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))) for archive in (one, other)
+        ]
+    assert pickled[0] == pickled[1]
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert type(found["config"]) is type(UNKNOWN[key])
+    weights = torch.cat([w.flatten() for w in found["model"].values() if w.dim() > 1])
+    assert 0.3 < (weights == 0).double().mean() < 0.7
+
+
+def test_a_package_of_the_users_may_have_the_name_of_one_of_pythons(pair: Any, tmp_path: Path) -> None:
+    def change(content: bytes) -> bytes:
+        module = Mine.__module__.encode()
+        assert module in content
+        return content.replace(b"c" + module + b"\n", b"ccode.models\n")
+
+    check(edited(saved(tmp_path / "c.pt", pair, config=Mine()), change), pair)
+
+
+def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) -> None:
+    torch.save(Mine(), tmp_path / "c.pt")
+    with pytest.raises(FileError, match=r"holds a \S*test_pickles\.Mine, not a dictionary"):
+        read_checkpoint(tmp_path / "c.pt")
+    torch.save({"config": Mine(), "epoch": 3}, tmp_path / "c.pt")
+    with pytest.raises(FileError, match=r"found 'config' \(\S*test_pickles\.Mine\), 'epoch' \(int\)"):
+        read_checkpoint(tmp_path / "c.pt")
+
+
+# --- the machine ----------------------------------------------------------------------------------------------------
+
+
+def loaded(content: bytes) -> Any:
+    return pickles.load(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
+
+
+PLAIN = [
+    None, True, False, 0, -1, 255, 70000, -(2**40), 2**200, 1.5, float("inf"), "", "größer", "x" * 300, b"", b"ab", (), (1,),
+    (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, [3]]], {}, {"a": {"b": 1}, 3: (4, 5)}, OrderedDict(b=1, a=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_data_is_what_pickle_makes_of_it(protocol: int) -> None:
+    for value in [*PLAIN, PLAIN]:
+        found = loaded(pickle.dumps(value, protocol))
+        assert found == value
+        assert type(found) is type(value)
+
+
+def test_what_is_shared_stays_shared_and_what_refers_to_itself_does() -> None:
+    inner: list[Any] = [1]
+    found = loaded(pickle.dumps([inner, inner]))
+    assert found[0] is found[1]
+    inner.append(inner)
+    found = loaded(pickle.dumps(inner))
+    assert found[1] is found
+
+
+BAD = {
+    "nothing": b"",
+    "no end": b"\x80\x02]",
+    "an empty stack": b".",
+    "no mark": b"\x80\x02t.",
+    "an unknown opcode": b"\x80\x02\xff.",
+    "a length beyond the end": b"\x80\x04\x8e" + b"\xff" * 8 + b"ab.",
+    "a text beyond the end": b"\x80\x02X\xff\xff\xff\x7fab.",
+    "a call without arguments": b"\x80\x02cos\nsystem\nR.",
+    "arguments that are no tuple": b"\x80\x02ccollections\nOrderedDict\n]R.",
+    "a call of a number": b"\x80\x02K\x01)R.",
+    "items of a number": b"\x80\x02K\x01K\x02a.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a reference outside": b"\x80\x02K\x01Q.",
+    "a memo that is not there": b"\x80\x02h\x07.",
+    "a list as a key": b"\x80\x02}]K\x01s.",
+    "a key that is nested deeply": b"\x80\x02}" + b"K\x01" + b"\x85" * 100_000 + b"K\x02s.",
+    "a key of one tuple a billion times": b"\x80\x02}(K\x01K\x01t"
+    + b"".join(b"q\x00h\x00h\x00h\x00\x87" for _ in range(40))
+    + b"K\x02s.",
+    "keys of one hash": b"\x80\x02}\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"K\x01s.",
+    "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
+    "bytes out of band": b"\x80\x05\x97.",
+    "pairs without a partner": b"\x80\x02}(K\x01u.",
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_pickle_that_makes_no_sense_ends_in_an_error(content: bytes) -> None:
+    with pytest.raises(pickles.BadPickle):
+        loaded(content)
+
+
+def test_a_billion_laughs_take_neither_time_nor_memory(pair: Any, tmp_path: Path) -> None:
+    laughs: Any = ["ha"]
+    for _ in range(60):
+        laughs = [laughs] * 10
+    deep: Any = ()
+    for _ in range(400):
+        deep = (deep,)
+    check(saved(tmp_path / "c.pt", pair, laughs=laughs, deep=deep), pair)
+
+
+def test_a_value_in_a_message_is_short(tmp_path: Path) -> None:
+    laughs: Any = [0]
+    for _ in range(60):
+        laughs = [laughs] * 10
+    for value in (laughs, torch.ones(3), "x" * 1000, 10**5000, {"a": laughs}):
+        assert len(pickles.said(value)) < 20
+
+
+def test_all_classes_that_were_not_imported_are_named(pair: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", pair, beside=[argparse.Namespace(kind=Path("a")), fractions.Fraction(1, 2)])
+    (line,) = [line for line in explain(read_checkpoint(path)) if "imported" in line]
+    for name in ("argparse.Namespace", "fractions.Fraction", "pathlib."):
+        assert name in line
+
+
+def test_a_pickle_of_too_many_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickles, "_MOST_OPCODES", 1000)
+    with pytest.raises(pickles.BadPickle, match="more than 1,000 steps"):
+        loaded(b"\x80\x02" + b"N0" * 1000 + b"N.")
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((5,), (1,), 0), ((2,), (4,), 0), ((1,), (1,), 4), ((-1,), (1,), 0), ((2**40,), (0,), 0), ((2, 2), (1,), 0)],
+)
+def test_a_tensor_that_lies_outside_of_its_storage_is_damage(size: Any, stride: Any, offset: int) -> None:
+    storage = Storage(torch.zeros(4).untyped_storage(), torch.float32)
+    with pytest.raises(ValueError, match="a tensor of"):
+        tensor(storage, offset, size, stride)

@@ -1,0 +1,297 @@
+"""Files of every format that torch has had: read as the live optimiser has it, written again to the byte but for the weights."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import FileError
+from bayesadam.readers.formats import read_checkpoint
+from bayesadam.readers.formats.torch_files import Part, load_torch
+from cases import trained
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return trained(3, 5, 2, weight_decay=0.1)
+
+
+def tree(pair: Any) -> dict[str, Any]:
+    return {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict(), "epoch": 3}
+
+
+def check(path: Path, pair: Any, kind: str) -> None:
+    read = read_checkpoint(path)
+    expected = ba.readers.read_optimizer(*pair).second_moment
+    found = ba.readers.formats.read_curvature(read).second_moment
+    assert read.format == kind
+    assert read.recorded.epoch == 3
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], v) for name, v in expected.items())
+    assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
+
+
+def pruned(path: Path, out: Path) -> dict[str, Any]:
+    """Half of the weights at zero, as torch itself then reads the file."""
+    ba.prune_checkpoint(path, out, 0.5)
+    found: dict[str, Any] = torch.load(out, weights_only=False)
+    weights = torch.cat([w.flatten() for w in found["model"].values() if w.dim() > 1])
+    assert 0.3 < (weights == 0).double().mean() < 0.7
+    return found
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_every_protocol_of_torch_save(protocol: int, zipped: bool, pair: Any, tmp_path: Path) -> None:
+    path, saved = tmp_path / "c.pt", tree(pair)
+    torch.save(saved, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    check(path, pair, "torch" if zipped else "torch before 1.6")
+    found = pruned(path, tmp_path / "out.pt")
+    check_rest(found, saved)
+
+
+def check_rest(found: dict[str, Any], saved: dict[str, Any]) -> None:
+    assert found["epoch"] == saved["epoch"]
+    assert found["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
+    for key, state in saved["optimizer"]["state"].items():
+        assert all(torch.equal(found["optimizer"]["state"][key][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_tensors_in_a_plain_pickle(protocol: int, pair: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c.pkl"
+    path.write_bytes(pickle.dumps(tree(pair), protocol))
+    check(path, pair, "pickle")
+    with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
+        ba.prune_checkpoint(path, tmp_path / "out.pkl", 0.5)
+    assert not (tmp_path / "out.pkl").exists()
+    ba.prune_checkpoint(path, tmp_path / "out.safetensors", 0.5)
+
+
+class Reference:
+    """A tensor's key in a tar archive, as torch before 0.1.10 referred to it."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+class Pickler(pickle.Pickler):
+    def persistent_id(self, found: Any) -> Any:
+        return found.key if isinstance(found, Reference) else None
+
+
+def old_archive(path: Path, saved: Any) -> None:
+    """What torch before 0.1.10 wrote: storages, tensors and a pickle that refers to them, in one tar archive."""
+    storages, tensors = [], []
+
+    def referred(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return Reference(1000 + len(tensors))
+        if isinstance(value, dict):
+            return {key: referred(item) for key, item in value.items()}
+        return [referred(item) for item in value] if isinstance(value, list) else value
+
+    kept = referred(saved)
+    buffer = io.BytesIO()
+    Pickler(buffer, 2).dump(kept)
+    members = {"sys_info": pickle.dumps({"little_endian": True}, 2), "pickle": buffer.getvalue()}
+    storages = [pickle.dumps(len(tensors), 2)]
+    listed = [pickle.dumps(len(tensors), 2)]
+    for number, held in enumerate(tensors, 1):
+        values = held.detach().clone().contiguous()
+        storages.append(pickle.dumps((number, "cpu", torch.FloatStorage), 2))
+        storages.append(struct.pack("<q", values.numel()) + values.float().numpy().tobytes())
+        listed.append(pickle.dumps((1000 + number, number, torch.FloatTensor), 2))
+        numbers = (*values.shape, *values.stride(), 0)
+        listed.append(struct.pack("<ii", values.dim(), 0) + struct.pack(f"<{len(numbers)}q", *numbers))
+    members["storages"] = b"".join([*storages, pickle.dumps([], 2)])
+    members["tensors"] = b"".join(listed)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def test_the_tar_archives_of_the_first_torch(pair: Any, tmp_path: Path) -> None:
+    saved = tree(pair)
+    for state in saved["optimizer"]["state"].values():
+        state["step"] = int(state["step"])
+    path = tmp_path / "c.pt"
+    old_archive(path, {**saved, "model": dict(saved["model"])})
+    read = read_checkpoint(path)
+    assert read.format == "torch before 1.6"
+    expected = ba.readers.read_optimizer(*pair).second_moment
+    found = ba.readers.formats.read_curvature(read).second_moment
+    assert all(torch.equal(found[name], v) for name, v in expected.items())
+    assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_module_and_its_wrapper(zipped: bool, pair: Any, tmp_path: Path) -> None:
+    for model in (pair[0], nn.DataParallel(pair[0])):
+        saved = {"model": model, "optimizer": pair[1].state_dict(), "epoch": 3}
+        torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
+        check(tmp_path / "c.pt", pair, "torch" if zipped else "torch before 1.6")
+
+
+def test_the_tensors_of_a_module_are_those_of_its_state_dict(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model[2][1].weight = model[2][0].weight
+    model[1].register_buffer("fleeting", torch.zeros(3), persistent=False)
+    torch.save(model, tmp_path / "m.pt")
+    with Part.of(tmp_path / "m.pt") as part:
+        from bayesadam.readers.formats.modules import as_weights
+
+        found = as_weights(load_torch(part).tree)
+    expected = model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert found["2.0.weight"].data_ptr() == found["2.1.weight"].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_has_weights_and_no_state(pair: Any, tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(pair[0]), tmp_path / "m.pt")
+    with pytest.raises(FileError, match=r"no optimiser state.*optimizer_path="):
+        read_checkpoint(tmp_path / "m.pt")
+    torch.save(pair[1].state_dict(), tmp_path / "o.pt")
+    read = read_checkpoint(tmp_path / "m.pt", optimizer_path=tmp_path / "o.pt")
+    assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
+
+
+def test_a_zip_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    torch.save(
+        {"a": torch.ones(1000), "b": torch.zeros(7, dtype=torch.uint8), "c": torch.ones(3, dtype=torch.float64)}, path
+    )
+    with Part.of(path) as part:
+        loaded = load_torch(part)
+    file = path.read_bytes()
+    assert all(part.mapped is not None for part in loaded.parts.values())
+    for held, part in ((loaded.tree[name], loaded.parts[loaded.tree[name].data_ptr()]) for name in "abc"):
+        assert file[part.start : part.start + part.length] == held.numpy().tobytes()
+        assert sys.byteorder == "little"
+
+
+def test_views_and_tied_tensors_of_one_storage_stay_what_they_are(tmp_path: Path) -> None:
+    flat = torch.arange(24.0)
+    saved = {
+        "a": flat[:6].view(2, 3),
+        "t": flat[6:18].view(3, 4).t(),
+        "e": torch.ones(1).expand(5),
+        "again": flat[:6].view(2, 3),
+    }
+    for zipped in (True, False):
+        torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
+        with Part.of(tmp_path / "c.pt") as part:
+            found = load_torch(part).tree
+        assert all(
+            torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in saved.items()
+        )
+        assert found["a"].data_ptr() == found["again"].data_ptr()
+
+
+def test_a_pruned_file_can_be_mapped_and_is_aligned(pair: Any, tmp_path: Path) -> None:
+    torch.save(tree(pair), tmp_path / "c.pt")
+    pruned(tmp_path / "c.pt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)["epoch"] == 3
+    with Part.of(tmp_path / "out.pt") as part:
+        assert all(held.start % 64 == 0 for held in load_torch(part).parts.values())
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None
+
+
+def zipped_again(path: Path, pair: Any, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A file of torch's, zipped by another hand; members whose names end in a key have other bytes."""
+    torch.save(tree(pair), path.with_suffix(".first"))
+    with zipfile.ZipFile(path.with_suffix(".first")) as old, zipfile.ZipFile(path, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, next((changes[end] for end in changes if name.endswith(end)), old.read(name)))
+    return path
+
+
+def test_a_file_that_was_zipped_again_is_read(pair: Any, tmp_path: Path) -> None:
+    check(zipped_again(tmp_path / "d.pt", pair, {}), pair, "torch")
+
+
+def test_a_bomb_is_not_unpacked(pair: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="unpacks to more than 64 times its size"):
+        read_checkpoint(zipped_again(tmp_path / "d.pt", pair, {"/0": bytes(50_000_000)}))
+
+
+def test_many_small_bombs_are_one(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "d.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(40):
+            archive.writestr(f"{number}.pt", bytes(1_000_000))
+    with pytest.raises(FileError, match="unpacks to more than 64 times its size"):
+        read_checkpoint(tmp_path / "d.zip")
+
+
+def test_modules_that_share_modules_without_end_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bayesadam.readers.formats.modules._MOST_MODULES", 1000)
+    model: nn.Module = nn.Linear(1, 1)
+    for _ in range(40):
+        model = nn.Sequential(model, model)
+    torch.save({"model": model}, tmp_path / "c.pt")
+    with pytest.raises(FileError, match="more than 1,000 modules"):
+        read_checkpoint(tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_every_truncation_is_an_error_or_the_whole(zipped: bool, pair: Any, tmp_path: Path) -> None:
+    torch.save(tree(pair), tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
+    whole = (tmp_path / "c.pt").read_bytes()
+    for length in range(1, len(whole), max(1, len(whole) // 60)):
+        (tmp_path / "cut.pt").write_bytes(whole[:length])
+        with pytest.raises(FileError):
+            read_checkpoint(tmp_path / "cut.pt")
+
+
+def test_a_big_endian_file_is_told_as_such(pair: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="big-endian"):
+        read_checkpoint(zipped_again(tmp_path / "d.pt", pair, {"byteorder": b"big"}))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_optimiser_knows_its_parameters_by_their_memory(zipped: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    shuffled = [model[i] for i in (2, 0, 3, 1)]
+    groups = [{"params": [m.bias for m in shuffled]}, {"params": [m.weight for m in shuffled], "weight_decay": 0.1}]
+    live = torch.optim.Adam(groups)
+    model(torch.ones(1, 3)).sum().backward()
+    live.step()
+    torch.save({"model": model, "optimizer": live}, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
+    expected = ba.readers.read_optimizer(model, live).second_moment
+    found = ba.readers.formats.read_curvature(read_checkpoint(tmp_path / "c.pt")).second_moment
+    assert all(torch.equal(found[name], v) for name, v in expected.items())
+
+
+def test_several_networks_are_pruned_where_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(3, 4), nn.Linear(4, 5)
+    live = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
+    critic(actor(torch.ones(1, 3))).sum().backward()
+    live.step()
+    saved = {"actor": actor.state_dict(), "critic": critic.state_dict(), "optimizer": live.state_dict(), "epoch": 3}
+    torch.save(saved, tmp_path / "c.pt")
+    ba.prune_checkpoint(tmp_path / "c.pt", tmp_path / "out.pt", 0.5)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    check_rest(found, saved)
+    weights = torch.cat([found[part]["weight"].flatten() for part in ("actor", "critic")])
+    assert 0.3 < (weights == 0).double().mean() < 0.7
+    kept = torch.cat([saved[part]["weight"].flatten() for part in ("actor", "critic")])
+    assert torch.equal(weights[weights != 0], kept[weights != 0])

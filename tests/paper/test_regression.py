@@ -1,0 +1,194 @@
+"""Figure 1, made small."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.paper import regression
+from bayesadam.paper.methods import METHODS
+from bayesadam.paper.regression import (
+    METRICS,
+    RegressionSettings,
+    drawn,
+    fit_group,
+    groups,
+    picture,
+    run_regression,
+)
+from bayesadam.paper.work import Ledger
+from floats import approx
+
+SMALL = RegressionSettings(methods=("badam", "laplace-full", "mc-dropout"), n_seeds=2, epochs=5, n_test=30)
+
+
+def test_the_command_writes_its_figure_and_metrics(tmp_path):
+    paths = run_regression(seed=3, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
+    assert {path.name for path in paths} == {"figure1.png", "curves.json", "metrics.json"}
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert set(metrics["results"]) == set(SMALL.methods)
+    for scores in metrics["results"].values():
+        assert set(scores) == set(METRICS)
+        assert all(len(values) == 2 for values in scores.values())
+
+
+def results_of(folder):
+    return json.loads((folder / "metrics.json").read_text())["results"]
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_numbers_in_one_process_or_two(tmp_path):
+    for jobs in (1, 2):
+        run_regression(seed=0, out=tmp_path / str(jobs), quiet=True, settings=SMALL, jobs=jobs)
+    alone, together = results_of(tmp_path / "1"), results_of(tmp_path / "2")
+    for method, scores in alone.items():
+        for name, values in scores.items():
+            assert together[method][name] == approx(values, rel=1e-4)
+
+
+def test_data_lie_where_they_should_and_the_gap_is_empty():
+    train, held_out, inside, outside = drawn(0, SMALL)
+    for part in (train, held_out, inside):
+        assert part.x.min() >= 0
+        assert part.x.max() <= 0.5
+    assert not ((outside.x > 0) & (outside.x < 0.5)).any()
+    gap, *_ = drawn(0, RegressionSettings(gap=True))
+    assert not ((gap.x > 0.17) & (gap.x < 0.33)).any()
+
+
+def test_every_method_is_in_one_group():
+    settings = RegressionSettings()
+    jobs = groups(settings.methods)
+    assert sorted(name for job in jobs for name in job) == sorted(settings.methods)
+
+
+def test_panels_share_their_axes():
+    curves = dict(fit_group(SMALL.methods, seed=0, settings=SMALL))
+    axes = [a for a in picture(curves, 0, SMALL).axes if a.axison]
+    assert len({(a.get_xlim(), a.get_ylim()) for a in axes}) == 1
+    assert all(map(math.isfinite, curves[SMALL.methods[0]]["total_std"]))
+
+
+def test_unknown_methods_are_named():
+    with pytest.raises(SettingError, match="magic"):
+        RegressionSettings(methods=("magic",))
+
+
+def test_a_method_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+    def diverges(problem):
+        raise BayesAdamError("the variance must be finite")
+
+    monkeypatch.setattr(regression, "METHODS", {**regression.METHODS, "map": diverges})
+    settings = replace(SMALL, methods=("badam", "map"))
+    paths = run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    assert set(json.loads(paths[-1].read_text())["results"]) == {"badam"}
+    with pytest.raises(BayesAdamError, match="map: the variance"):
+        run_regression(seed=0, out=tmp_path, quiet=True, settings=replace(settings, methods=("map",)), jobs=1)
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+
+def stopping_at(method, monkeypatch):
+    """The methods called, in a list, and the clock at each call; the given one is stopped by Ctrl-C."""
+    calls = []
+
+    def noted(name):
+        def fit(problem):
+            calls.append((name, time.perf_counter()))
+            if name == method:
+                raise KeyboardInterrupt
+            return METHODS[name](problem)
+
+        return fit
+
+    monkeypatch.setattr(regression, "METHODS", {name: noted(name) for name in METHODS})
+    return calls
+
+
+@pytest.mark.parametrize("method", ["laplace-full", "mc-dropout"])
+def test_a_stopped_run_goes_on_with_the_very_same_numbers(method, tmp_path, monkeypatch):
+    given = {"seed": 3, "quiet": True, "settings": SMALL, "jobs": 1}
+    run_regression(out=tmp_path / "whole", **given)
+    cut = tmp_path / "cut"
+    stopped = stopping_at(method, monkeypatch)
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        run_regression(out=cut, **given)
+    took = time.perf_counter() - began
+    (ledger,) = cut.glob("unfinished-*.json")
+    kept = json.loads(ledger.read_text())
+    finished = [name for name, _ in stopped[:-1]]
+    assert set(kept) == {*finished, "seconds"}
+    assert stopped[-1][1] - stopped[0][1] <= kept["seconds"] <= took
+    ledger.write_text(json.dumps({**kept, "seconds": 1000.0}))
+    gone_on = stopping_at(None, monkeypatch)
+    began = time.perf_counter()
+    run_regression(out=cut, **given)
+    took = time.perf_counter() - began
+    # A method of the same group is not fitted again for the sake of the others.
+    assert not set(finished) & {name for name, _ in gone_on}
+    for name in ("curves.json", "figure1.png"):
+        assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert results_of(cut) == results_of(tmp_path / "whole")
+    assert 1000 < json.loads((cut / "metrics.json").read_text())["seconds"] <= 1000 + took
+    assert not list(cut.glob("unfinished*"))
+
+
+@pytest.mark.slow
+def test_other_settings_do_not_take_what_is_kept_and_other_methods_do(tmp_path, monkeypatch):
+    stopping_at("mc-dropout", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run_regression(seed=0, out=tmp_path, quiet=True, settings=SMALL, jobs=1)
+    (ledger,) = tmp_path.glob("unfinished-*.json")
+    calls = stopping_at(None, monkeypatch)
+    for seed, settings in ((1, SMALL), (0, replace(SMALL, epochs=6)), (0, replace(SMALL, gap=True))):
+        calls.clear()
+        run_regression(seed=seed, out=tmp_path, quiet=True, settings=settings, jobs=1)
+        assert [name for name, _ in calls] == list(SMALL.methods)
+        assert list(tmp_path.glob("unfinished-*.json")) == [ledger]
+    calls.clear()
+    settings = replace(SMALL, methods=("map", "badam"))
+    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    assert [name for name, _ in calls] == ["map"]
+    assert set(results_of(tmp_path)) == {"map", "badam"}
+    assert not list(tmp_path.glob("unfinished*"))
+
+
+def test_what_failed_is_tried_again_and_numbers_that_are_not_finite_are_kept(tmp_path, monkeypatch):
+    def fails(problem):
+        raise BayesAdamError("the variance must be finite")
+
+    def diverged(fitted, sets):
+        found = scored(fitted, sets)
+        return {**found, "scores": {**found["scores"], "nll_out": (math.inf, math.nan)}}
+
+    scored = regression._scored
+    settings = replace(SMALL, methods=("badam", "map", "mc-dropout"))
+    with monkeypatch.context() as patched:
+        patched.setattr(regression, "_scored", diverged)
+        stopping_at("mc-dropout", patched)
+        patched.setattr(regression, "METHODS", {**regression.METHODS, "map": fails})
+        with pytest.raises(KeyboardInterrupt):
+            run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    found = results_of(tmp_path)
+    assert set(found) == {"badam", "map", "mc-dropout"}
+    assert found["badam"]["nll_out"] == [None, None]
+    assert None not in found["map"]["nll_out"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"seconds": "long"}', '{"seconds": null}'])
+def test_a_damaged_ledger_counts_as_none(text, tmp_path):
+    settings = replace(SMALL, methods=("map",))
+    asked = {"seed": 0, "device": "cpu", **asdict(settings), "methods": None}
+    ledger = Ledger.of(tmp_path, asked)
+    ledger.path.write_text(text)
+    run_regression(seed=0, out=tmp_path, quiet=True, settings=settings, jobs=1)
+    assert set(results_of(tmp_path)) == {"map"}
+    assert not ledger.path.exists()

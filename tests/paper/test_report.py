@@ -1,0 +1,702 @@
+"""The report: what it takes, what it runs, what it claims, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from bayesadam.errors import BayesAdamError, DataError, FileError, SettingError
+from bayesadam.paper import report as command
+from bayesadam.paper.bandits import PAPER, BanditSettings
+from bayesadam.paper.pruning import FRACTIONS, PruningSettings
+from bayesadam.paper.regression import METRICS, RegressionSettings
+from bayesadam.paper.report import ReportSettings, run_report
+from bayesadam.paper.reporting.claims import CLAIMS, Verdict, judged, settings_note
+from bayesadam.paper.reporting.numbers import Sample, above
+from bayesadam.paper.reporting.page import Report, page
+from bayesadam.paper.reporting.runs import EXPERIMENTS, Finished, read
+from floats import approx
+
+NASTY = "</script><script>alert(\"1\")</script><img src=x onerror='y'>&amp;"
+METHODS = ("gp", "badam", "mc-dropout", "bbb", "vadam", "laplace-diagonal", "laplace-full")
+
+
+# --- runs with known numbers ------------------------------------------------------------------------------------------
+
+
+def regression_run(std: dict[str, tuple[float, float]] | None = None, seeds: int = 3, **settings) -> dict:
+    """Every score is its own number; `std` gives (in range, outside) by method."""
+    std = {m: (0.03 + 0.01 * k, 0.3 + 0.1 * k) for k, m in enumerate(METHODS)} | (std or {})
+    results = {}
+    for number, (method, (near, far)) in enumerate(std.items()):
+        scores = {name: [number + 0.1 * k + 0.001 * s for s in range(seeds)] for k, name in enumerate(METRICS)}
+        scores["std_in"] = [near + 1e-4 * s for s in range(seeds)]
+        scores["std_out"] = [far + 1e-3 * s for s in range(seeds)]
+        results[method] = scores
+    asked = {"methods": list(std), "n_seeds": seeds, "epochs": 20_000, "gap": False} | settings
+    return metrics("regression", asked, results)
+
+
+def pruning_run(levels: dict[tuple[str, str], dict[float, float]], seeds: int = 3, **settings) -> dict:
+    """Accuracy .98 at every fraction but those given."""
+    results: dict = {}
+    for (method, ranking), given in levels.items():
+        rows = [[given.get(f, 0.98) - 1e-4 * s for f in FRACTIONS] for s in range(seeds)]
+        results.setdefault(method, {})[ranking] = {"fractions": list(FRACTIONS), "accuracy": rows}
+    asked = {"data": "mnist", "methods": list(results), "n_seeds": seeds, "epochs": 100, "hidden": [400, 400]}
+    return metrics("pruning", asked | {"activation": "relu"} | settings, results)
+
+
+PRUNED = {
+    ("badam", "snr"): {0.75: 0.97, 0.9: 0.95, 0.95: 0.8},
+    ("badam", "magnitude"): {0.75: 0.9, 0.9: 0.3, 0.95: 0.1},
+    ("mc-dropout", "magnitude"): {0.75: 0.9, 0.9: 0.3, 0.95: 0.1},
+    ("bbb", "snr"): {0.75: 0.979, 0.9: 0.978, 0.95: 0.977},
+    ("vadam", "snr"): {0.75: 0.5, 0.9: 0.4, 0.95: 0.3},
+}
+
+
+def bandits_run(rewards: dict[str, dict[str, float]], runs: int = 4, **settings) -> dict:
+    results = {
+        problem: {
+            agent: {
+                "reward_ratio": [value + 0.001 * r for r in range(runs)],
+                "regret_ratio": [1 - value + 0.001 * r for r in range(runs)],
+                "rounds": 200,
+                "seconds": 1.0,
+                "points": list(range(1, 201)),
+                "regret_mean": [(1 - value) * t for t in range(1, 201)],
+                "regret_sd": [0.1 * t for t in range(1, 201)],
+            }
+            for agent, value in agents.items()
+        }
+        for problem, agents in rewards.items()
+    }
+    asked = {"problems": list(rewards), "agents": list(next(iter(rewards.values()))), "runs": runs, "rounds": None}
+    return metrics("bandits", asked | {"settings": "paper"} | settings, results)
+
+
+AS_IN_THE_PAPER = {
+    p: {a: PAPER[a][p][0] for a in PAPER} for p in ("mushroom", "financial", "jester", "statlog", "adult")
+}
+
+
+def metrics(name: str, settings: dict, results: dict) -> dict:
+    about = {"command": name, "version": "9.9", "seed": 0, "device": "cpu", "seconds": 61.0}
+    return {**about, "settings": settings, "results": results}
+
+
+def put(root: Path, name: str, content: dict) -> Path:
+    path = root / name / "metrics.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def put_curves(root: Path, methods=METHODS) -> dict:
+    xs = [-0.5 + 0.005 * k for k in range(341)]
+    curves = {
+        "x": xs,
+        "truth": [x * x for x in xs],
+        "train": {"x": [0.1, 0.2], "y": [0.0, 0.3]},
+        "methods": {m: {"mean": xs, "function_std": [0.1] * 341, "total_std": [0.123] * 341} for m in methods},
+    }
+    (root / "regression" / "curves.json").write_text(json.dumps(curves))
+    return curves
+
+
+@pytest.fixture
+def whole(tmp_path):
+    put(tmp_path, "regression", regression_run())
+    put_curves(tmp_path)
+    put(tmp_path, "pruning", pruning_run(PRUNED))
+    put(tmp_path, "bandits", bandits_run(AS_IN_THE_PAPER, runs=3))
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def refuse(**asked):
+        raise AssertionError(f"was run: {asked}")
+
+    for name in ("run_regression", "run_pruning", "run_bandits"):
+        monkeypatch.setattr(command, name, refuse)
+
+
+def reported(root: Path, **settings) -> tuple[str, dict]:
+    run_report(seed=0, out=root, quiet=True, settings=ReportSettings(**settings), device="cpu", jobs=1)
+    return (root / "report.html").read_text(encoding="utf-8"), json.loads((root / "report.json").read_text())
+
+
+def finished(content: dict) -> Finished:
+    return Finished(content["command"], content["command"], content, "0" * 64)
+
+
+def verdicts(*contents: dict) -> dict[str, Verdict]:
+    runs = {content["command"]: finished(content) for content in contents}
+    return {claim.key: judged(claim, runs.get(claim.experiment)).verdict for claim in CLAIMS}
+
+
+class Outline(HTMLParser):
+    """Elements and text, and a complaint where an end tag is missing or wrong."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.data: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert len({name for name, _ in attrs}) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script" and self.elements[-1][1].get("type") == "application/json":
+            self.data.append(data)
+        else:
+            self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+# --- finished runs are taken as they are ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_finished_runs_are_taken_as_they_are(whole, capsys):
+    before = {path: path.read_bytes() for path in whole.rglob("metrics.json")}
+    text, found = reported(whole)
+    assert capsys.readouterr().out.split() == [str(whole / "report.html"), str(whole / "report.json")]
+    assert {path: path.read_bytes() for path in before} == before
+    assert found["command"] == "report"
+    assert found["results"]["missing"] == {}
+    assert ".741" in text
+    assert not list(whole.glob(".report*"))
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_every_number_can_be_traced_to_its_file(whole):
+    _, found = reported(whole)
+    traced = 0
+    for table in found["results"]["tables"]:
+        for number in table["numbers"]:
+            file, _, pointer = number["from"].partition("#/")
+            place = json.loads((whole / file).read_text())
+            for key in pointer.split("/"):
+                key = key.replace("~1", "/").replace("~0", "~")
+                place = place[int(key)] if isinstance(place, list) else place[key]
+            if isinstance(place, dict):
+                expected = statistics.fmean(place["std_out"]) / statistics.fmean(place["std_in"])
+            elif not isinstance(place, list):
+                expected = place
+            elif isinstance(place[0], list):
+                column = [f"{100 * f:g} %" for f in FRACTIONS].index(number["column"])
+                expected = statistics.fmean(row[column] for row in place)
+                assert number["sd"] == approx(statistics.stdev(row[column] for row in place))
+            else:
+                expected = statistics.fmean(place)
+                assert number["sd"] == approx(statistics.stdev(place))
+            assert number["value"] == approx(expected), number
+            traced += 1
+    assert traced > 300
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_table_one_has_the_papers_numbers_beneath_ours(whole):
+    _, found = reported(whole)
+    table = next(t for t in found["results"]["tables"] if t["table"] == "bandits/rewards")
+    cell = next(n for n in table["numbers"] if (n["row"], n["column"]) == ("Vadam", "financial"))
+    assert (cell["shown"], cell["beneath"]) == (".811 ± .001", ".81 ± .00")
+    cell = next(n for n in table["numbers"] if (n["row"], n["column"]) == ("Uniform", "mushroom"))
+    assert (cell["shown"], cell["beneath"]) == ("−.929 ± .001", "−.93 ± .09")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_further_runs_are_shown_and_judged(whole):
+    put(whole, "bandits-other", bandits_run({"mushroom": {"badam": 0.9, "greedy": 0.5}}, settings="tuned"))
+    put(whole, "bandits-begun", bandits_run({"mushroom": {"badam": 0.9}}, agents=["badam", "greedy"]))
+    text, found = reported(whole)
+    assert "Also run: bandits-other" in text
+    assert "bandits-begun" not in text
+    beside = next(run for run in found["results"]["runs"] if run["file"] == "bandits-other/metrics.json")
+    greedy = next(claim for claim in beside["claims"] if claim["claim"] == "table1-greedy")
+    assert greedy["verdict"] == "held in part"
+    assert [check["under"] for check in greedy["checks"]] == ["our settings, “tuned”"]
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert {"table1-greedy", "table1-greedy-2"} <= set(ids)
+    assert len(set(ids)) == len(ids), "a page has each id once"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a run's metrics"),
+        ("[]", "not a run's metrics"),
+        (json.dumps({"command": "demo"}), "`bayesadam demo`, not bandits"),
+        (json.dumps({"command": "bandits", "settings": {}, "results": {}}), "lacks what a run of bandits holds"),
+        (json.dumps(bandits_run({"a": {"badam": 1.0}}, rounds="four")), "rounds is not a whole number"),
+        (json.dumps(bandits_run({"a": {"badam": 1.0}}, problems=[["a"]])), "a name is not text"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_named(tmp_path, content, message):
+    (tmp_path / "bandits").mkdir()
+    (tmp_path / "bandits" / "metrics.json").write_text(content)
+    with pytest.raises(FileError, match=re.escape(message)) as caught:
+        read(tmp_path, "bandits", "bandits")
+    assert str(tmp_path / "bandits" / "metrics.json") in str(caught.value)
+
+
+# --- what is missing is run -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Runs that note what they were asked and write a finished run; all data are there."""
+    asked: list[tuple[str, dict]] = []
+
+    def stub(name, make):
+        def run(**given):
+            asked.append((name, given))
+            put(given["out"].parent, given["out"].name, make(given["settings"]))
+
+        monkeypatch.setattr(command, f"run_{name}", run)
+
+    stub("regression", lambda s: regression_run(seeds=s.n_seeds, epochs=s.epochs))
+    stub("pruning", lambda s: pruning_run(PRUNED, seeds=s.n_seeds, epochs=s.epochs, data=s.data))
+    stub(
+        "bandits",
+        lambda s: bandits_run(
+            {p: dict.fromkeys(s.agents, 0.5) for p in s.problems}, runs=s.runs, rounds=s.rounds, settings=s.settings
+        ),
+    )
+    monkeypatch.setattr(command, "locate", lambda name, **_: {})
+    monkeypatch.setattr(command, "find", lambda name: {})
+    return asked
+
+
+def test_what_is_missing_is_run_in_full(tmp_path, stubs):
+    reported(tmp_path)
+    assert [(name, given["out"]) for name, given in stubs] == [(name, tmp_path / name) for name in EXPERIMENTS]
+    regression, pruning, bandits = (given["settings"] for _, given in stubs)
+    assert regression == RegressionSettings()
+    assert pruning == PruningSettings()
+    assert bandits == BanditSettings()
+    reported(tmp_path)
+    assert len(stubs) == 3
+
+
+def test_only_what_is_asked_for_is_run(tmp_path, stubs):
+    put(tmp_path, "pruning", pruning_run(PRUNED))
+    text, found = reported(tmp_path, only=("bandits",))
+    assert [name for name, _ in stubs] == ["bandits"]
+    assert found["results"]["missing"]["bandits"].startswith("Not played: census.")
+    assert "pruning" not in found["results"]["missing"]
+    assert "asked for bandits alone" in text
+    assert "Badam, path scores" not in text
+    assert "Badam, magnitude" in text
+
+
+def test_the_quick_version_stands_apart_and_says_so(tmp_path, stubs):
+    text, _ = reported(tmp_path, quick=True)
+    assert [given["out"] for _, given in stubs] == [tmp_path / "quick" / name for name in EXPERIMENTS]
+    regression, pruning, bandits = (given["settings"] for _, given in stubs)
+    assert regression.epochs == 500
+    assert pruning.data == "digits"
+    # Nothing is fetched: the problem whose files are absent is not played, the embedded one is.
+    assert bandits.problems == ("wheel",)
+    for words in ("This is the quick version.", "500 epochs instead of 20,000", "on digits, not on MNIST", "2 runs"):
+        assert words in text
+    assert "Not played: mushroom." in text
+    reported(tmp_path)
+    assert [given["out"] for _, given in stubs[3:]] == [tmp_path / name for name in EXPERIMENTS]
+    text, _ = reported(tmp_path, quick=True)
+    assert len(stubs) == 6
+    assert "on digits" not in text
+
+
+def test_absent_data_are_named_and_never_swapped(tmp_path, stubs, monkeypatch):
+    def locate(name, **_):
+        if name in ("mnist", "jester"):
+            raise DataError(f"{name} is <nowhere>")
+        return {}
+
+    monkeypatch.setattr(command, "locate", locate)
+    text, found = reported(tmp_path)
+    assert [given["out"].name for _, given in stubs] == ["regression", "pruning-digits", "bandits"]
+    assert stubs[1][1]["settings"] == PruningSettings(data="digits")
+    assert stubs[2][1]["settings"].problems == ("mushroom", "financial", "statlog", "adult", "covertype")
+    assert "MNIST could not be had" in text
+    assert "mnist is &lt;nowhere&gt;" in text
+    assert "Not played: jester. jester is &lt;nowhere&gt;" in text
+    claims = {claim["claim"]: claim for claim in found["results"]["claims"]}
+    assert claims["figure2-beats-magnitude"]["verdict"] == "not measured"
+    assert "digits" in claims["figure2-beats-magnitude"]["reservation"]
+    # Once the data are there, the experiment itself is run, and nothing stands in its place.
+    monkeypatch.setattr(command, "locate", lambda name, **_: {})
+    reported(tmp_path)
+    assert [given["out"].name for _, given in stubs[3:]] == ["pruning"]
+
+
+def test_no_column_at_all_leaves_the_wheel_under_its_own_name(tmp_path, stubs, monkeypatch):
+    def locate(name, **_):
+        raise DataError("offline")
+
+    monkeypatch.setattr(command, "locate", locate)
+    text, found = reported(tmp_path, only=("bandits",))
+    assert [(given["out"].name, given["settings"].problems) for _, given in stubs] == [("bandits-wheel", ("wheel",))]
+    assert "No column of the table could be had" in text
+    assert all(c["verdict"] == "not measured" for c in found["results"]["claims"] if c["claim"].startswith("table1"))
+
+
+def test_a_killed_bandits_run_resumes_with_its_own_settings(tmp_path, stubs):
+    begun = bandits_run({"mushroom": {"badam": 0.5}}, agents=["badam", "greedy"], runs=4, rounds=77, settings="tuned")
+    put(tmp_path, "bandits", begun | {"seed": 11})
+    with pytest.raises(SettingError, match="was run with --settings tuned, not paper"):
+        _ = command._bandits(
+            command._Work(tmp_path, 0, "cpu", 1, True, ReportSettings(only=("bandits",), settings="paper"))
+        )
+    assert not stubs
+    reported(tmp_path, only=("bandits",))
+    ((_, given),) = stubs
+    assert given["seed"] == 11
+    assert given["settings"] == BanditSettings(("mushroom",), ("badam", "greedy"), 4, 77, "tuned")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_other_settings_than_those_of_a_finished_run_are_refused(whole):
+    with pytest.raises(SettingError, match="--settings paper, not tuned"):
+        reported(whole, settings="tuned")
+
+
+def test_one_experiment_that_fails_does_not_take_the_others_with_it(tmp_path, stubs, monkeypatch, capsys):
+    def fails(**_):
+        raise BayesAdamError("the variance <must> be finite")
+
+    monkeypatch.setattr(command, "run_regression", fails)
+    text, found = reported(tmp_path)
+    assert "the variance &lt;must&gt; be finite" in text
+    assert "bayesadam: regression: Could not be run: the variance <must> be finite" in capsys.readouterr().err
+    assert {run["file"].partition("/")[0] for run in found["results"]["runs"]} == {"pruning", "bandits"}
+    monkeypatch.setattr(command, "run_pruning", fails)
+    with pytest.raises(BayesAdamError, match="nothing to report"):
+        reported(tmp_path / "empty", only=("regression", "pruning"))
+
+
+def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_bandits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reported(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Badam, magnitude" in text
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize("settings", [{"only": ("magic",)}, {"only": ()}, {"settings": "magic"}])
+def test_unknown_choices_are_named(settings):
+    with pytest.raises(SettingError, match=r"magic|none"):
+        ReportSettings(**settings)
+
+
+def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
+    small = PruningSettings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,))
+    monkeypatch.setattr(command, "QUICK_PRUNING", small)
+    monkeypatch.setattr(command, "QUICK_PROBLEMS", ("wheel",))
+    monkeypatch.setattr(command, "QUICK_BANDITS", BanditSettings(agents=("badam", "uniform"), runs=2, rounds=40))
+    monkeypatch.setattr(
+        RegressionSettings,
+        "quick",
+        lambda self: replace(self, methods=("map",), n_seeds=2, epochs=2, n_test=20),
+    )
+    text, found = reported(tmp_path, quick=True)
+    assert [run["file"] for run in found["results"]["runs"]] == [f"quick/{name}/metrics.json" for name in EXPERIMENTS]
+    assert "wheel" in text
+    Outline(text)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_page_needs_nothing_else(whole):
+    text, _ = reported(whole)
+    outline = Outline(text)
+    links = [value for _, attributes in outline.elements for key, value in attributes.items() if key in ("src", "href")]
+    ids = [attributes["id"] for _, attributes in outline.elements if "id" in attributes]
+    assert links
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert len(set(ids)) == len(ids)
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & {name for name, _ in outline.elements}
+    assert not re.search(r"@import|url\((?!#)|https?:", text)
+    policy = next(m["content"] for m in outline.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    for words in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
+        assert words in text
+    assert {"lang": "en-GB"} in outline.all("html")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_every_chart_names_its_values_without_a_mouse_too(whole):
+    text, _ = reported(whole)
+    outline = Outline(text)
+    charts = [svg for svg in outline.all("svg") if svg.get("role") == "img"]
+    assert len(charts) == len(outline.data) == len(METHODS) + 1 + 1 + 2 * len(AS_IN_THE_PAPER)
+    assert all(svg["tabindex"] == "0" and svg["aria-label"] for svg in charts)
+    for svg, data in zip(charts, outline.data, strict=True):
+        payload = json.loads(data)
+        width, height = (float(part) for part in svg["viewbox"].split()[2:])
+        places = [stop[0] for stop in payload["stops"]]
+        assert places == sorted(places)
+        assert 0 <= min(places) <= max(places) <= (width if payload["along"] == "x" else height)
+        assert all(rows and all(len(row) == 3 for row in rows) for _, _, rows in payload["stops"])
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_charts_values_are_the_runs(whole):
+    text, _ = reported(whole)
+    payloads = [json.loads(data) for data in Outline(text).data]
+    pruned = payloads[len(METHODS) + 1]
+    heading, rows = next(stop[1:] for stop in pruned["stops"] if stop[1] == "90 % pruned")
+    assert rows[0] == ["k-badam", "Badam, signal-to-noise ratio", "94.99 %"]
+    # The axis is −log₁₀ of what is left, from 0 at pixel 40 to 3 at pixel 440.
+    at = next(stop[0] for stop in pruned["stops"] if stop[1] == "90 % pruned")
+    assert at == approx(40 + 400 / 3, abs=0.1)
+    place, heading, rows = payloads[1]["stops"][0]
+    assert (place, heading) == (36.0, "x = −.50")
+    assert ["k-badam", "std, noise included", ".123"] in rows
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_what_a_file_holds_cannot_break_the_page(tmp_path):
+    agents = {"badam": 0.5, NASTY: 0.6}
+    nasty = bandits_run({"mushroom": agents, NASTY: agents}, settings=NASTY)
+    nasty |= {"device": NASTY, "version": NASTY, "seed": NASTY}
+    put(tmp_path, "bandits", nasty)
+    put(tmp_path, "regression", regression_run({NASTY: (0.1, 0.2)}))
+    put_curves(tmp_path, [*METHODS, NASTY])
+    put(tmp_path, "pruning", pruning_run({**PRUNED, (NASTY, NASTY): {}}, data=NASTY, activation=NASTY))
+    outline = Outline(reported(tmp_path)[0])
+    assert not outline.all("img")
+    assert not [attributes for _, attributes in outline.elements if {"onerror", "onload"} & set(attributes)]
+    scripts = outline.all("script")
+    assert [script for script in scripts if script.get("type") != "application/json"] == [{}]
+    assert any(NASTY in text for text in outline.texts)
+    stops = [stop for data in outline.data for stop in json.loads(data)["stops"]]
+    assert any(NASTY in name for _, heading, rows in stops for name in (heading, *(row[1] for row in rows)))
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_numbers_that_are_not_finite_are_dashes(whole):
+    broken = regression_run()
+    for scores in broken["results"].values():
+        scores["nll_out"] = [None] * 3
+    broken["results"]["vadam"]["std_in"] = [0.0] * 3
+    put(whole, "regression", broken)
+    cells = bandits_run({"mushroom": {"badam": 0.5, "greedy": 0.4}})
+    cells["results"]["mushroom"]["greedy"] |= {"reward_ratio": [None] * 4, "regret_mean": [None] * 200}
+    put(whole, "bandits", cells)
+    text, _ = reported(whole)
+    Outline(text)
+    assert "nan" not in re.sub(r"[a-z-]*nan[a-z]+|financial", "", text.lower())
+    assert "<td>–</td>" in text
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_run_that_saved_its_picture_alone_shows_it(whole):
+    (whole / "regression" / "curves.json").unlink()
+    (whole / "regression" / "figure1.png").write_bytes(b"\x89PNG picture")
+    text, _ = reported(whole)
+    assert "data:image/png;base64,iVBORyBwaWN0dXJl"[:26] in text
+    assert "saved its picture alone" in text
+    # Curves that do not fit the results are no curves.
+    put_curves(whole, METHODS[:2])
+    assert "saved its picture alone" in reported(whole)[0]
+
+
+def test_an_empty_report_is_still_a_page():
+    text = page(Report({}, {"bandits": "no <data>"}))
+    Outline(text)
+    assert text.count("There is no finished run of this experiment") == 3
+    assert "no &lt;data&gt;" in text
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_above_is_two_standard_errors_of_the_difference():
+    pairs = [((1.0, 1.2, 1.4), (0.9, 1.0, 1.1)), ((1.0, 1.2, 1.4), (0.7, 0.8, 0.9)), ((0.1, 0.2), (0.5, 0.9, 0.7))]
+    for first, second in pairs:
+        error = math.sqrt(sum(statistics.variance(s) / len(s) for s in (first, second)))
+        z = (statistics.fmean(first) - statistics.fmean(second)) / error
+        expected = None if abs(z) <= 2 else z > 0
+        assert above(Sample(first), Sample(second)) is expected
+        assert above(Sample(second), Sample(first)) is (None if expected is None else not expected)
+    assert above(Sample((1.0,)), Sample((0.0,))) is None
+    assert above(Sample(()), Sample((0.0, 1.0))) is None
+
+
+def test_the_papers_own_table_gives_the_papers_own_claims():
+    found = verdicts(bandits_run(AS_IN_THE_PAPER))
+    assert found["table1-reaches"] is Verdict.HELD
+    assert found["table1-bbb"] is Verdict.HELD
+    assert found["table1-mc-dropout"] is Verdict.HELD
+    assert found["table1-greedy"] is Verdict.HELD
+    # Vadam leads on mushroom, statlog and adult, Greedy on the other two.
+    assert found["table1-vadam"] is Verdict.HELD
+
+
+def test_claims_about_rewards_turn_with_the_numbers():
+    turned = {p: {**agents, "badam": agents["bbb"] - 0.2, "vadam": -1.0} for p, agents in AS_IN_THE_PAPER.items()}
+    found = verdicts(bandits_run(turned))
+    for key in ("table1-reaches", "table1-bbb", "table1-mc-dropout", "table1-greedy", "table1-vadam"):
+        assert found[key] is Verdict.FAILED
+    mixed = AS_IN_THE_PAPER | {"mushroom": {**AS_IN_THE_PAPER["mushroom"], "badam": 0.1}}
+    assert verdicts(bandits_run(mixed))["table1-bbb"] is Verdict.PARTLY
+    one = verdicts(bandits_run(AS_IN_THE_PAPER, runs=1))
+    assert one["table1-bbb"] is Verdict.OPEN
+
+
+def test_claims_about_pruning():
+    found = verdicts(pruning_run(PRUNED))
+    assert found["figure2-beats-magnitude"] is Verdict.HELD
+    # Bayes by Backprop loses less, the two others more: Badam does not lose least.
+    assert found["figure2-most-robust"] is Verdict.FAILED
+    assert found["figure2-accurate"] is Verdict.HELD
+    best = {**PRUNED, ("bbb", "snr"): PRUNED["vadam", "snr"]}
+    assert verdicts(pruning_run(best))["figure2-most-robust"] is Verdict.HELD
+    poor = {**PRUNED, ("badam", "snr"): {**PRUNED["badam", "magnitude"], 0.0: 0.97}, ("badam", "magnitude"): {}}
+    found = verdicts(pruning_run(poor))
+    assert found["figure2-beats-magnitude"] is Verdict.FAILED
+    assert found["figure2-accurate"] is Verdict.FAILED
+    just = {**PRUNED, ("badam", "snr"): {**PRUNED["badam", "snr"], 0.0: 0.979}}
+    assert verdicts(pruning_run(just))["figure2-accurate"] is Verdict.HELD
+    just["badam", "snr"][0.0] = 0.977
+    assert verdicts(pruning_run(just))["figure2-accurate"] is Verdict.FAILED
+    assert verdicts(pruning_run(PRUNED, data="digits"))["figure2-accurate"] is Verdict.UNMEASURED
+    assert verdicts(pruning_run({("badam", "snr"): {}}))["figure2-accurate"] is Verdict.UNMEASURED
+
+
+def test_claims_about_the_toy_regression():
+    std = {
+        "gp": (0.01, 0.1),
+        "badam": (0.02, 0.12),
+        "mc-dropout": (0.03, 0.1),
+        "bbb": (0.04, 0.04),
+        "vadam": (0.05, 0.04),
+        "laplace-diagonal": (0.03, 0.2),
+        "laplace-full": (0.015, 0.09),
+    }
+    found = verdicts(regression_run(std))
+    for key in ("figure1-widens", "figure1-mass-near-data", "figure1-like-laplace", "figure1-variational-narrow"):
+        assert found[key] is Verdict.HELD
+    turned = std | {"badam": (0.1, 0.05), "bbb": (0.04, 0.5), "vadam": (0.05, 0.3), "laplace-full": (0.015, 0.2)}
+    found = verdicts(regression_run(turned))
+    for key in ("figure1-widens", "figure1-mass-near-data", "figure1-like-laplace", "figure1-variational-narrow"):
+        assert found[key] is Verdict.FAILED
+    assert verdicts(regression_run(std, gap=True))["figure1-widens"] is Verdict.UNMEASURED
+    # One method that is clearly tighter refutes the claim to be the tightest.
+    tighter = verdicts(regression_run(std | {"bbb": (0.01, 0.04)}))
+    assert tighter["figure1-mass-near-data"] is Verdict.FAILED
+
+
+def test_a_widening_far_below_the_processs_is_in_part():
+    claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
+    found = judged(claim, finished(regression_run({"gp": (0.010, 0.366), "badam": (0.032, 0.062)})))
+    assert (found.verdict, [check.passed for check in found.checks]) == (Verdict.PARTLY, [True, False])
+    assert found.checks[1].numbers == "2.0 against 36.3 times"
+    alone = regression_run({"badam": (0.032, 0.062)})
+    del alone["results"]["gp"]
+    found = judged(claim, finished(alone))
+    assert (found.verdict, [check.passed for check in found.checks]) == (Verdict.PARTLY, [True, None])
+
+
+def test_a_claim_about_the_table_holds_only_with_the_papers_own_settings_too():
+    claims = {claim.key: claim for claim in CLAIMS}
+    tuned, paper = (finished(bandits_run(AS_IN_THE_PAPER, settings=settings)) for settings in ("tuned", "paper"))
+    lost = {p: {**agents, "badam": agents["badam"] - (p != "mushroom")} for p, agents in AS_IN_THE_PAPER.items()}
+    failing = finished(bandits_run(lost))
+    reaches = claims["table1-reaches"]
+    assert judged(reaches, tuned).verdict is Verdict.PARTLY
+    assert judged(reaches, tuned, paper).verdict is Verdict.HELD
+    assert judged(reaches, paper).verdict is Verdict.HELD
+    both = judged(reaches, tuned, failing)
+    assert both.verdict is Verdict.PARTLY
+    assert {check.under for check in both.checks} == {"our settings, “tuned”", "the settings that the paper states"}
+    assert len(both.checks) == 2 * len(AS_IN_THE_PAPER)
+    assert settings_note(tuned, failing).endswith("reaches its row in 1 of 5 columns (mushroom).")
+    assert "do not give its table" in settings_note(tuned, failing)
+    assert "settings give its table" in settings_note(tuned, paper)
+    assert "`bayesadam bandits --settings paper`" in settings_note(tuned, None)
+    assert "our own" not in settings_note(paper, paper)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_page_says_whose_settings_the_table_has(whole):
+    put(whole, "bandits", bandits_run(AS_IN_THE_PAPER, settings="tuned"))
+    lost = {p: {**agents, "badam": agents["badam"] - 0.5} for p, agents in AS_IN_THE_PAPER.items()}
+    put(whole, "bandits-paper", bandits_run(lost, settings="paper"))
+    text, found = reported(whole)
+    said = "Played with our own settings, “tuned”, not with those that the paper states. The paper's own settings do not give"
+    assert sum(said in part for part in Outline(text).texts) == 2
+    table = next(t for t in found["results"]["tables"] if t["table"] == "bandits/rewards")
+    assert "settings “tuned”" in table["title"]
+    reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
+    assert reaches["verdict"] == "held in part"
+    assert {check["passed"] for check in reaches["checks"] if check["under"] != "our settings, “tuned”"} == {False}
+
+
+def test_comparable_rewards_are_known_to_be_so():
+    """A wide standard error leaves it open, where it once counted as comparable."""
+    key, agents = "table1-mc-dropout", {"badam": 0.5, "mc-dropout": 0.51}
+    assert verdicts(bandits_run({"mushroom": agents}))[key] is Verdict.HELD
+    wide = bandits_run({"mushroom": agents})
+    wide["results"]["mushroom"]["badam"]["reward_ratio"] = [0.3, 0.4, 0.6, 0.7]
+    assert verdicts(wide)[key] is Verdict.OPEN
+    assert verdicts(bandits_run({"mushroom": {**agents, "mc-dropout": 0.55}}))[key] is Verdict.FAILED
+
+
+def test_vadam_leads_only_beyond_two_standard_errors():
+    close = bandits_run({"mushroom": {"vadam": 0.50001, "badam": 0.5}})
+    assert verdicts(close)["table1-vadam"] is Verdict.OPEN
+    assert verdicts(bandits_run({"mushroom": {"vadam": 0.6, "badam": 0.5}}))["table1-vadam"] is Verdict.HELD
+
+
+def test_a_shorter_run_shows_its_checks_and_judges_nothing():
+    claim = next(claim for claim in CLAIMS if claim.key == "figure1-widens")
+    assert judged(claim, finished(regression_run(seeds=10))).reservation == ""
+    fewer = judged(claim, finished(regression_run(seeds=2)))
+    assert (fewer.verdict, fewer.reservation) == (Verdict.HELD, "2 seeds instead of 10")
+    short = judged(claim, finished(regression_run(epochs=500, seeds=2)))
+    assert short.reservation == "500 epochs instead of 20,000, 2 seeds instead of 10"
+    assert (short.verdict, [check.passed for check in short.checks]) == (Verdict.SHORT, [True, True])
+    claim = next(claim for claim in CLAIMS if claim.key == "table1-greedy")
+    short = judged(claim, finished(bandits_run(AS_IN_THE_PAPER, rounds=400, settings="tuned")))
+    assert short.reservation == "400 rounds a run, 4 runs instead of 10"
+    assert {check.under for check in short.checks} == {"our settings, “tuned”"}
+    assert short.verdict is Verdict.SHORT
+
+
+def test_claims_that_no_run_touches_are_listed_as_such():
+    found = verdicts()
+    assert set(found.values()) == {Verdict.UNMEASURED}
+    assert len(found) == len(CLAIMS)

@@ -1,0 +1,603 @@
+"""Which state belongs to which parameter: right by identity or by name, and refused wherever it would be a guess."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.readers import Curvature, StateReader, read_optimizer, read_state_dict
+from cases import mlp, train, trained
+from floats import assert_close
+
+# Equal shapes ('0.bias' and '2.bias', '2.weight' square) are what order alone cannot tell apart.
+SIZES = (3, 4, 4, 1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 3) -> None:
+    train(model, optimizer, steps=times)
+
+
+def kept(optimizer: torch.optim.Optimizer, parameter: Tensor, beta: float = 0.999) -> Tensor:
+    """Adam's own second moment, bias-corrected in float64."""
+    state = optimizer.state[parameter]
+    return (state["exp_avg_sq"].double() / (1 - beta ** float(state["step"]))).float()
+
+
+def assert_is_adams(model: nn.Module, optimizer: torch.optim.Optimizer, curvature: Curvature) -> None:
+    """Every parameter of the model has its own moment, by name."""
+    parameters = dict(model.named_parameters())
+    assert list(curvature.second_moment) == list(parameters)
+    for name, v in curvature.second_moment.items():
+        assert_close(v, kept(optimizer, parameters[name]))
+
+
+def decay_groups(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
+    """Weights with decay, then biases without: the order of Hugging Face's Trainer, not the model's."""
+    items = list(model.named_parameters())
+    weights, biases = [i for i in items if i[1].dim() > 1], [i for i in items if i[1].dim() == 1]
+    groups = [(weights, 0.1), (biases, 0.0)]
+    return [{"params": g if named else [p for _, p in g], "weight_decay": decay} for g, decay in groups]
+
+
+def decayed_names(model: nn.Module) -> list[str]:
+    names = [name for name, _ in model.named_parameters()]
+    return [n for n in names if n.endswith("weight")] + [n for n in names if n.endswith("bias")]
+
+
+# --- live optimisers ----------------------------------------------------------------------------------------------------
+
+
+def test_groups_keep_their_own_settings() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.AdamW(decay_groups(model))
+    optimizer.param_groups[1]["betas"] = (0.9, 0.9)
+    step(model, optimizer)
+    curvature = read_optimizer(model, optimizer)
+    assert list(curvature.second_moment) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        decayed = name.endswith("weight")
+        assert curvature.weight_decay[name] == (0.1 if decayed else 0.0)
+        assert_close(curvature.second_moment[name], kept(optimizer, parameter, beta=0.999 if decayed else 0.9))
+
+
+def test_two_optimisers_share_a_model() -> None:
+    model = mlp(*SIZES)
+    first = torch.optim.Adam([p for n, p in model.named_parameters() if n.endswith("weight")])
+    second = torch.optim.RMSprop([p for n, p in model.named_parameters() if n.endswith("bias")])
+    step(model, first)
+    step(model, second)
+    curvature = read_optimizer(model, [first, second])
+    assert curvature.reader == {
+        name: "adam" if name.endswith("weight") else "rmsprop" for name, _ in model.named_parameters()
+    }
+    alone = read_optimizer(model, first)
+    assert all(torch.equal(v, curvature.second_moment[name]) for name, v in alone.second_moment.items())
+    assert set(alone.omitted.values()) == {"not in the optimiser"}
+
+
+@pytest.mark.parametrize("order", ["muon-first", "adamw-first"])
+def test_muons_parameters_are_listed_and_adamws_are_read(order: str, optimizer_class: Callable[[str], type]) -> None:
+    model = mlp(*SIZES)
+    muon = optimizer_class("torch.optim.Muon")([p for p in model.parameters() if p.dim() == 2])
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1])
+    step(model, muon)
+    step(model, adamw)
+    curvature = read_optimizer(model, [muon, adamw] if order == "muon-first" else (adamw, muon))
+    assert list(curvature.second_moment) == ["0.bias", "2.bias", "4.bias"]
+    reason = "trained by Muon, which keeps no second moment per weight"
+    assert curvature.omitted == {"0.weight": reason, "2.weight": reason, "4.weight": reason}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = mlp(*SIZES)
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    # Frozen only now: it has a second moment, but it is no longer trained.
+    model[4].bias.requires_grad_(False)
+    curvature = read_optimizer(model, optimizer)
+    frozen = "frozen (requires_grad is False)"
+    assert curvature.omitted == {"2.weight": frozen, "4.bias": frozen}
+    assert not curvature.second_moment.keys() & curvature.omitted.keys()
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.Adagrad])
+def test_a_parameter_that_never_got_a_gradient_is_left_out(optimizer_type: type[torch.optim.Optimizer]) -> None:
+    model = mlp(*SIZES)
+    model.unused = nn.Parameter(torch.ones(2))
+    optimizer = optimizer_type(model.parameters())
+    inputs = torch.randn(4, 3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.Sequential.forward(model, inputs).square().mean().backward()
+        optimizer.step()
+    live = read_optimizer(model, optimizer)
+    saved = read_state_dict(model, optimizer.state_dict(), optimizer=optimizer_type.__name__)
+    for curvature in (live, saved):
+        assert curvature.omitted == {"unused": "never received a gradient"}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_tied_weights_are_counted_once(saved: bool) -> None:
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    curvature = read_state_dict(model, optimizer.state_dict()) if saved else read_optimizer(model, optimizer)
+    assert list(curvature.second_moment) == ["first.weight", "first.bias", "second.bias"]
+    assert_is_adams(model, optimizer, curvature)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_moments_are_single_precision_or_better(dtype: torch.dtype, expected: torch.dtype) -> None:
+    model, optimizer = trained(*SIZES, dtype=dtype)
+    curvature = read_optimizer(model, optimizer)
+    for name, parameter in model.named_parameters():
+        v = curvature.second_moment[name]
+        assert v.dtype == expected
+        stored = optimizer.state[parameter]["exp_avg_sq"].to(expected)
+        assert_close(v, stored / (1 - 0.999**30), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [torch.optim.Adam, lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.5)],
+    ids=["adam", "adagrad"],
+)
+def test_an_empty_parameter_is_read(build: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = nn.ParameterDict({"empty": torch.ones(0, 3), "full": torch.ones(2)})
+    optimizer = build(model.parameters())
+    (model["full"].sum() + model["empty"].sum()).backward()
+    optimizer.step()
+    curvature = read_optimizer(model, optimizer)
+    assert {name: v.shape for name, v in curvature.second_moment.items()} == {"empty": (0, 3), "full": (2,)}
+
+
+def test_an_optimiser_loaded_from_a_checkpoint_reads_as_the_one_that_was_saved() -> None:
+    model, optimizer = trained(*SIZES)
+    again = copy.deepcopy(model)
+    loaded = torch.optim.Adam(again.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    before, after = read_optimizer(model, optimizer), read_optimizer(again, loaded)
+    assert all(torch.equal(v, after.second_moment[name]) for name, v in before.second_moment.items())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.compile,
+        lambda model: torch.compile(nn.DataParallel(model)),
+        lambda model: nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["parallel", "compiled", "compiled-parallel", "parallel-compiled"],
+)
+def test_a_wrapped_model_keeps_its_own_names(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = mlp(*SIZES)
+    wrapped = wrap(model)
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    step(model, optimizer)
+    assert_is_adams(model, optimizer, read_optimizer(wrapped, optimizer))
+    assert_is_adams(model, optimizer, read_state_dict(wrapped, optimizer.state_dict()))
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As in Accelerate: an optimiser by class, that keeps the real one and shows its groups and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+
+def lightning(optimizer: torch.optim.Optimizer) -> Any:
+    """As in Lightning: no optimiser by class."""
+    return SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, state=optimizer.state)
+
+
+@pytest.mark.parametrize("wrap", [Accelerated, lightning, lambda o: lightning(Accelerated(o))])
+def test_an_optimiser_inside_a_trainers_wrapper_is_found(wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
+    model, optimizer = trained(*SIZES)
+    assert_is_adams(model, optimizer, read_optimizer(model, wrap(optimizer)))
+    assert_is_adams(model, optimizer, read_optimizer(model, [wrap(optimizer)]))
+
+
+def test_an_optimiser_that_also_trains_other_models_is_read_for_this_one() -> None:
+    model, other = mlp(*SIZES), mlp(2, 2)
+    optimizer = torch.optim.Adam([*other.parameters(), *model.parameters()])
+    step(model, optimizer)
+    assert_is_adams(model, optimizer, read_optimizer(model, optimizer))
+
+
+# --- live optimisers, refused ---------------------------------------------------------------------------------------------
+
+
+def test_the_optimiser_of_another_model_is_refused() -> None:
+    model, optimizer = trained(*SIZES)
+    with pytest.raises(
+        MatchError, match=r"none of the 6 parameters of Adam belongs to this Sequential.*from_state_dict"
+    ):
+        read_optimizer(copy.deepcopy(model), optimizer)
+
+
+@pytest.mark.parametrize(
+    "path", ["torch.optim.adam.Adam", "torch.optim.adagrad.Adagrad", "timm.optim.adahessian.Adahessian"]
+)
+def test_an_optimiser_that_never_stepped_is_refused(path: str, optimizer_class: Callable[[str], type]) -> None:
+    cls = optimizer_class(path)
+    model = mlp(*SIZES)
+    optimizer = cls(model.parameters())
+    # Adagrad's sums and AdaHessian's counters are there before the first step.
+    with pytest.raises(StateError, match=f"{cls.__name__} has not taken a step yet: train first"):
+        read_optimizer(model, optimizer)
+    with pytest.raises(StateError, match="has not taken a step yet: train first"):
+        read_state_dict(model, optimizer.state_dict(), optimizer=cls.__name__)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    _, optimizer = trained(*SIZES)
+    with pytest.raises(MatchError, match="Tanh has no parameters"):
+        read_optimizer(nn.Tanh(), optimizer)
+
+
+def test_a_model_with_everything_frozen_is_refused() -> None:
+    model, optimizer = trained(*SIZES)
+    with pytest.raises(StateError, match=r"Adam leaves no parameter to read: 6 frozen \(requires_grad is False\)"):
+        read_optimizer(model.requires_grad_(False), optimizer)
+
+
+@pytest.mark.parametrize("given", [{"state": {}, "param_groups": []}, None, "adam"], ids=["state-dict", "none", "text"])
+def test_what_is_no_optimiser_is_refused(given: object) -> None:
+    with pytest.raises(
+        MatchError, match=rf"got {type(given).__name__}; for a saved state use Posterior.from_state_dict"
+    ):
+        read_optimizer(mlp(2, 1), given)
+
+
+def test_no_optimiser_at_all_is_refused() -> None:
+    with pytest.raises(MatchError, match="the list is empty"):
+        read_optimizer(mlp(2, 1), [])
+
+
+def two_optimisers(first: type[torch.optim.Optimizer], *, first_steps: bool) -> tuple[nn.Module, list[Any]]:
+    model = mlp(*SIZES)
+    optimizers = [first(model.parameters(), lr=0.01), torch.optim.Adam(model[0].parameters())]
+    if first_steps:
+        step(model, optimizers[0])
+    step(model, optimizers[1])
+    return model, optimizers
+
+
+def test_a_parameter_in_two_optimisers_is_refused() -> None:
+    model, optimizers = two_optimisers(torch.optim.RMSprop, first_steps=True)
+    with pytest.raises(MatchError, match=r"'0.weight' is trained by two of the optimisers given; pass only the one"):
+        read_optimizer(model, optimizers)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("first", "first_steps"), [(torch.optim.SGD, True), (torch.optim.Adam, False)], ids=["no-moment", "no-step"]
+)
+def test_a_parameter_in_two_optimisers_is_refused_where_one_could_not_be_read(
+    first: type[torch.optim.Optimizer], first_steps: bool, order: tuple[int, int]
+) -> None:
+    model, optimizers = two_optimisers(first, first_steps=first_steps)
+    with pytest.raises(MatchError, match=r"'0.weight' is trained by two of the optimisers given"):
+        read_optimizer(model, [optimizers[i] for i in order])
+
+
+def test_a_complex_parameter_is_refused() -> None:
+    model = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+    optimizer.step()
+    with pytest.raises(
+        MatchError, match=r"'weight' is complex \(torch.complex64\): freeze it, or store it as two real"
+    ):
+        read_optimizer(model, optimizer)
+
+
+def test_a_complex_parameter_may_be_frozen() -> None:
+    model, optimizer = trained(*SIZES)
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    assert read_optimizer(model, optimizer).omitted == {"phase": "frozen (requires_grad is False)"}
+
+
+def test_a_parameter_without_values_is_refused() -> None:
+    model, optimizer = trained(*SIZES)
+    with pytest.raises(MatchError, match=r"'0.weight' is on the meta device and has no values: materialise the model"):
+        read_state_dict(model.to("meta"), optimizer.state_dict())
+
+
+def test_a_quantised_parameter_is_refused() -> None:
+    model, optimizer = trained(2, 1)
+    saved = optimizer.state_dict()
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(
+        MatchError, match=r"'0.weight' is quantised or not floating point \(torch.float8_e4m3fn\): freeze it"
+    ):
+        read_state_dict(model, saved)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_moments_that_cannot_be_are_refused(bad: float, saved: bool) -> None:
+    model, optimizer = trained(*SIZES)
+    optimizer.state[model[2].weight]["exp_avg_sq"][1, 2] = bad
+    message = rf"second moment of parameter '2.weight' \('exp_avg_sq'\) ranges from .*{bad:g}.*checkpoint before that"
+    with pytest.raises(StateError, match=message):
+        read_state_dict(model, optimizer.state_dict()) if saved else read_optimizer(model, optimizer)
+
+
+def test_a_sum_below_its_start_is_refused() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    step(model, optimizer)
+    optimizer.state[model[2].weight]["sum"][1, 2] = 0.1
+    with pytest.raises(StateError, match=r"second moment of parameter '2.weight' \('sum'\) ranges from"):
+        read_optimizer(model, optimizer)
+
+
+@pytest.mark.parametrize("steps", [float("nan"), 0.5])
+def test_a_step_count_that_cannot_be_is_refused(steps: float) -> None:
+    model, optimizer = trained(*SIZES)
+    optimizer.state[model[2].weight]["step"].fill_(steps)
+    with pytest.raises(StateError, match=f"parameter '2.weight' has a step count of {steps}"):
+        read_optimizer(model, optimizer)
+
+
+# --- saved states -------------------------------------------------------------------------------------------------------
+
+
+def test_one_group_follows_the_models_order() -> None:
+    model, optimizer = trained(*SIZES)
+    assert_is_adams(model, optimizer, read_state_dict(model, optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("given", ["all", "trainable"])
+def test_one_group_may_hold_frozen_parameters_or_not(given: str) -> None:
+    model = mlp(*SIZES)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if given == "all" or p.requires_grad])
+    step(model, optimizer)
+    curvature = read_state_dict(model, optimizer.state_dict())
+    assert list(curvature.second_moment) == ["2.weight", "2.bias", "4.weight", "4.bias"]
+    assert list(curvature.omitted) == ["0.weight", "0.bias"]
+    for name, v in curvature.second_moment.items():
+        assert_close(v, kept(optimizer, model.get_parameter(name)))
+
+
+def test_groups_without_names_are_refused_where_shapes_repeat() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.AdamW(decay_groups(model))
+    step(model, optimizer)
+    with pytest.raises(MatchError, match=r"2 parameter groups and no names.*Pass param_names=\[...\].*from_optimizer"):
+        read_state_dict(model, optimizer.state_dict(), optimizer="adamw")
+
+
+def test_groups_without_names_are_read_by_names_that_are_passed() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.AdamW(decay_groups(model))
+    step(model, optimizer)
+    curvature = read_state_dict(model, optimizer.state_dict(), optimizer="adamw", param_names=decayed_names(model))
+    assert_is_adams(model, optimizer, curvature)
+    assert curvature.weight_decay == {n: 0.1 * n.endswith("weight") for n, _ in model.named_parameters()}
+
+
+def test_groups_without_names_are_read_where_every_shape_is_another() -> None:
+    model = mlp(3, 4, 2)
+    optimizer = torch.optim.AdamW(decay_groups(model))
+    step(model, optimizer)
+    assert_is_adams(model, optimizer, read_state_dict(model, optimizer.state_dict(), optimizer="adamw"))
+
+
+def test_groups_with_names_of_their_own_are_read() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.AdamW(decay_groups(model, named=True))
+    step(model, optimizer)
+    assert_is_adams(model, optimizer, read_state_dict(model, optimizer.state_dict(), optimizer="adamw"))
+
+
+@pytest.mark.parametrize("shuffle", [lambda items: items, reversed, lambda items: items[2:] + items[:2]])
+def test_named_parameters_are_read_in_any_order(shuffle: Callable[[list[Any]], Iterable[Any]]) -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.Adam(list(shuffle(list(model.named_parameters()))))
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    assert "param_names" in saved["param_groups"][0]
+    assert_is_adams(model, optimizer, read_state_dict(model, saved))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+@pytest.mark.parametrize("where", ["keys", "groups", "argument"])
+def test_names_may_have_a_wrappers_prefix(prefix: str, where: str) -> None:
+    model = mlp(*SIZES)
+    items = list(reversed(list(model.named_parameters())))
+    optimizer = torch.optim.Adam([p for _, p in items])
+    step(model, optimizer)
+    names = [prefix + name for name, _ in items]
+    saved = optimizer.state_dict()
+    (group,) = saved["param_groups"]
+    if where == "keys":
+        saved = {
+            "state": {names[key]: state for key, state in saved["state"].items()},
+            "param_groups": [{**group, "params": names}],
+        }
+    elif where == "groups":
+        group["param_names"] = names
+    argument = names if where == "argument" else None
+    assert_is_adams(model, optimizer, read_state_dict(model, saved, param_names=argument))
+
+
+def test_a_prefix_is_cut_only_where_a_name_begins() -> None:
+    model = nn.ParameterDict({"subweight": torch.ones(2)})
+    optimizer = torch.optim.Adam([("submodule.weight", model["subweight"])])
+    model["subweight"].sum().backward()
+    optimizer.step()
+    with pytest.raises(MatchError, match=r"\['submodule.weight'\] are no parameters of this model"):
+        read_state_dict(model, optimizer.state_dict())
+
+
+def test_names_that_are_passed_win_over_those_in_the_state() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["param_names"] = [f"old.{n}" for n, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    assert_is_adams(model, optimizer, read_state_dict(model, saved, param_names=names))
+
+
+# --- saved states, refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_other_shapes_is_refused() -> None:
+    _, optimizer = trained(3, 5, 4, 1)
+    with pytest.raises(
+        MatchError, match=r"key 0 has shape \(5, 3\) but parameter '0.weight' has \(4, 3\).*param_names=\[...\]"
+    ):
+        read_state_dict(mlp(*SIZES), optimizer.state_dict())
+
+
+def test_a_state_of_another_length_is_refused() -> None:
+    _, optimizer = trained(3, 4, 1)
+    model = mlp(*SIZES)
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    with pytest.raises(
+        MatchError, match=r"holds 4 parameters, the model 6 \(3 of them trainable\).*param_names=\[...\]"
+    ):
+        read_state_dict(model, optimizer.state_dict())
+
+
+def test_a_shuffled_state_of_one_group_is_refused_where_shapes_tell() -> None:
+    model = mlp(*SIZES)
+    optimizer = torch.optim.Adam(list(reversed(list(model.parameters()))))
+    step(model, optimizer)
+    with pytest.raises(MatchError, match=r"key 0 has shape \(1,\) but parameter '0.weight'.*in another order"):
+        read_state_dict(model, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("path", ["torch.optim.Adafactor", "bitsandbytes.optim.adam.Adam8bit"])
+def test_a_shuffled_state_is_refused_where_shapes_are_hidden(path: str, optimizer_class: Callable[[str], type]) -> None:
+    cls = optimizer_class(path)
+    model = mlp(*SIZES)
+    optimizer = cls(list(reversed(list(model.parameters()))))
+    step(model, optimizer)
+    with pytest.raises(MatchError, match=r"'0.weight'"):
+        read_state_dict(model, optimizer.state_dict(), optimizer=cls.__name__)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["0.weight"], r"param_names gives 1 names for the 2 parameters"),
+        (["0.weight", "0.wait"], r"by param_names, \['0.wait'\] are no parameters of this model"),
+        (["0.weight", "0.weight"], r"by param_names, \['0.weight'\] are named twice"),
+        (["0.bias", "0.weight"], r"key 0 has shape \(1, 3\) but parameter '0.bias' has \(1,\)"),
+    ],
+    ids=["short", "unknown", "twice", "swapped"],
+)
+def test_names_that_do_not_fit_are_refused(names: list[str], message: str) -> None:
+    model, optimizer = trained(3, 1)
+    with pytest.raises(MatchError, match=message):
+        read_state_dict(model, optimizer.state_dict(), param_names=names)
+
+
+def test_names_of_another_model_in_the_state_are_refused() -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.Adam([(f"head.{name}", p) for name, p in model.named_parameters()])
+    step(model, optimizer)
+    with pytest.raises(MatchError, match=r"by the names in the state dict, \['head.0.weight', 'head.0.bias'\] are no"):
+        read_state_dict(model, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint", "none", "list"])
+def test_what_is_no_state_dict_is_refused(kind: str) -> None:
+    model, optimizer = trained(3, 1)
+    given = {
+        "model": model.state_dict(),
+        "checkpoint": {"epoch": 3, "optimizer": optimizer.state_dict()},
+        "none": None,
+        "list": [optimizer.state_dict()],
+    }[kind]
+    found = {
+        "model": r"\['0.bias', '0.weight'\]",
+        "checkpoint": r"\['epoch', 'optimizer'\]",
+        "none": "NoneType",
+        "list": "list",
+    }
+    with pytest.raises(
+        MatchError, match=rf"not an optimiser's state dict.*found {found[kind]}.*checkpoint\['optimizer'\]"
+    ):
+        read_state_dict(model, given)
+
+
+@pytest.mark.parametrize("keys", [[0], [0, 1, 1]], ids=["unlisted", "repeated"])
+def test_an_inconsistent_state_dict_is_refused(keys: list[int]) -> None:
+    model, optimizer = trained(3, 1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["params"] = keys
+    with pytest.raises(MatchError, match=r"inconsistent: keys \[1\] are repeated or in no group"):
+        read_state_dict(model, saved)
+
+
+def test_the_wrong_reader_is_refused_with_the_key_it_misses() -> None:
+    model = mlp(3, 1)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    step(model, optimizer)
+    with pytest.raises(
+        StateError, match=r"reader 'adam' finds no 'exp_avg_sq' for parameter '0.weight'.*\['step', 'sum'\].*'adagrad'"
+    ):
+        read_state_dict(model, optimizer.state_dict())
+
+
+@pytest.mark.parametrize(("place", "entry"), [("state", "step"), ("group", "betas")])
+def test_a_state_without_what_the_correction_needs_is_refused(place: str, entry: str) -> None:
+    model, optimizer = trained(3, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del (saved["state"][0] if place == "state" else saved["param_groups"][0])[entry]
+    with pytest.raises(StateError, match=f"reader 'adam' finds no '{entry}' for parameter '0.weight'"):
+        read_state_dict(model, saved)
+
+
+def test_an_unknown_reader_is_refused() -> None:
+    model, optimizer = trained(3, 1)
+    with pytest.raises(SettingError, match="no reader is named 'adamm'"):
+        read_state_dict(model, optimizer.state_dict(), optimizer="adamm")
+    with pytest.raises(SettingError, match="no reader is named 'adamm'"):
+        read_optimizer(model, optimizer, reader="adamm")
+
+
+def test_a_reader_that_finds_another_shape_is_refused() -> None:
+    model, optimizer = trained(3, 1)
+    reader = StateReader("wrong", (), read=lambda state, group, shape: torch.ones(7))
+    with pytest.raises(MatchError, match=r"'0.weight' has shape \(7,\), the parameter \(1, 3\).*another model"):
+        read_optimizer(model, optimizer, reader=reader)

@@ -1,0 +1,727 @@
+"""Every reader against the definition of its second moment: one table of optimisers, one set of template tests."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bayesadam.errors import BayesAdamError, MatchError, SettingError, StateError
+from bayesadam.readers import (
+    StateReader,
+    read_optimizer,
+    read_state_dict,
+    reader_named,
+    reader_of,
+    register,
+    registered,
+)
+from bayesadam.readers import registry as registry_module
+from floats import assert_close
+from readers import references
+from readers.references import Moments, Reference, Trace, with_decay
+
+# Taken at import, before any test or doctest can add a reader of its own.
+BUILT_IN = registered()
+STEPS = 20
+
+# AdaHessian needs create_graph=True, which torch warns of; bitsandbytes pages nothing on a CPU and says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
+]
+
+
+# --- small problems -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and its mini-batches: (model, generator) → loss."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, torch.Generator], Tensor]
+
+
+def regression_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    first = next(model.parameters())
+    inputs = (2, 5) if first.dim() == 3 else (first.shape[1],)
+    x = torch.randn(8, *inputs, generator=generator)
+    return (model(x) - x.flatten(1).sum(dim=1, keepdim=True).sin() - 1).square().sum(dim=1).mean()
+
+
+def look_up_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    rows = torch.randint(0, 9, (4,), generator=generator)
+    return (model(rows) - 1).square().sum()
+
+
+PROBLEMS = {
+    # Parameters of one, two and three dimensions.
+    "small": Problem(
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 2)),
+        regression_loss,
+    ),
+    "matrix": Problem(lambda: nn.Linear(3, 2, bias=False), regression_loss),
+    # The last three rows are never looked up.
+    "sparse": Problem(lambda: nn.Embedding(12, 3, sparse=True), look_up_loss),
+    # 4096 and 64 × 67 entries: 8-bit, in whole blocks of 256 and with a short last one. The biases stay 32-bit.
+    "large": Problem(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 67)), regression_loss),
+}
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimiser as a user would set it up.
+
+    Attributes:
+        id: the test's name.
+        factory: the optimiser's class, by qualified name.
+        kwargs: its arguments.
+        reader: the record that must read it.
+        reference: its second moment, from the definition.
+        coupled: whether weight decay joins the gradient before it is squared.
+        problem: the key of a problem above.
+        atol: the absolute error allowed, where a relative one cannot be asked for.
+    """
+
+    id: str
+    factory: str
+    kwargs: Mapping[str, Any]
+    reader: str
+    reference: Reference
+    coupled: bool = False
+    problem: str = "small"
+    atol: float = 0.0
+
+
+def cases(
+    id: str,
+    factory: str,
+    reference: Reference,
+    *variants: Iterable[Mapping[str, Any]],
+    coupled: bool = False,
+    problem: str = "small",
+    atol: float = 0.0,
+    lr: float = 0.01,
+    **kwargs: Any,
+) -> Iterator[Case]:
+    """One case for each combination of the variants; the id begins with the reader's name."""
+    for combination in itertools.product(*variants):
+        words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
+        merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
+        reader = id.partition("-")[0]
+        yield Case("-".join([id, *words]), factory, merged, reader, reference, coupled, problem, atol)
+
+
+DECAY = ({"weight_decay": 0.0}, {"weight_decay": 0.1})
+EACH = ({"foreach": False}, {"foreach": True})
+FUSED = (*EACH, {"fused": True})
+CENTRED = ({"centered": False}, {"centered": True})
+DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}
+# A short memory and long steps, so that the average falls again and its maximum is not its last value.
+AMSGRAD = {"amsgrad": True, "betas": (0.9, 0.8), "lr": 0.1}
+ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
+NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
+ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
+RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
+
+CASES = [
+    *cases("adam", ADAM, references.adam, FUSED, DECAY, coupled=True),
+    *cases("adam-amsgrad", ADAM, references.adam, FUSED, **AMSGRAD),
+    *cases("adam-maximise", ADAM, references.adam, lr=1e-4, maximize=True),
+    *cases("adam-no-memory", ADAM, references.adam, betas=(0.9, 0.0)),
+    *cases("adam-decoupled", ADAM, references.adam, EACH, **DECOUPLED),
+    *cases("adamw", ADAMW, references.adam, FUSED, DECAY),
+    *cases("adamw-amsgrad", ADAMW, references.adam, FUSED, **AMSGRAD),
+    *cases("adamw-legacy", "timm.optim.adamw.AdamWLegacy", references.adam, DECAY),
+    *cases("nadam", NADAM, references.adam, EACH, DECAY, coupled=True),
+    *cases("nadam-decoupled", NADAM, references.adam, EACH, **DECOUPLED),
+    *cases("radam", RADAM, references.adam, EACH, DECAY, coupled=True),
+    *cases("radam-decoupled", RADAM, references.adam, EACH, **DECOUPLED),
+    *cases("sparseadam", "torch.optim.sparse_adam.SparseAdam", references.sparse_adam, problem="sparse"),
+    *cases("adagrad", ADAGRAD, references.adagrad, FUSED, DECAY, coupled=True),
+    *cases("adagrad-start", ADAGRAD, references.adagrad, EACH, initial_accumulator_value=0.1),
+    *cases("rmsprop", RMSPROP, references.rmsprop, EACH, DECAY, coupled=True),
+    *cases("rmsprop-centred", RMSPROP, references.rmsprop, EACH, DECAY, coupled=True, alpha=0.9, centered=True),
+    *cases("rmsprop-momentum", RMSPROP, references.rmsprop, EACH, DECAY, coupled=True, lr=0.001, momentum=0.9),
+    *cases("adadelta", "torch.optim.adadelta.Adadelta", references.adadelta, EACH, DECAY, coupled=True, lr=1.0),
+    # An eps and a decay that show after a few steps.
+    *cases(
+        "adamax", "torch.optim.adamax.Adamax", references.adamax, EACH, DECAY, coupled=True, betas=(0.9, 0.9), eps=1e-3
+    ),
+    *cases("adafactor", "torch.optim.Adafactor", references.adafactor, EACH, DECAY),
+    *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
+    *cases("lamb-unclipped", "timm.optim.lamb.Lamb", references.adam, max_grad_norm=None, decoupled_decay=True),
+    *cases("adan", "timm.optim.adan.Adan", references.adan, EACH, DECAY),
+    # The average starts at one, so float32 rounds it to 6e-8 at every step, however small the gradients are.
+    *cases("rmsproptf", RMSPROPTF, references.rmsprop_from_one, CENTRED, DECAY, coupled=True, atol=2e-7),
+    *cases(
+        "rmsproptf-decoupled", RMSPROPTF, references.rmsprop_from_one, atol=2e-7, weight_decay=0.1, decoupled_decay=True
+    ),
+    *cases("adabelief", ADABELIEF, references.adabelief, DECAY, eps=1e-5),
+    *cases("adabelief-coupled", ADABELIEF, references.adabelief, DECAY, coupled=True, eps=1e-8, decoupled_decay=False),
+    *cases("adabelief-amsgrad", ADABELIEF, references.adabelief, **AMSGRAD),
+    *cases("adahessian", "timm.optim.adahessian.Adahessian", references.adahessian, DECAY),
+    *cases("adam8bit-no-decay", "bitsandbytes.optim.adam.Adam8bit", references.adam, problem="large", weight_decay=0.0),
+    *cases(
+        "adamw8bit-no-decay", "bitsandbytes.optim.adamw.AdamW8bit", references.adam, problem="large", weight_decay=0.0
+    ),
+    *(
+        case
+        for module, name in (("adam", "Adam"), ("adamw", "AdamW"))
+        for page, bits in itertools.product(("", "Paged"), ("", "8bit", "32bit"))
+        for case in cases(
+            f"{module}8bit-{page}{name}{bits}",
+            f"bitsandbytes.optim.{module}.{page}{name}{bits}",
+            references.adam,
+            problem="large",
+            weight_decay=0.1,
+        )
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An optimiser that keeps no second moment per weight, and the words that must say what would work."""
+
+    factory: str
+    reader: str
+    advice: str = "train with Adam, AdamW, RMSprop or Adagrad"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = "small"
+
+
+REFUSALS = [
+    Refusal("torch.optim.sgd.SGD", "sgd", "reader='ogd'", {"lr": 0.01, "momentum": 0.9}),
+    Refusal("torch.optim.rprop.Rprop", "rprop"),
+    Refusal("torch.optim.asgd.ASGD", "asgd"),
+    Refusal("torch.optim.lbfgs.LBFGS", "lbfgs"),
+    Refusal("torch.optim.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
+    Refusal("timm.optim.muon.Muon", "muon", "AdamW trains the other parameters, pass both as a list", {}, "matrix"),
+    Refusal("timm.optim.lion.Lion", "lion"),
+    Refusal("bitsandbytes.optim.lion.Lion", "lion"),
+    Refusal("bitsandbytes.optim.lion.Lion8bit", "lion", problem="large"),
+    Refusal("timm.optim.lars.Lars", "lars"),
+    Refusal(
+        "timm.optim.nvnovograd.NvNovoGrad", "novograd", "one number per layer, not one per weight; train with Adam"
+    ),
+]
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    case: Case
+    model: nn.Module
+    optimizer: Optimizer
+    traces: dict[str, Trace]
+    generator: torch.Generator
+
+    def go_on(self, steps: int) -> None:
+        """Train, and record what the optimiser is given."""
+        parameters = dict(self.model.named_parameters())
+
+        def before(*_: Any) -> None:
+            gradients = {name: dense(p.grad) for name, p in parameters.items()}
+            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+            for name, p in parameters.items():
+                self.traces[name].gradients.append(gradients[name])
+                self.traces[name].parameters.append(dense(p))
+                self.traces[name].norms.append(norm)
+
+        def after(*_: Any) -> None:
+            for name, p in parameters.items():
+                if hasattr(p, "hess"):
+                    self.traces[name].curvatures.append(dense(p.hess))
+
+        hooks = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            loss = PROBLEMS[self.case.problem].loss(self.model, self.generator)
+            loss.backward(create_graph=getattr(self.optimizer, "is_second_order", False))
+            self.optimizer.step()
+        # A gradient with a graph keeps itself alive in a cycle.
+        self.optimizer.zero_grad()
+        for hook in hooks:
+            hook.remove()
+
+    def reference(self, name: str) -> Moments:
+        settings, trace = self.optimizer.defaults, self.traces[name]
+        if self.case.kwargs.get("maximize"):
+            trace = Trace([-g for g in trace.gradients], trace.parameters, trace.norms)
+        decay = settings.get("weight_decay", 0.0) if self.case.coupled else 0.0
+        return self.case.reference(trace, with_decay(trace, decay), settings)
+
+    def is_quantised(self, name: str) -> bool:
+        state = self.optimizer.state[self.model.get_parameter(name)]
+        return "state2" in state and state["state2"].dtype == torch.uint8
+
+
+def dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(torch.float64, copy=True)
+
+
+def build(case: Case, optimizer_class: Callable[[str], type]) -> Trained:
+    cls = optimizer_class(case.factory)
+    unknown = set(case.kwargs) - set(inspect.signature(cls).parameters)
+    if unknown:
+        pytest.skip(f"the installed {case.factory} has no argument {sorted(unknown)}")
+    torch.manual_seed(0)
+    model = PROBLEMS[case.problem].model()
+    optimizer = cls(model.parameters(), **case.kwargs)
+    traces = {name: Trace() for name, _ in model.named_parameters()}
+    return Trained(case, model, optimizer, traces, torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.id)
+def trained(request: pytest.FixtureRequest, optimizer_class: Callable[[str], type]) -> Trained:
+    """Trained once for all the tests that only read."""
+    result = build(request.param, optimizer_class)
+    result.go_on(STEPS)
+    return result
+
+
+# --- template tests over the whole table ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-kept"])
+def test_the_second_moment_is_that_of_the_definition(trained: Trained, corrected: bool) -> None:
+    curvature = read_optimizer(trained.model, trained.optimizer, bias_correction=corrected)
+    assert list(curvature.second_moment) == [name for name, _ in trained.model.named_parameters()]
+    for name, v in curvature.second_moment.items():
+        moments = trained.reference(name)
+        expected = moments.corrected if corrected else moments.kept
+        assert v.dtype == torch.float32
+        if trained.is_quantised(name):
+            # Every step rounds to one of 256 levels a block, so only the bulk of the moments can agree.
+            assert float((v - expected).abs().sum() / expected.sum()) < 0.03, name
+        else:
+            assert_close(
+                v.double(), expected, rtol=1e-5, atol=trained.case.atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_the_reader_knows_its_optimiser(trained: Trained) -> None:
+    assert qualified(type(trained.optimizer)) == trained.case.factory
+    assert reader_of(trained.optimizer) is reader_named(trained.case.reader)
+    curvature = read_optimizer(trained.model, trained.optimizer)
+    for name in curvature.second_moment:
+        assert curvature.reader[name] == trained.case.reader
+        assert curvature.steps[name] == STEPS
+        assert curvature.weight_decay[name] == trained.optimizer.defaults.get("weight_decay", 0.0)
+    assert not curvature.omitted
+
+
+def test_the_reader_knows_whether_decay_leaks_into_the_moment(trained: Trained) -> None:
+    (group,) = trained.optimizer.param_groups
+    leaks = trained.case.coupled and trained.case.kwargs.get("weight_decay", 0.0) != 0.0
+    assert reader_of(trained.optimizer).couples_decay(group) == leaks
+
+
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-kept"])
+def test_a_saved_state_reads_as_the_live_one(trained: Trained, corrected: bool) -> None:
+    file = io.BytesIO()
+    torch.save(trained.optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    live = read_optimizer(trained.model, trained.optimizer, bias_correction=corrected)
+    read = read_state_dict(trained.model, saved, optimizer=trained.case.reader, bias_correction=corrected)
+    assert_same(dict(read.second_moment), dict(live.second_moment))
+    assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
+
+
+def test_reading_changes_nothing(trained: Trained) -> None:
+    optimizer, model = copy.deepcopy(trained.optimizer.state_dict()), copy.deepcopy(trained.model.state_dict())
+    for corrected in (True, False):
+        read_optimizer(trained.model, trained.optimizer, bias_correction=corrected)
+        read_state_dict(
+            trained.model, trained.optimizer.state_dict(), optimizer=trained.case.reader, bias_correction=corrected
+        )
+    assert_same(trained.optimizer.state_dict(), optimizer)
+    assert_same(trained.model.state_dict(), model)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_was_read_stays_when_training_goes_on(case: Case, optimizer_class: Callable[[str], type]) -> None:
+    trained = build(case, optimizer_class)
+    trained.go_on(3)
+    before = read_optimizer(trained.model, trained.optimizer, bias_correction=False).second_moment
+    copies = {name: v.clone() for name, v in before.items()}
+    trained.go_on(2)
+    after = read_optimizer(trained.model, trained.optimizer, bias_correction=False).second_moment
+    assert_same(dict(before), copies)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    # AMSGrad's maximum may stand still while memory is shared, so the memory itself is compared too.
+    kept = {t.untyped_storage().data_ptr() for t in tensors_in(trained.optimizer.state_dict())}
+    assert kept.isdisjoint(v.untyped_storage().data_ptr() for v in after.values())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal to the last bit, through dictionaries and lists."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, Mapping):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# OGD belongs to no class: it is asked for by name.
+# SOAP, whose second moment is in other coordinates, has tests of its own: tests/optim and tests/posterior.
+ELSEWHERE = {
+    ("ogd", ""),
+    ("published", ""),
+    ("published-kronecker", ""),
+    ("soap", "bayesadam.optim.soap.SOAP"),
+    ("soap-reference", "soap.SOAP"),
+    ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
+    ("soap-heavyball", "heavyball.SOAP"),
+    ("shampoo", "pytorch_optimizer.optimizer.shampoo.Shampoo"),
+    ("scalable-shampoo", "pytorch_optimizer.optimizer.shampoo.ScalableShampoo"),
+    ("torch-optimizer-shampoo", "torch_optimizer.shampoo.Shampoo"),
+}
+TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
+
+
+def test_every_built_in_reader_is_in_a_table() -> None:
+    assert {reader.name for reader in BUILT_IN} == {reader for reader, _ in TESTED}
+
+
+@pytest.mark.parametrize(
+    ("reader", "path"), [(reader.name, path) for reader in BUILT_IN for path in reader.class_names()]
+)
+def test_every_class_that_a_built_in_reader_names_is_in_a_table(
+    reader: str, path: str, optimizer_class: Callable[[str], type]
+) -> None:
+    # A class may be reached by several names, but it says one of itself.
+    assert (reader, qualified(optimizer_class(path))) in TESTED
+
+
+# --- what single readers promise ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit"])
+def test_eight_bit_states_dequantise_as_bitsandbytes_does(name: str, optimizer_class: Callable[[str], type]) -> None:
+    trained = build(next(case for case in CASES if case.factory.endswith(f".{name}")), optimizer_class)
+    trained.go_on(5)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    kept = read_optimizer(trained.model, trained.optimizer, bias_correction=False).second_moment
+    quantised = [parameter for parameter in kept if trained.is_quantised(parameter)]
+    assert quantised == ["0.weight", "2.weight"]
+    for parameter in quantised:
+        state = trained.optimizer.state[trained.model.get_parameter(parameter)]
+        theirs = dequantize_blockwise(
+            state["state2"], absmax=state["absmax2"], code=state["qmap2"].float(), blocksize=256
+        )
+        assert torch.equal(kept[parameter], theirs)
+
+
+def test_eight_bit_states_of_a_single_block_are_read(optimizer_class: Callable[[str], type]) -> None:
+    cls = optimizer_class("bitsandbytes.optim.adam.Adam8bit")
+    model = nn.Linear(3, 2)
+    optimizer = cls(model.parameters(), min_8bit_size=1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert state["state2"].dtype == torch.uint8
+    v = read_optimizer(model, optimizer, bias_correction=False).second_moment["weight"]
+    assert_close(v, state["qmap2"][state["state2"].long()] * state["absmax2"])
+
+
+def test_eight_bit_states_without_blocks_are_refused() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    state = {
+        "step": 3,
+        "state2": torch.zeros(2, 3, dtype=torch.uint8),
+        "qmap2": torch.zeros(256),
+        "max2": torch.ones(1),
+    }
+    saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
+    with pytest.raises(StateError, match=r"'state2' is 8-bit without blocks.*block_wise=True"):
+        read_state_dict(model, saved, optimizer="adam8bit")
+
+
+def test_eight_bit_states_with_unknown_blocks_are_refused() -> None:
+    model = nn.Linear(100, 10, bias=False)
+    state = {
+        "step": 3,
+        "state2": torch.zeros(10, 100, dtype=torch.uint8),
+        "qmap2": torch.zeros(256),
+        "absmax2": torch.ones(7),
+    }
+    saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
+    with pytest.raises(StateError, match=r"1000 entries in 7 blocks, which fits none of the known block lengths"):
+        read_state_dict(model, saved, optimizer="adam8bit")
+
+
+def test_rows_of_an_embedding_that_were_never_looked_up_have_no_curvature(
+    optimizer_class: Callable[[str], type],
+) -> None:
+    trained = build(next(case for case in CASES if case.reader == "sparseadam"), optimizer_class)
+    trained.go_on(STEPS)
+    v = read_optimizer(trained.model, trained.optimizer).second_moment["weight"]
+    assert bool((v[:9] > 0).all())
+    assert bool((v[9:] == 0).all())
+
+
+def test_adagrads_start_is_taken_from_the_group() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    optimizer.step()
+    assert_close(read_optimizer(model, optimizer).second_moment["weight"], torch.tensor([[1.0, 4.0]]))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.factory)
+def test_an_optimiser_without_a_second_moment_is_refused(
+    refusal: Refusal, optimizer_class: Callable[[str], type]
+) -> None:
+    cls = optimizer_class(refusal.factory)
+    problem = PROBLEMS[refusal.problem]
+    torch.manual_seed(0)
+    model, generator = problem.model(), torch.Generator().manual_seed(0)
+    optimizer = cls(model.parameters(), **refusal.kwargs)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = problem.loss(model, generator)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(BayesAdamError) as caught:
+        read_optimizer(model, optimizer)
+    assert qualified(cls) == refusal.factory
+    assert str(caught.value).startswith(f"{cls.__name__} keeps no second moment per weight")
+    assert refusal.advice in str(caught.value)
+    with pytest.raises(BayesAdamError) as caught:
+        read_state_dict(model, optimizer.state_dict(), optimizer=refusal.reader)
+    assert refusal.advice in str(caught.value)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_sgd_gives_ones_when_asked_by_name(saved: bool) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    if saved:
+        curvature = read_state_dict(model, optimizer.state_dict(), optimizer="ogd")
+    else:
+        curvature = read_optimizer(model, optimizer, reader="ogd")
+    assert_same(dict(curvature.second_moment), {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    assert curvature.weight_decay == {"weight": 0.01, "bias": 0.01}
+
+
+# --- a user's own reader ------------------------------------------------------------------------------------------------
+
+
+class Halving(Optimizer):
+    """Keeps v ← v/2 + g²/2 under a name of its own, its logarithm, and a nested copy."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"forget": 0.5})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state["mine"] = 0.5 * state.get("mine", torch.zeros_like(p)) + 0.5 * p.grad**2
+                state["log"] = state["mine"].log()
+
+
+class NestedHalving(Halving):
+    """The same, every tensor one level down."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].get("kept", {"v": torch.zeros_like(p)})
+                self.state[p]["kept"] = {"v": 0.5 * kept["v"] + 0.5 * p.grad**2}
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers registered by a test go away with it."""
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+
+
+def stepped(optimizer_class: type[Optimizer]) -> tuple[nn.Module, Optimizer]:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = optimizer_class(model.parameters())
+    for x in ([1.0, 2.0], [3.0, 1.0]):
+        optimizer.zero_grad()
+        model(torch.tensor([x])).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+# Gradients (1, 2) and (3, 1): v = g₁²/4 + g₂²/2.
+KEPT = torch.tensor([[4.75, 1.5]])
+
+
+def test_an_unknown_optimiser_is_refused_with_what_to_do() -> None:
+    model, optimizer = stepped(Halving)
+    with pytest.raises(StateError, match=r"no reader is registered for .*Halving.*register\(StateReader"):
+        read_optimizer(model, optimizer)
+
+
+def test_an_unknown_optimiser_with_adams_keys_is_told_which_reader_may_fit() -> None:
+    model, optimizer = stepped(Halving)
+    optimizer.state[model.weight]["exp_avg_sq"] = optimizer.state[model.weight].pop("mine")
+    with pytest.raises(StateError, match=r"exp_avg_sq.* look like .*'adam'.*pass reader='adam'"):
+        read_optimizer(model, optimizer)
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("named_by", ["class", "name"])
+def test_an_own_reader_by_fields(named_by: str) -> None:
+    cls: type | str = Halving if named_by == "class" else f"{Halving.__module__}.{Halving.__qualname__}"
+    register(StateReader("halving", (cls,), key="mine", decay=("forget", None), bias_correction=True))
+    model, optimizer = stepped(Halving)
+    for bias_correction, expected in ((False, KEPT), (True, KEPT / 0.75)):
+        live = read_optimizer(model, optimizer, bias_correction=bias_correction)
+        saved = read_state_dict(
+            model, optimizer.state_dict(), optimizer="halving", bias_correction=bias_correction
+        ).second_moment
+        assert_close(live.second_moment["weight"], expected)
+        assert torch.equal(saved["weight"], live.second_moment["weight"])
+        assert live.reader == {"weight": "halving"}
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_an_own_reader_by_a_function() -> None:
+    seen: list[torch.Size] = []
+
+    def read(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> Tensor:
+        seen.append(shape)
+        return state["log"].exp()
+
+    register(StateReader("halving", (Halving,), decay=("forget", None), bias_correction=True, read=read))
+    model, optimizer = stepped(Halving)
+    assert_close(read_optimizer(model, optimizer).second_moment["weight"], KEPT / 0.75)
+    assert seen == [model.weight.shape]
+
+
+def test_an_own_reader_that_is_not_registered_can_be_passed() -> None:
+    model, optimizer = stepped(Halving)
+    reader = StateReader("unregistered", (), key="mine")
+    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
+    assert torch.equal(read_state_dict(model, optimizer.state_dict(), optimizer=reader).second_moment["weight"], KEPT)
+
+
+def test_memory_returned_by_a_read_function_is_copied() -> None:
+    model, optimizer = stepped(Halving)
+    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"])
+    v = read_optimizer(model, optimizer, reader=reader).second_moment["weight"]
+    optimizer.state[model.weight]["mine"].zero_()
+    assert torch.equal(v, KEPT)
+
+
+def test_a_read_function_that_returns_another_shape_is_refused() -> None:
+    model, optimizer = stepped(Halving)
+    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["mine"].sum())
+    with pytest.raises(MatchError, match=r"'weight' has shape \(\), the parameter \(1, 2\)"):
+        read_optimizer(model, optimizer, reader=reader)
+
+
+def test_a_read_function_may_find_its_tensors_in_a_nested_state() -> None:
+    model, optimizer = stepped(NestedHalving)
+    reader = StateReader("unregistered", (), read=lambda state, group, shape: state["kept"]["v"])
+    assert torch.equal(read_optimizer(model, optimizer, reader=reader).second_moment["weight"], KEPT)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_subclass_is_read_as_its_nearest_registered_ancestor() -> None:
+    class Child(torch.optim.AdamW):
+        pass
+
+    class Grandchild(Child):
+        pass
+
+    register(StateReader("child", (Child,), key="exp_avg_sq"))
+    parameters = nn.Linear(2, 1).parameters()
+    assert reader_of(Grandchild(parameters)).name == "child"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_later_reader_wins_for_the_same_class() -> None:
+    register(StateReader("raw", (torch.optim.Adam,), key="exp_avg_sq"))
+    assert reader_of(torch.optim.Adam(nn.Linear(2, 1).parameters())).name == "raw"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_an_own_reader_may_have_capitals_in_its_name() -> None:
+    reader = register(StateReader("Halving", (Halving,), key="mine"))
+    assert reader_named("Halving") is reader
+
+
+def test_a_readers_name_may_be_given_in_any_case() -> None:
+    assert reader_named("AdamW") is reader_named("adamw")
+
+
+def test_an_unknown_reader_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SettingError, match=r"no reader is named 'adamm'; known: .*adam, .*adamw"):
+        reader_named("adamm")
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize(
+    ("reader", "message"),
+    [
+        (StateReader("adam", (), key="exp_avg_sq"), r"named 'adam' exists already.*replace=True"),
+        (StateReader("keyless", ()), r"'keyless' needs a `key` or a `read` function"),
+        (StateReader("endless", (), key="v", bias_correction=True), r"'endless' asks for a bias correction.*`decay`"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_reader_that_cannot_work_is_refused(reader: StateReader, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        register(reader)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_built_in_reader_can_be_replaced() -> None:
+    mine = StateReader("adam", (torch.optim.Adam,), key="exp_avg_sq")
+    register(mine, replace=True)
+    assert reader_named("adam") is mine

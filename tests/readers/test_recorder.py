@@ -1,0 +1,493 @@
+"""The recorder against a plain list of gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bayesadam as ba
+from bayesadam.errors import MatchError, SettingError, StateError
+from floats import assert_close, close
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batches(count: int, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 3, generator=generator) for _ in range(count)]
+
+
+def train(model, optimizer, inputs, seen: list | None = None) -> None:
+    for x in inputs:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if seen is not None:
+            seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+
+
+def sorted_rows(stack: torch.Tensor) -> torch.Tensor:
+    rows = stack.flatten(1)
+    return rows[rows[:, 0].argsort()]
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "steps"), [(4, 1, 3), (4, 1, 4), (4, 1, 11), (3, 5, 30), (3, 5, 31), (10, 7, 1)]
+)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_it_keeps_the_last_of_every_kth_step(kind, keep, every, steps):
+    model, seen = network(), []
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+    recorder = ba.Recorder(optimizer, keep=keep, every=every)
+    train(model, optimizer, batches(steps), seen)
+    expected = seen[::every][-keep:]
+    assert recorder.recorded == len(expected)
+    for name, found in recorder.gradients(model).items():
+        # Weight decay is not in them, whatever the optimiser does with it.
+        assert_close(sorted_rows(found), sorted_rows(torch.stack([g[name] for g in expected])))
+
+
+def test_training_is_not_changed():
+    finals = []
+    for attach in (False, True):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters())
+        if attach:
+            ba.Recorder(optimizer, keep=2, every=3)
+        train(model, optimizer, batches(9))
+        finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*finals)
+
+
+def test_a_closure_s_gradients_are_taken_after_it_ran():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = ba.Recorder(optimizer, keep=5, every=1)
+    seen = []
+    for x in batches(3):
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            seen.append(model[0].weight.grad.clone())
+            return loss
+
+        optimizer.step(closure)
+    assert_close(sorted_rows(recorder.gradients(model)["0.weight"]), sorted_rows(torch.stack(seen)))
+
+
+def test_a_fused_optimiser_under_a_scaler_is_unscaled_and_overflows_are_left_out():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    recorder = ba.Recorder(optimizer, keep=5, every=1)
+    (model(batches(1)[0]).square().mean() * 8).backward()
+    plain = model[0].weight.grad.clone() / 8
+    # As torch's GradScaler hands them to optimisers that divide by themselves.
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)
+    optimizer.step()
+    assert recorder.recorded == 0
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert_close(recorder.gradients(model)["0.weight"][0], plain)
+
+
+def test_it_goes_on_where_it_was_saved():
+    inputs = batches(13)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=4, every=2)
+    train(model, optimizer, inputs[:7])
+    file = io.BytesIO()
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "r": recorder.state_dict()}, file)
+    train(model, optimizer, inputs[7:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = network()
+    resumed = torch.optim.Adam(other.parameters())
+    again = ba.Recorder(resumed, keep=4, every=2)
+    other.load_state_dict(saved["m"])
+    resumed.load_state_dict(saved["o"])
+    again.load_state_dict(saved["r"])
+    train(other, resumed, inputs[7:])
+    for name, found in recorder.gradients(model).items():
+        assert torch.equal(found, again.gradients(other)[name])
+
+
+def test_another_recorder_s_state_is_refused_and_nothing_changes():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=4, every=2)
+    train(model, optimizer, batches(3))
+    before = copy.deepcopy(recorder.state_dict())
+    wide = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    other = torch.optim.Adam(wide.parameters())
+    strange = ba.Recorder(other, keep=4, every=2)
+    train(wide, other, batches(2))
+    for state, told in (
+        (strange.state_dict(), "shape"),
+        ({**before, "keep": 5}, "keep=5"),
+        ({**before, "rings": before["rings"][1:]}, "3 parameters"),
+        ({"steps": [1]}, "not the state"),
+    ):
+        with pytest.raises(MatchError, match=told):
+            recorder.load_state_dict(state)
+    after = recorder.state_dict()
+    assert after["steps"] == before["steps"]
+    assert all(torch.equal(a, b) for a, b in zip(after["rings"], before["rings"], strict=True))
+
+
+def test_several_optimisers_step_together():
+    model = network()
+    pair = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters())]
+    recorder = ba.Recorder(pair, keep=3, every=1)
+    for x in batches(4):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for optimizer in pair:
+            optimizer.step()
+    assert set(recorder.gradients(model)) == {name for name, _ in model.named_parameters()}
+    posterior = ba.Posterior.from_optimizer(
+        model, pair, 32, prior_precision=1e4, structure="low-rank", recorder=recorder
+    )
+    assert posterior.structure.kind == "low-rank"
+    pair[0].step()
+    with pytest.raises(StateError, match="together"):
+        recorder.gradients(model)
+
+
+def test_parameters_without_gradients_are_left_out_and_sparse_ones_are_dense():
+    model = nn.ModuleDict(
+        {"used": nn.Embedding(5, 2, sparse=True), "unused": nn.Linear(2, 2), "at_times": nn.Linear(2, 1)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = ba.Recorder(optimizer, keep=4, every=1)
+    for step in range(2):
+        optimizer.zero_grad()
+        h = model["used"](torch.tensor([1, 3]))
+        (model["at_times"](h).sum() if step == 0 else h.sum()).backward()
+        optimizer.step()
+    found = recorder.gradients(model)
+    assert "unused.weight" not in found
+    assert bool(found["at_times.weight"][0].any())
+    assert not bool(found["at_times.weight"][1].any())
+    assert torch.equal(found["used.weight"][1], torch.tensor([0.0, 1, 0, 1, 0])[:, None].expand(5, 2))
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, 8, prior_precision=1e4, structure="low-rank", recorder=recorder
+    )
+    assert set(posterior.omitted) == {"unused.weight", "unused.bias"}
+
+
+def test_a_diagonal_of_recorded_gradients_serves_sgd():
+    model, seen = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = ba.Recorder(optimizer, keep=6, every=1)
+    train(model, optimizer, batches(6), seen)
+    posterior = ba.Posterior.from_optimizer(
+        model, optimizer, 48, power=1, batch_size=8, prior_precision=2.0, recorder=recorder
+    )
+    square = torch.stack([g["0.weight"] for g in seen]).square().mean(dim=0)
+    assert_close(posterior.variance["0.weight"], 1 / (48 * 8 * square + 2))
+
+
+def test_the_kronecker_bases_are_those_of_the_gradients():
+    model, seen = network().double(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = ba.Recorder(optimizer, keep=20, every=1)
+    train(model, optimizer, [x.double() for x in batches(20)], seen)
+    structure = ba.Posterior.from_optimizer(
+        model, optimizer, 48, structure="kronecker", recorder=recorder, prior_precision=1.0
+    ).structure
+    stack = torch.stack([g["0.weight"] for g in seen])
+    left, right = structure.bases["0.weight"].left, structure.bases["0.weight"].right
+    for basis, moment in (
+        (left, torch.einsum("kij,klj->il", stack, stack)),
+        (right, torch.einsum("kij,kil->jl", stack, stack)),
+    ):
+        turned = basis.T @ moment @ basis
+        assert_close(turned, torch.diag(turned.diagonal()), atol=1e-10)
+        assert bool((turned.diagonal().diff() <= 1e-10).all())
+    expected = torch.stack([left.T @ g @ right for g in stack]).square().mean(dim=0)
+    assert_close(structure.second_moment["0.weight"], expected)
+    bias = torch.stack([g["0.bias"] for g in seen])
+    basis = structure.bases["0.bias"].right
+    assert_close(structure.second_moment["0.bias"], (bias @ basis).square().mean(dim=0))
+
+
+def test_a_removed_recorder_sees_nothing_more():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    with ba.Recorder(optimizer, keep=4, every=1) as recorder:
+        train(model, optimizer, batches(2))
+    train(model, optimizer, batches(2))
+    assert recorder.recorded == 2
+
+
+def test_misuse_is_told():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    for options in ({"keep": 0}, {"every": 0}, {"keep": 2.5}, {"every": True}):
+        with pytest.raises(SettingError, match="whole number"):
+            ba.Recorder(optimizer, **options)
+    with pytest.raises(MatchError, match="torch optimiser"):
+        ba.Recorder(model)
+    recorder = ba.Recorder(optimizer, keep=2, every=1)
+    with pytest.raises(StateError, match="no step yet"):
+        recorder.gradients(model)
+    train(model, optimizer, batches(2))
+    other = torch.optim.Adam(model.parameters())
+    train(model, other, batches(2))
+    with pytest.raises(MatchError, match="another optimiser"):
+        ba.Posterior.from_optimizer(model, other, 8, structure="low-rank", recorder=recorder)
+    with pytest.raises(MatchError):
+        recorder.gradients(nn.Linear(3, 4))
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    with pytest.raises(StateError, match=r"0\.weight.*not finite"):
+        recorder.gradients(model)
+
+
+# --- a trained model, whatever trained it -------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Batch norm and dropout, which differ in training, and a layer that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.drop(self.norm(self.first(x)).tanh())))
+
+
+def normed() -> Normed:
+    torch.manual_seed(0)
+    model = Normed()
+    for x in batches(5, seed=9):
+        model(x)
+    return model.train()
+
+
+def pairs(count: int, size: int = 8, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 3, generator=generator), torch.randint(2, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def by_hand(model: nn.Module, data) -> list[dict[str, torch.Tensor]]:
+    """Gradients by backward() of a copy in eval mode."""
+    model, found = copy.deepcopy(model).eval(), []
+    for x, y in data:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_from_batches_takes_the_gradients_in_eval_mode():
+    model, data = normed(), pairs(6)
+    recorder = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    expected = by_hand(model, data)
+    found = recorder.gradients(model)
+    assert recorder.recorded == 6
+    assert recorder.batch_size == 8
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad} == set(expected[0])
+    for name, stack in found.items():
+        assert_close(stack, torch.stack([g[name] for g in expected]), rtol=1e-6, atol=1e-8)
+    trained_mode = copy.deepcopy(model).train()
+    nn.functional.cross_entropy(trained_mode(data[0][0]), data[0][1]).backward()
+    assert not close(found["first.weight"][0], trained_mode.first.weight.grad, rtol=0.05)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+def test_from_batches_leaves_the_model_as_it_was(raises, grad):
+    model, data = normed(), pairs(3)
+    model.norm.eval()
+    if grad:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number)) if parameter.requires_grad else None
+    before, modes = everything(model), {name: m.training for name, m in model.named_modules()}
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    calls = []
+
+    def loss_fn(outputs, targets):
+        calls.append(1)
+        if raises and len(calls) == 2:
+            raise RuntimeError("broken loss")
+        return nn.functional.cross_entropy(outputs, targets)
+
+    if raises:
+        with pytest.raises(RuntimeError, match="broken loss"):
+            ba.Recorder.from_batches(model, data, loss_fn)
+    else:
+        ba.Recorder.from_batches(model, data, loss_fn)
+    assert len(calls) == (2 if raises else 3)
+    assert {name: m.training for name, m in model.named_modules()} == modes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(model).items())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["frozen.weight", "frozen.bias"]
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (grads[name] is None)
+        assert grads[name] is None or torch.equal(parameter.grad, grads[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_from_batches_reads_no_more_than_it_keeps():
+    model, read = normed(), []
+
+    def loader():
+        for number, batch in enumerate(pairs(20)):
+            read.append(number)
+            yield batch
+
+    recorder = ba.Recorder.from_batches(model, loader(), nn.functional.cross_entropy, keep=4)
+    assert read == [0, 1, 2, 3]
+    expected = by_hand(model, pairs(20)[:4])
+    found = recorder.gradients(model)["head.weight"]
+    assert_close(found, torch.stack([g["head.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
+
+
+def test_from_batches_leaves_out_a_smaller_last_batch():
+    model, data = normed(), pairs(3)
+    recorder = ba.Recorder.from_batches(model, [*data, *pairs(1, size=5)], nn.functional.cross_entropy)
+    assert recorder.recorded == 3
+    assert recorder.batch_size == 8
+    plain = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    assert torch.equal(recorder.gradients(model)["head.bias"], plain.gradients(model)["head.bias"])
+
+
+def test_from_batches_takes_loaders_tuples_and_mappings():
+    model, data = normed(), pairs(4)
+    expected = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy).gradients(model)
+    inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)
+    packed = [((x,), y) for x, y in data]
+    named = [({"x": x}, y) for x, y in data]
+    for batched in (loader, packed, named):
+        found = ba.Recorder.from_batches(model, batched, nn.functional.cross_entropy).gradients(model)
+        assert all(torch.equal(found[name], stack) for name, stack in expected.items())
+
+
+def test_from_batches_hands_a_mapping_to_the_model_and_the_loss():
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = normed()
+
+        def forward(self, x, labels=None):
+            return {"logits": self.net(x), "loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+    model, data = Labelled(), pairs(4)
+    mappings = [{"x": x, "labels": y} for x, y in data]
+    by_name = ba.Recorder.from_batches(
+        model, mappings, lambda out, batch: nn.functional.cross_entropy(out["logits"], batch["labels"])
+    )
+    by_model = ba.Recorder.from_batches(model, mappings, lambda out, batch: out["loss"])
+    expected = by_hand(model.net, data)
+    for recorder in (by_name, by_model):
+        assert recorder.batch_size == 8
+        found = recorder.gradients(model)["net.first.weight"]
+        assert_close(found, torch.stack([g["first.weight"] for g in expected]), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
+def test_from_batches_works_where_gradients_are_off_and_parameters_unused():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model.forward = lambda x: model["used"](x)
+    with torch.no_grad():
+        recorder = ba.Recorder.from_batches(model, pairs(3), nn.functional.cross_entropy)
+        assert not torch.is_grad_enabled()
+    assert set(recorder.gradients(model)) == {"used.weight", "used.bias"}
+    posterior = ba.Posterior.from_recorder(model, recorder, 24)
+    assert set(posterior.omitted) == {"unused.weight", "unused.bias"}
+
+
+def test_from_batches_without_a_batch_is_told():
+    model = normed()
+    recorder = ba.Recorder.from_batches(model, [], nn.functional.cross_entropy)
+    with pytest.raises(StateError):
+        recorder.gradients(model)
+
+
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
+def test_a_posterior_of_a_recorder_is_that_of_its_optimiser(structure):
+    model, data = normed(), pairs(12)
+    recorder = ba.Recorder.from_batches(model, data, nn.functional.cross_entropy)
+    # A prior wide enough for what twelve gradients determine.
+    found = ba.Posterior.from_recorder(model, recorder, 96, structure=structure, prior_precision=50.0)
+    expected = ba.Posterior.from_optimizer(
+        model,
+        recorder.optimizers,
+        96,
+        structure=structure,
+        recorder=recorder,
+        power=1.0,
+        batch_size=8,
+        prior_precision=50.0,
+    )
+    assert found.settings.batch_size == 8
+    assert found.settings.power == 1
+    assert found.structure.kind == structure
+    assert set(found.omitted) == {"frozen.weight", "frozen.bias"}
+    for name, variance in expected.variance.items():
+        assert torch.equal(found.variance[name], variance)
+        assert torch.equal(found.mean[name], dict(model.named_parameters())[name])
+    if structure == "diagonal":
+        square = torch.stack([g["head.weight"] for g in by_hand(model, data)]).square().mean(dim=0)
+        assert_close(found.variance["head.weight"], 1 / (96 * 8 * square + 50))
+
+
+@pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it")
+def test_a_posterior_of_a_recorder_is_kronecker_by_default_and_needs_a_batch_size():
+    model = normed()
+    recorder = ba.Recorder.from_batches(model, pairs(6), nn.functional.cross_entropy)
+    found = ba.Posterior.from_recorder(model, recorder, 48)
+    assert found.structure.kind == "kronecker"
+    assert all(delta == 1.0 for delta in found.prior_precision.values())
+    assert ba.Posterior.from_recorder(model, recorder, 48, batch_size=3).settings.batch_size == 3
+    live = network()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    attached = ba.Recorder(optimizer, keep=6, every=1)
+    train(live, optimizer, batches(6))
+    with pytest.raises(SettingError, match="batch_size"):
+        ba.Posterior.from_recorder(live, attached, 48)
+    assert ba.Posterior.from_recorder(live, attached, 48, batch_size=8).structure.kind == "kronecker"
+
+
+def test_few_recorded_gradients_are_warned_of():
+    model = normed()
+    for count, few in ((5, True), (20, False)):
+        recorder = ba.Recorder.from_batches(model, pairs(count), nn.functional.cross_entropy)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = ba.Posterior.from_recorder(model, recorder, 8 * count)
+        assert [str(each.message) for each in told] == (
+            ["the posterior has 5 gradients behind it, too few to know the curvature by: record 100 or more, keep=100"]
+            * few
+        )
+        assert found.origin.steps == (count, count)
+    with pytest.raises(MatchError, match="recorder must be a Recorder, got Normed"):
+        ba.Posterior.from_recorder(recorder, model, 8)
+    with pytest.raises(MatchError, match="model must be a Module, got list"):
+        ba.Recorder.from_batches(pairs(3), model, nn.functional.cross_entropy)
