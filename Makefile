@@ -7,13 +7,14 @@ PEERS  := .venv-peers
 OUT    ?= out
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo reproduce test test-slow check bench peers peers-test wild docs serve build release-test clean
+.PHONY: help demo reproduce test test-all test-gpu check bench peers peers-test wild docs serve build release-test clean
 
 help:
 	@echo "make demo    train a small network, read its posterior, draw one picture (out/demo)"
 	@echo "make reproduce   Figures 1 and 2 and Table 1 on one page (out/reproduce/report.html); QUICK=1 in minutes"
-	@echo "make test    the test suite, doctests included, but for its slowest"
-	@echo "make test-slow   those"
+	@echo "make test    the test suite, doctests included, without what trains long or starts processes: minutes"
+	@echo "make test-all   all of it"
+	@echo "make test-gpu   the tests that need CUDA, with the torch of PYTHON as it is (no environment is made)"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make docs    the documentation, warnings as errors (out/site; needs Python 3.11)"
 	@echo "make serve   the same in a browser, at http://localhost:8000, with search"
@@ -40,8 +41,11 @@ reproduce: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(READY)
-	$(PYTEST) -m slow
+test-all: $(READY)
+	$(PYTEST)
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m cuda tests
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples docs/theme
@@ -95,7 +99,7 @@ peers-test: $(PEERS)/.ready
 	$(PEERS)/bin/python -m pytest benchmarks/test_smoke.py benchmarks/test_rivals.py
 
 # A benchmark whose peer cannot be imported fails. The others (audit, bandit_priors, bandits, calibration, continual, doubt, language, large, lora, merging, off_policy, outputs, prune, publish, tabular, tune_bandits, vision) run by name, `wild` by `make wild`.
-BENCHES := step sample soap predict structures
+BENCHES := step sample recorder predict structures
 bench: $(PEERS)/.ready
 	set -e; for name in $(BENCHES); do $(PEERS)/bin/python benchmarks/$$name.py --out $(OUT)/bench $(if $(QUICK),--quick); done
 

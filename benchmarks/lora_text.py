@@ -155,7 +155,9 @@ class Trained:
 
 
 def soap(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return ba.optim.SOAP(parameters, lr=lr, weight_decay=0.01, max_side=512)
+    from pytorch_optimizer import SOAP
+
+    return SOAP(parameters, lr=lr, weight_decay=0.01, max_precondition_dim=512)
 
 
 def posteriors(adamw: Trained, soaps: Trained) -> Iterator[tuple[str, ba.Posterior, str]]:

@@ -119,8 +119,11 @@ def train(
     after: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Trained:
     """Steps of Adam, or of SOAP, on random batches, with a recorder of the last gradients; `after` sees the optimiser first."""
-    kind = ba.optim.SOAP if soap else torch.optim.Adam
-    optimizer = kind(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    if soap:
+        from pytorch_optimizer import SOAP
+
+        optimizer = SOAP(model.parameters(), lr=rate, weight_decay=0.0)
     if after is not None:
         after(optimizer)
     # Over the whole of training, as v̂ is.

@@ -122,7 +122,9 @@ def recorded(stack: Stack, place: int, x: Tensor, y: Tensor, batch_size: int) ->
 
 def train_soap(model: nn.Module, x: Tensor, y: Tensor, training: Training) -> Trained:
     # With its own averages of 20 steps: with 1,000, as Adam has, "ratio" was less than half of this on two other seeds.
-    optimizer = ba.optim.SOAP(model.parameters(), lr=training.lr)
+    from pytorch_optimizer import SOAP
+
+    optimizer = SOAP(model.parameters(), lr=training.lr, weight_decay=0.0)
     steps = training.steps(len(x))
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if "\ndef main()" in path.read_text(encoding="utf-8"))
 # Those that do something else altogether by an option, which is then in the name of their results.
-RUNS = [*((script,) for script in SCRIPTS), ("tabular", "--made-up-gaps"), ("lora", "--text"), ("soap", "--large")]
+RUNS = [*((script,) for script in SCRIPTS), ("tabular", "--made-up-gaps"), ("lora", "--text")]
 PEERS = {
     ("doubt",): "laplace",
     ("predict",): "laplace",

@@ -1,28 +1,31 @@
 """What Vadam and IVON share: gradients at weights drawn from the optimiser's own Gaussian, and the care around them."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from bayesadam.errors import SettingError, StateError
+from bayesadam._checks import count, not_negative, positive
+from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
-from bayesadam.gaussian.settings import Precision, positive
-from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, two_betas
+from bayesadam.gaussian.settings import Precision
 from bayesadam.posterior import Posterior
 from bayesadam.readers import StateReader
 from bayesadam.readers.match import match_optimizers
 from bayesadam.readers.read import working_dtype
 
+Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.
 _SHARED = ("n_data", "samples", "seed", "passes")
 
 
-class PerturbedOptimizer(CheckedOptimizer):
+class PerturbedOptimizer(Optimizer, ABC):
     """An optimiser that holds q = N(μ, 1/ρ), one precision ρ a weight, and asks for gradients at draws from it.
 
     A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature, and
@@ -117,11 +120,14 @@ class PerturbedOptimizer(CheckedOptimizer):
             closure: opens `sampled_parameters()`, calls `backward()` and returns the loss; not needed.
         """
         self._require_outside("step()")
-        loss = loss_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
             self._gather()
             self._require_samples()
-            for _, parameter, group in self._places():
+            for parameter, group in self._grouped():
                 if parameter in self._sums:
                     self._move(parameter, group)
         self._start_over()
@@ -143,11 +149,32 @@ class PerturbedOptimizer(CheckedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; N, the samples and the noise are the optimiser's."""
+        self._check({**self.defaults, **param_group})
         shared = {key: (self.param_groups[0] if self.param_groups else self.defaults)[key] for key in _SHARED}
         for key, value in shared.items():
             if (given := param_group.get(key, value)) != value:
                 raise SettingError(f"{key} is one for all parameter groups: {value!r}, got {given!r} for a group")
         super().add_param_group({**param_group, **shared})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume where `state_dict()` was taken."""
+        for group in state_dict["param_groups"]:
+            try:
+                self._check(group)
+            except KeyError as missing:
+                raise MatchError(
+                    f"not the state dict of a {type(self).__name__}: a parameter group has no {missing}, only "
+                    f"{sorted(map(str, group))}"
+                ) from None
+        super().load_state_dict(state_dict)
+        # torch casts what it loads to the parameters' type, and rounds it.
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, own, strict=True):
+            if parameter.dtype != working_dtype(parameter.dtype) and parameter in self.state:
+                state = self.state[parameter]
+                for name, value in state_dict["state"][key].items():
+                    state[name] = value.to(state[name].device, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -156,25 +183,23 @@ class PerturbedOptimizer(CheckedOptimizer):
 
     def _check(self, settings: Group) -> None:
         positive("n_data", settings["n_data"], "the number of training examples")
-        samples = settings["samples"]
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise SettingError(f"samples must be a positive number of draws a step, got {samples!r}")
+        count("samples", settings["samples"], "draws a step")
         not_negative("lr", settings["lr"])
-        two_betas(settings["betas"])
+        if len(betas := settings["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
         self._check_own(settings)
 
-    def _places(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-        """Every parameter with its place in the optimiser, which its noise goes by, and its group."""
-        pairs = ((parameter, group) for group in self.param_groups for parameter in group["params"])
-        return ((place, parameter, group) for place, (parameter, group) in enumerate(pairs))
+    def _grouped(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Every parameter with its group, in the optimiser's order."""
+        return ((parameter, group) for group in self.param_groups for parameter in group["params"])
 
     def _draw(self) -> dict[Tensor, Tensor]:
         """ε/√ρ for each parameter that is trained."""
         noise: dict[Tensor, Tensor] = {}
-        for place, parameter, group in self._places():
+        for index, (parameter, group) in enumerate(self._grouped()):
             if parameter.requires_grad:
                 curvature = self._state_of(parameter, group)[self.reader.key]
-                seed = stream_seed(group["seed"], "pass", group["passes"], place)
+                seed = stream_seed(group["seed"], "pass", group["passes"], index)
                 scale = self._precision(curvature, group).rsqrt_()
                 noise[parameter] = standard_normal(curvature.shape, curvature, seed).mul_(scale)
         for group in self.param_groups:

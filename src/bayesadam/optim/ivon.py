@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._checks import not_negative, positive
 from bayesadam.engine.rules.ivon import ivon_update
-from bayesadam.gaussian.settings import Precision, positive
-from bayesadam.optim._checked import Group, not_negative
-from bayesadam.optim._perturbed import PerturbedOptimizer
+from bayesadam.gaussian.settings import Precision
+from bayesadam.optim._perturbed import Group, PerturbedOptimizer
 from bayesadam.readers import StateReader
 from bayesadam.readers.reader import State
 

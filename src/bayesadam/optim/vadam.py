@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesadam._checks import positive
 from bayesadam.engine.rules.vadam import vadam_update
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.settings import Precision, positive
-from bayesadam.optim._checked import Group
-from bayesadam.optim._perturbed import PerturbedOptimizer
+from bayesadam.gaussian.settings import Precision
+from bayesadam.optim._perturbed import Group, PerturbedOptimizer
 from bayesadam.readers import StateReader
 
 

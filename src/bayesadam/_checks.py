@@ -1,0 +1,45 @@
+"""Checks of arguments, each with the message that names the argument, its value and what is wanted."""
+
+import math
+
+from bayesadam.errors import MatchError, SettingError
+
+
+def require_kind(value: object, kind: type | tuple[type, ...], name: str) -> None:
+    """Raise unless the argument is an instance of `kind`.
+
+    >>> require_kind("a.pt", (dict, list), "masks")
+    Traceback (most recent call last):
+    bayesadam.errors.MatchError: masks must be a dict or list, got str: are the arguments in their order?
+    """
+    if not isinstance(value, kind):
+        kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise MatchError(f"{name} must be a {kinds}, got {type(value).__name__}: are the arguments in their order?")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def positive(name: str, value: object, meaning: str) -> None:
+    """Raise unless it is a positive finite number."""
+    if not (is_number(value) and value > 0):  # type: ignore[operator]
+        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
+
+
+def not_negative(name: str, value: object) -> None:
+    """Raise unless it is a finite number of at least 0."""
+    if not (is_number(value) and value >= 0):  # type: ignore[operator]
+        raise SettingError(f"{name} must be finite and at least 0, got {value!r}")
+
+
+def count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
+    """Raise unless it is a whole number of at least `least`.
+
+    >>> count("folds", 2.5, "parts of the data")
+    Traceback (most recent call last):
+    bayesadam.errors.SettingError: folds must be a whole number of at least 1 (parts of the data), got 2.5
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingError(f"{name} must be a whole number of at least {least} ({meaning}), got {value!r}")
