@@ -1,26 +1,31 @@
 """Audit: labels that were flipped are found, what leaving an example out does is ranked, suspects are put on a page.
 
     python benchmarks/audit.py [--quick] [--only labels refits page] [--data mnist fashion-mnist] [--networks mlp lenet]
-        [--lengths few long] [--seeds 1000 1001 1002 1003 1004] [--images N] [--rate cosine] [--device cuda] [--out out/bench]
+        [--lengths few long] [--seeds 1000 1001 1002 1003 1004] [--images N] [--rate cosine] [--device cuda] [--out
+        out/bench]
 
-Stopped, it resumes: each cell is a file in out/bench/audit, so that several processes may take a seed each, and one with all
-seeds may come after them. The images lie below $BAYESADAM_DATA as gzipped IDX files; where the training pair of a set is not
-there its test pair stands for it, and the results say so. With --quick images are made up where that is not set.
+Stopped, it resumes: each cell is a file in out/bench/audit, so that several processes may take a seed each, and one
+with all seeds may come after them. The images lie below $BAYESADAM_DATA as gzipped IDX files; where the training pair
+of a set is not there its test pair stands for it, and the results say so. With --quick images are made up where that is
+not set.
 
-labels: a tenth of the labels is another class, drawn evenly. 784-400-400-10 and LeNet, Adam at 0.001 in batches of 128, no
-weight decay, a cosine to 0 (--rate constant: none); "few" epochs (4) and "long" (30, LeNet 60); "fitted" is the share of
-flipped labels that the network answers. AUROC and average precision of telling flipped labels from the others. Rows in one
-training: the loss; cleanlab's two scores of the network's probabilities by their published equations, self-confidence p_y and
-the normalised margin (p_y − max p_k + 1)/2; ours, diagonal from Adam's state and Kronecker from a recorder, and beside it what
-it could have been, the z-scores −d/√Var[d] and −m/√Var[d], m = f_y − log Σ_{k≠y} exp f_k, and influence. Rows that need more:
-cleanlab's scores by cross-validation, three more trainings of two thirds each; the loss averaged over all epochs.
+labels: a tenth of the labels is another class, drawn evenly. 784-400-400-10 and LeNet, Adam at 0.001 in batches of 128,
+no weight decay, a cosine to 0 (--rate constant: none); "few" epochs (4) and "long" (30, LeNet 60); "fitted" is the
+share of flipped labels that the network answers. AUROC and average precision of telling flipped labels from the others.
+Rows in one training: the loss; cleanlab's two scores of the network's probabilities by their published equations,
+self-confidence p_y and the normalised margin (p_y − max p_k + 1)/2; ours, diagonal from Adam's state and Kronecker from
+a recorder, and beside it what it could have been, the z-scores −d/√Var[d] and −m/√Var[d], m = f_y − log Σ_{k≠y} exp
+f_k, and influence. Rows that need more: cleanlab's scores by cross-validation, three more trainings of two thirds each;
+the loss averaged over all epochs.
 
-refits: 196-30-10, of tanh and of ReLU units, on 1,000 images of 14 × 14, a tenth of their labels flipped, trained with all of
-them and 200 times without one, from the same weights and by the same batches, 100 epochs at a prior precision of 1. With kinks
-in the loss, and the longer the more, what leaving one out does is partly chance: ReLU is the harder case. Spearman's correlation of |Δf|, the change of the
-example's own logits, with our influence, the loss and |e|; "size" is the median of ours over the true one.
+refits: 196-30-10, of tanh and of ReLU units, on 1,000 images of 14 × 14, a tenth of their labels flipped, trained with
+all of them and 200 times without one, from the same weights and by the same batches, 100 epochs at a prior precision of
+1. With kinks in the loss, and the longer the more, what leaving one out does is partly chance: ReLU is the harder case.
+Spearman's correlation of |Δf|, the change of the example's own logits, with our influence, the loss and |e|; "size" is
+the median of ours over the true one.
 
-page: LeNet on the MNIST training set, 10 epochs; the twenty most suspect labels of the test set, out/bench/audit/mnist-test.html.
+page: LeNet on the MNIST training set, 10 epochs; the twenty most suspect labels of the test set,
+out/bench/audit/mnist-test.html.
 
 The settings were chosen on seeds 0 to 2 of up to 20,000 MNIST images.
 """

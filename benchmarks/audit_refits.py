@@ -18,7 +18,8 @@ BATCH = 50
 
 @dataclass(frozen=True, eq=False)
 class Refits:
-    """A network of all examples, the optimiser that trained it, and how far its outputs move without each of some examples.
+    """A network of all examples, the optimiser that trained it, and how far its outputs move without each of some
+    examples.
 
     Attributes:
         left_out: the examples' numbers, (k,).
@@ -41,10 +42,11 @@ def refits(
     seed: int,
     at_once: int = 101,
 ) -> Refits:
-    """Train the network once with all examples and `count` times without one, from the same weights, by the same batches.
+    """Train the network once with all examples and `count` times without one, from the same weights, by the same
+    batches.
 
-    The loss is the mean cross-entropy and (δ/2N)|θ|²; a cosine takes Adam's rate to 0. An example left out counts as 0 in
-    its batches, whose size stays: nothing else differs.
+    The loss is the mean cross-entropy and (δ/2N)|θ|²; a cosine takes Adam's rate to 0. An example left out counts as 0
+    in its batches, whose size stays: nothing else differs.
     """
     x, y = data
     generator = torch.Generator().manual_seed(seed)

@@ -4,8 +4,8 @@
         [--earlier 60] [--steps 30000] [--hidden 200 200 200] [--runs 30] [--rounds N] [--seed 1000] [--device cuda]
         [--out out/bench]
 
-Families: the wheel, whose earlier δ are uniform in (0, 1) and whose new one is 0.99; the same with every wheel turned by
-an angle of its own; and classification problems whose arms are permuted, the earlier ones on one half of the table's
+Families: the wheel, whose earlier δ are uniform in (0, 1) and whose new one is 0.99; the same with every wheel turned
+by an angle of its own; and classification problems whose arms are permuted, the earlier ones on one half of the table's
 rows, the new one on the other. A prior of the first two has arms that mean the same, of the others exchangeable ones.
 The agent knows the range of the wheel's rewards in both rows. The earlier problems depend on a seed that no run has.
 """

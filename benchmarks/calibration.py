@@ -1,23 +1,25 @@
-"""Calibration: probabilities beside temperature scaling on thirty networks, and guarantees on 200 splits of three tables.
+"""Calibration: probabilities beside temperature scaling on thirty networks, and guarantees on 200 splits of three
+tables.
 
     BAYESADAM_DATA=... python benchmarks/calibration.py [--quick] [--only networks coverage] [--splits 200] [--jobs 1]
         [--out out/bench]
 
-- networks: scikit-learn's digits, and the test images of MNIST and of Fashion-MNIST, all cut anew in a fixed random order:
-  800 images train, 300 are held out and 697 score, or 4,000, 500 and 5,500. Two hidden layers of 100 ReLU units, and LeNet
-  on 28 × 28 pixels; Adam on batches of 32, in five trainings that end too early, in time and too late. "ours" is what
-  `ba.calibrate` makes of the optimiser's state, all at its defaults; "temp." divides the logits by the T of least held-out
-  NLL, found to six digits on the same images; "alone" is the network as it is. A posterior is in use where averaging over it
-  moves some test probability by more than 0.001; where none is, `UnusedPosteriorWarning` and the report have to say so.
-- coverage: breast cancer, digits and Friedman's first function (1,500 examples). 40 % of a table train one network; the rest
-  is cut at random into halves again and again, one to calibrate and one to score: LAC, APS and RAPS sets, or intervals, at
-  two levels, and the share of test examples with `novelty_pvalue` ≤ a. With n held-out examples the expected coverage lies
-  between the level and the level + 1/(n + 1), the expected share of false alarms between a − 1/(n + 1) and a. All splits
-  share one network and one pool of examples, so that their mean says nothing of other networks and pools; but the cuts are
-  independent, and over those of any one pool the expectation holds. A mean is within where two of its standard errors reach
-  the interval. "expected" is the standard error that m test examples should give, √(p (1 − p) (n + m + 1)/(m (n + 2))) over
-  the root of the splits, and "away" the distance from the interval in units of it. Out of 20 means one may be outside by
-  chance; ties of scores err on the side of coverage.
+- networks: scikit-learn's digits, and the test images of MNIST and of Fashion-MNIST, all cut anew in a fixed random
+  order: 800 images train, 300 are held out and 697 score, or 4,000, 500 and 5,500. Two hidden layers of 100 ReLU units,
+  and LeNet on 28 × 28 pixels; Adam on batches of 32, in five trainings that end too early, in time and too late. "ours"
+  is what `ba.calibrate` makes of the optimiser's state, all at its defaults; "temp." divides the logits by the T of
+  least held-out NLL, found to six digits on the same images; "alone" is the network as it is. A posterior is in use
+  where averaging over it moves some test probability by more than 0.001; where none is, `UnusedPosteriorWarning` and
+  the report have to say so.
+- coverage: breast cancer, digits and Friedman's first function (1,500 examples). 40 % of a table train one network; the
+  rest is cut at random into halves again and again, one to calibrate and one to score: LAC, APS and RAPS sets, or
+  intervals, at two levels, and the share of test examples with `novelty_pvalue` ≤ a. With n held-out examples the
+  expected coverage lies between the level and the level + 1/(n + 1), the expected share of false alarms between a −
+  1/(n + 1) and a. All splits share one network and one pool of examples, so that their mean says nothing of other
+  networks and pools; but the cuts are independent, and over those of any one pool the expectation holds. A mean is
+  within where two of its standard errors reach the interval. "expected" is the standard error that m test examples
+  should give, √(p (1 − p) (n + m + 1)/(m (n + 2))) over the root of the splits, and "away" the distance from the
+  interval in units of it. Out of 20 means one may be outside by chance; ties of scores err on the side of coverage.
 """
 
 from __future__ import annotations

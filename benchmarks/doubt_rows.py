@@ -61,7 +61,9 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What a row is given: trained networks, of which most rows take the first, their data, and how they were trained."""
+    """What a row is given: trained networks, of which most rows take the first, their data, and how they were
+    trained.
+    """
 
     networks: Sequence[Trained]
     suite: Suite
@@ -112,7 +114,8 @@ def train(
     dropout: float = 0.0,
     optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> Trained:
-    """A network trained by Adam, or by the optimiser given; a cosine takes the rate to 0. Smaller last batches are left out.
+    """A network trained by Adam, or by the optimiser given; a cosine takes the rate to 0. Smaller last batches are left
+    out.
 
     Natural images are augmented; ResNet-18 runs in bfloat16 on CUDA, where the transformer's training ended in NaN.
     """
@@ -304,7 +307,9 @@ def mixture(case: Case) -> ba.Mixture:
 
 
 def laplace(subset: str) -> Callable[[Case], Scorer]:
-    """Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit probabilities."""
+    """Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit
+    probabilities.
+    """
 
     def row(case: Case) -> Scorer:
         from laplace import Laplace

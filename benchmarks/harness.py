@@ -157,7 +157,8 @@ def one_core() -> None:
 
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
     """What each call returns, in their order, out of `jobs` processes of one thread each."""
-    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this process.
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this
+    # process.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
@@ -230,7 +231,9 @@ def score_table(rows: Mapping[str, Mapping[str, float]], columns: Iterable[str])
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order rotates."""
+    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order
+    rotates.
+    """
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(-warmup, rounds):

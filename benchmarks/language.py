@@ -3,24 +3,25 @@
     BAYESADAM_DATA=... python benchmarks/language.py [--quick] [--seeds 1000 1001 1002] [--rows ...] [--device cuda]
         [--out out/bench]
 
-Stopped, it resumes: a network is a file in out/bench/language, and so is every row of it, so that several processes may take
-a seed each, and one with all seeds, which adds the rows of several networks, may come after them.
+Stopped, it resumes: a network is a file in out/bench/language, and so is every row of it, so that several processes may
+take a seed each, and one with all seeds, which adds the rows of several networks, may come after them.
 
 GPTs of bytes, 6 blocks of width 384 (11 million weights), read documents of 256 bytes: 3,000 steps of AdamW at 6e-4 and
-otherwise torch's own settings, 64 windows a step, 100 steps of warm-up, then a cosine to 0. They are trained on `manual`, cut
-into blocks of 16 KiB: of every twenty one calibrates, one is the text like the training data, eighteen train; of the
-second about 4 % of the bytes are found again in training blocks, in strings of 64. The others are `manpages`, a manual of
-other software, and `dictionary`, `python`, `german` and `french`.
+otherwise torch's own settings, 64 windows a step, 100 steps of warm-up, then a cosine to 0. They are trained on
+`manual`, cut into blocks of 16 KiB: of every twenty one calibrates, one is the text like the training data, eighteen
+train; of the second about 4 % of the bytes are found again in training blocks, in strings of 64. The others are
+`manpages`, a manual of other software, and `dictionary`, `python`, `german` and `french`.
 
-Rows: the network alone; at the temperature of the greatest likelihood of all calibration documents; the posterior of AdamW's
-second moment with p = 1 and p = 1/2; the Kronecker one of the gradients of 50 training batches; and, of the networks of all
-seeds, the ensemble and the mixtures. Ours are calibrated by `ba.calibrate` on the last bytes of 512 windows of 64 bytes. NLL
-and ECE are of the next byte, in nats, on the held-out blocks of `manual`. A document's doubt: "epistemic" is
-½ Σ tr(H Cov f) over its places (`posterior.epistemic`), of the calibrated posterior, "novelty" the same under the settings of
-novelty, which calibration does not touch; beside them stand the mean NLL (the logarithm of the perplexity), the mean entropy
-and the mean of 1 − max p under the row's own probabilities, and the sum over places of what several networks disagree on, the
-entropy of their mean less the mean of their entropies. AUROC is of documents of `manual` against those of another text. No
-setting was chosen on these networks or texts, but for the number of windows to calibrate on: 64 were seen to be too few.
+Rows: the network alone; at the temperature of the greatest likelihood of all calibration documents; the posterior of
+AdamW's second moment with p = 1 and p = 1/2; the Kronecker one of the gradients of 50 training batches; and, of the
+networks of all seeds, the ensemble and the mixtures. Ours are calibrated by `ba.calibrate` on the last bytes of 512
+windows of 64 bytes. NLL and ECE are of the next byte, in nats, on the held-out blocks of `manual`. A document's doubt:
+"epistemic" is ½ Σ tr(H Cov f) over its places (`posterior.epistemic`), of the calibrated posterior, "novelty" the same
+under the settings of novelty, which calibration does not touch; beside them stand the mean NLL (the logarithm of the
+perplexity), the mean entropy and the mean of 1 − max p under the row's own probabilities, and the sum over places of
+what several networks disagree on, the entropy of their mean less the mean of their entropies. AUROC is of documents of
+`manual` against those of another text. No setting was chosen on these networks or texts, but for the number of windows
+to calibrate on: 64 were seen to be too few.
 """
 
 from __future__ import annotations

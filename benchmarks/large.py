@@ -125,7 +125,8 @@ def main() -> None:
         results = live(options.device, options.quick, path)
         largest = results["largest_tensor_mib"]
         print(
-            f"{results['device']}, torch {torch.__version__}: {results['weights']:,} weights, the largest tensor {largest:.0f} MiB"
+            f"{results['device']}, torch {torch.__version__}: {results['weights']:,} weights, the largest "
+            f"tensor {largest:.0f} MiB"
         )
         tiny = nn.Linear(8, 8)
         tiny_optimizer = torch.optim.AdamW(tiny.parameters())

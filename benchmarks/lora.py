@@ -5,11 +5,11 @@
 
 With --text there are two tasks of real text instead, and --device, --jobs and --seeds are theirs: see lora_text.py.
 
-Without it nothing is read: a small BERT and a small GPT-2 are trained on one made-up task, frozen, and adapted to another by
-LoRA with plain AdamW. The classifier reads which of four families of words a sentence holds most of; its new task has
-a quarter of the words in other families and one label in ten drawn at random. The language model learns one Markov chain, then another from a few
-sentences, and predicts every next token. The posterior is over the adapter (and the new head of the classifier);
-validation sentences calibrate, test sentences score.
+Without it nothing is read: a small BERT and a small GPT-2 are trained on one made-up task, frozen, and adapted to
+another by LoRA with plain AdamW. The classifier reads which of four families of words a sentence holds most of; its new
+task has a quarter of the words in other families and one label in ten drawn at random. The language model learns one
+Markov chain, then another from a few sentences, and predicts every next token. The posterior is over the adapter (and
+the new head of the classifier); validation sentences calibrate, test sentences score.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""Adapters on real text: two tasks with few examples, a small decoder of bytes, and every posterior beside plain temperature scaling.
+"""Adapters on real text: two tasks with few examples, a small decoder of bytes, and every posterior beside plain
+temperature scaling.
 
-A decoder of 10.7 million parameters learns the bytes of two English texts, once. Then, for every seed, LoRA (rank 8) with plain
-AdamW, over-trained as fine-tunes are:
+A decoder of 10.7 million parameters learns the bytes of two English texts, once. Then, for every seed, LoRA (rank 8)
+with plain AdamW, over-trained as fine-tunes are:
 
-- classifier: which of six texts is a snippet of 64 bytes from? 200 snippets of each to train on, 50 to calibrate, 300 to test.
-- next byte: German, from 200 windows of 64 bytes; the byte after 63, as one of the 63 most frequent or any other, for 300
-  windows to calibrate and 700 to test.
+- classifier: which of six texts is a snippet of 64 bytes from? 200 snippets of each to train on, 50 to calibrate, 300
+  to test.
+- next byte: German, from 200 windows of 64 bytes; the byte after 63, as one of the 63 most frequent or any other, for
+  300 windows to calibrate and 700 to test.
 
-Windows do not overlap, and training, calibration and test come from different parts of the texts. Rows that are not plain
-temperature scaling are what `calibrate` makes of a posterior: where the held-out data do not prefer it, its probabilities are
-those of the best temperature, so `in use` counts the seeds where they do, and `itself` is the NLL of the posterior at its own best
-temperature either way. laplace-torch has a row of the classifier where it can be
+Windows do not overlap, and training, calibration and test come from different parts of the texts. Rows that are not
+plain temperature scaling are what `calibrate` makes of a posterior: where the held-out data do not prefer it, its
+probabilities are those of the best temperature, so `in use` counts the seeds where they do, and `itself` is the NLL of
+the posterior at its own best temperature either way. laplace-torch has a row of the classifier where it can be
 imported: it takes the adapter's parameters as any, prior by its marginal likelihood, no temperature.
 """
 
@@ -263,7 +265,9 @@ def measured(task: Task, size: Size, seed: int, *, budget: int) -> dict[str, Any
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Means over seeds, with their standard errors; the last column is NLL less that of the network's best temperature."""
+    """Means over seeds, with their standard errors; the last column is NLL less that of the network's best
+    temperature.
+    """
     lines = [
         f"| | {' | '.join(MEASURES)} | in use | itself | NLL less temperature's |",
         "|---" * (len(MEASURES) + 4) + "|",

@@ -1,20 +1,22 @@
-"""Merging fine-tuned networks by their optimisers' states, beside averaging, task arithmetic, TIES, DARE and the exact Fisher.
+"""Merging fine-tuned networks by their optimisers' states, beside averaging, task arithmetic, TIES, DARE and the exact
+Fisher.
 
     BAYESADAM_DATA=... python benchmarks/merging.py [--quick] [--experiment images classes sparse text memory shares]
-        [--networks mlp lenet] [--data mnist fashion-mnist] [--tasks rotated mixed noisy] [--seeds 1000 1001 …] [--steps 2000]
-        [--device cuda] [--out out/bench]
+        [--networks mlp lenet] [--data mnist fashion-mnist] [--tasks rotated mixed noisy] [--seeds 1000 1001 …] [--steps
+        2000] [--device cuda] [--out out/bench]
 
-Finished cells are kept in `--out`/merging as JSON, so that a run that was stopped resumes, and several processes may share the
-cells by options that select them.
+Finished cells are kept in `--out`/merging as JSON, so that a run that was stopped resumes, and several processes may
+share the cells by options that select them.
 
-- images: a base is trained on plain images, experts are fine-tuned from it, one a task, all by Adam with β₂ = .999. λ of task
-  arithmetic, the density and λ of TIES and DARE are chosen on validation images; ours has nothing to choose. Accuracy in % on
-  test images, the mean over tasks. "experts" is each on its own task, "joint" one network trained on all tasks' images, for
-  as many steps as the experts together. "exact Fisher" is from per-example gradients at the experts' weights.
-- classes: experts that know the classes 0–4 and 5–9, where merging by curvature is no good, and the overlap by which that is
-  warned of, beside the overlaps of the tasks above.
-- sparse: the base fine-tuned on rotated images in a share of its weights: those of the largest curvature, of the base's own
-  state or of a few gradients of the new task, beside as many at random.
+- images: a base is trained on plain images, experts are fine-tuned from it, one a task, all by Adam with β₂ = .999. λ
+  of task arithmetic, the density and λ of TIES and DARE are chosen on validation images; ours has nothing to choose.
+  Accuracy in % on test images, the mean over tasks. "experts" is each on its own task, "joint" one network trained on
+  all tasks' images, for as many steps as the experts together. "exact Fisher" is from per-example gradients at the
+  experts' weights.
+- classes: experts that know the classes 0–4 and 5–9, where merging by curvature is no good, and the overlap by which
+  that is warned of, beside the overlaps of the tasks above.
+- sparse: the base fine-tuned on rotated images in a share of its weights: those of the largest curvature, of the base's
+  own state or of a few gradients of the new task, beside as many at random.
 - text: two language models fine-tuned from one base on two kinds of text; nats per byte on held-out parts of both.
 - memory: two synthetic checkpoints merged from file to file; peak anonymous memory as a multiple of the largest tensor.
 - shares: δ of gradient matching and of Kronecker factors as a share of the mean curvature, on development seeds and
@@ -183,7 +185,9 @@ def shares_cell(network: str, name: str, tasks: str, seed: int, options: argpars
 
 
 def classes_cell(network: str, name: str, seed: int, options: argparse.Namespace) -> Cell:
-    """Experts on halves of the classes: accuracy on all, and the overlap. The base was trained for a twentieth of the steps."""
+    """Experts on halves of the classes: accuracy on all, and the overlap. The base was trained for a twentieth of the
+    steps.
+    """
     data = load(name, options.device, options.most)
     start = build(network, seed, options.hidden).to(options.device)
     base = train(start, *data.base, steps=max(20, options.steps // 20), seed=seed, keep=0)

@@ -1,4 +1,6 @@
-"""Networks to merge: a base trained on plain images, and experts fine-tuned from it on images changed in different ways."""
+"""Networks to merge: a base trained on plain images, and experts fine-tuned from it on images changed in different
+ways.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def train(
     keep: int = KEEP,
     after: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Trained:
-    """Steps of Adam, or of SOAP, on random batches, with a recorder of the last gradients; `after` sees the optimiser first."""
+    """Steps of Adam, or of SOAP, on random batches, with a recorder of the last gradients; `after` sees the optimiser
+    first.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     if soap:
         from pytorch_optimizer import SOAP

@@ -72,7 +72,8 @@ def texts(device: str, names: Iterable[str] = (*BASE, *EXPERTS)) -> dict[str, tu
         path = folder / f"{name}.txt.gz"
         if not path.is_file():
             sys.exit(
-                f"{path} is missing, no source delivered it: set BAYESADAM_DATA to the folder that has text/{name}.txt.gz"
+                f"{path} is missing, no source delivered it: set BAYESADAM_DATA to the folder that has "
+                f"text/{name}.txt.gz"
             )
         whole = torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())), dtype=torch.uint8).to(device)
         held = len(whole) // 20

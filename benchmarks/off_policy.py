@@ -2,17 +2,19 @@
 
     python benchmarks/off_policy.py [--quick] [--logs 200] [--decisions 1000] [--jobs 2] [--out out/bench]
 
-The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm is a
-digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the policy's
-mean probability of the right digit over all images.
+The problem is scikit-learn's digits as a bandit: the context is an image, as its first 16 principal components, an arm
+is a digit, and the reward is 1 for the right one. Contexts are drawn with replacement, so that the truth is known: the
+policy's mean probability of the right digit over all images.
 
-Each log is written by a `linear` agent that learns meanwhile, through `decide`, `reward` and a log file. Two policies are
-evaluated on it: a softmax of a classifier fitted to 300 images beforehand, and the same one digit too high, which the agent
-hardly ever agrees with. A tenth of the agent's choices are at random ("explores"). In a quarter as many logs it has its
-posterior alone ("posterior"): what that has ruled out is not in the log, and what counts is that the estimates say so.
+Each log is written by a `linear` agent that learns meanwhile, through `decide`, `reward` and a log file. Two policies
+are evaluated on it: a softmax of a classifier fitted to 300 images beforehand, and the same one digit too high, which
+the agent hardly ever agrees with. A tenth of the agent's choices are at random ("explores"). In a quarter as many logs
+it has its posterior alone ("posterior"): what that has ruled out is not in the log, and what counts is that the
+estimates say so.
 
-For each estimator: its bias, the mean error over logs, also in standard errors of that mean; its root mean squared error; how
-many of the 95 % intervals hold the truth; and the mean standard error told over the standard deviation of the errors.
+For each estimator: its bias, the mean error over logs, also in standard errors of that mean; its root mean squared
+error; how many of the 95 % intervals hold the truth; and the mean standard error told over the standard deviation of
+the errors.
 """
 
 from __future__ import annotations

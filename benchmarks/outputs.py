@@ -2,16 +2,18 @@
 
     python benchmarks/outputs.py [--quick] [--only resnet vit gpt2 growth billion sharded] [--device cuda] [--out out/bench]
 
-- resnet, vit: 1,000 classes, 64 images of 32 × 32. gpt2: 50,257 tokens, 8 sequences of 256, at the last place and at all.
+- resnet, vit: 1,000 classes, 64 images of 32 × 32. gpt2: 50,257 tokens, 8 sequences of 256, at the last place and at
+  all.
 - score: ½ tr(H Cov f) by one random direction of the outputs, `posterior.epistemic(..., probes=1)`; two give its error.
-- top: variances of the ten largest outputs and of the rest of the softmax, no probes. At all places of GPT-2 by three draws.
+- top: variances of the ten largest outputs and of the rest of the softmax, no probes. At all places of GPT-2 by three
+  draws.
 - growth: a network with 10 to 50,000 outputs; the slope of log seconds over log outputs.
 - billion: a model of 1.0 billion weights: posterior out of the optimiser, one draw, save, load.
 - sharded: the same model over two processes on the CPU (FSDP2).
 
-Times are medians of calls that come again; forward is the model's own, in float32 without gradients. Memory is the peak beyond
-what lay there before the call, not captured, beside that of a training step (gradients and activations; weights and optimiser
-lie there before); what a captured graph keeps is beside it.
+Times are medians of calls that come again; forward is the model's own, in float32 without gradients. Memory is the peak
+beyond what lay there before the call, not captured, beside that of a training step (gradients and activations; weights
+and optimiser lie there before); what a captured graph keeps is beside it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 The peer computes Jacobians with whichever of its backends is the fastest that works; --alone measures ours without it.
 Every comparison first checks both sides against a float64 Jacobian written out row by row. Memory is the growth of the
-resident set, each side in a process of its own. "novelty" is what novelty costs a prediction, ours alone, on a CPU or on
-CUDA; there ours alone is timed at large batches, too. The last lines say which targets were met; predict.json and growth.png
-go to --out.
+resident set, each side in a process of its own. "novelty" is what novelty costs a prediction, ours alone, on a CPU or
+on CUDA; there ours alone is timed at large batches, too. The last lines say which targets were met; predict.json and
+growth.png go to --out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its batches on a CPU and on CUDA, and the peer's backends that can differentiate it, the fastest first."""
+    """A network, its batches on a CPU and on CUDA, and the peer's backends that can differentiate it, the fastest
+    first.
+    """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]

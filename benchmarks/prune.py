@@ -1,11 +1,12 @@
-"""Pruning a real MNIST network: from its checkpoint without data, and whole units, with bytes and time before and after.
+"""Pruning a real MNIST network: from its checkpoint without data, and whole units, with bytes and time before and
+after.
 
     BAYESADAM_DATA=... python benchmarks/prune.py [--quick] [--epochs 5] [--out out/bench]
 
-A 784-400-400-10 network is trained with plain Adam and saved as a trainer would. `prune_checkpoint` sees that file alone.
-Then whole units are removed by signal to noise and the network is shrunk: the file's bytes, and the time of a forward pass
-of 256 images, both networks in turn. Last, a network trained to be pruned (a Laplace prior) loses nine tenths of its weights
-one by one, and `shrink` takes out the units that this left without any.
+A 784-400-400-10 network is trained with plain Adam and saved as a trainer would. `prune_checkpoint` sees that file
+alone. Then whole units are removed by signal to noise and the network is shrunk: the file's bytes, and the time of a
+forward pass of 256 images, both networks in turn. Last, a network trained to be pruned (a Laplace prior) loses nine
+tenths of its weights one by one, and `shrink` takes out the units that this left without any.
 """
 
 from __future__ import annotations
@@ -100,13 +101,15 @@ def main() -> None:
             masks = ba.neuron_masks(posterior, fraction, example_input=example)
             row = results[f"units {fraction}"] = shrunk(model, masks, test, folder)
             print(
-                f"  {fraction:4.2f}: {row['accuracy']:.4f}  {row['weights']:,}  {row['bytes']:,}  {row['time ratio']:.2f}"
+                f"  {fraction:4.2f}: {row['accuracy']:.4f}  {row['weights']:,}  {row['bytes']:,}  "
+                f"{row['time ratio']:.2f}"
             )
         sparse = trained_to_be_pruned(images, 2 * options.epochs)
         masks = ba.pruning_masks(sparse, 0.9)
         row = results["sparse 0.9"] = shrunk(sparse.model, masks, test, folder)
         print(
-            f"\ntrained to be pruned ({accuracy(sparse.model, *test):.4f}), nine tenths of its weights removed, then shrunk:"
+            f"\ntrained to be pruned ({accuracy(sparse.model, *test):.4f}), nine tenths of its weights removed, "
+            "then shrunk:"
         )
         print(f"  0.90: {row['accuracy']:.4f}  {row['weights']:,}  {row['bytes']:,}  {row['time ratio']:.2f}")
     write_results(options.out, "prune", results)

@@ -1,11 +1,14 @@
-"""What a published posterior loses in fewer bytes: pruning, novelty and merging with v̂ in float32, in 8 bits and factored.
+"""What a published posterior loses in fewer bytes: pruning, novelty and merging with v̂ in float32, in 8 bits and
+factored.
 
-    BAYESADAM_DATA=... python benchmarks/publish.py [--only mlp lenet merge] [--seeds 1000 1001 …] [--quick] [--out out/bench]
+    BAYESADAM_DATA=... python benchmarks/publish.py [--only mlp lenet merge] [--seeds 1000 1001 …] [--quick] [--out
+    out/bench]
 
-Networks are trained on MNIST by Adam. Each posterior is saved without weights and loaded again: bytes, test accuracy after
-pruning by signal-to-noise ratio, and AUROC of the novelty of Fashion-MNIST, of the diagonal posterior and of the
-Kronecker-factored one of recorded gradients. For merging, experts on rotated digits are fine-tuned from one network and merged
-from the files that would be published: weights, and posteriors beside them. Finished cells are kept in `out/publish`.
+Networks are trained on MNIST by Adam. Each posterior is saved without weights and loaded again: bytes, test accuracy
+after pruning by signal-to-noise ratio, and AUROC of the novelty of Fashion-MNIST, of the diagonal posterior and of the
+Kronecker-factored one of recorded gradients. For merging, experts on rotated digits are fine-tuned from one network and
+merged from the files that would be published: weights, and posteriors beside them. Finished cells are kept in
+`out/publish`.
 """
 
 from __future__ import annotations
@@ -130,7 +133,9 @@ def turned(x: Tensor, degrees: float) -> Tensor:
 
 
 def experts(data: Data, seed: int, epochs: int) -> dict[str, dict[str, float]]:
-    """The accuracy, over all angles, of experts on rotated digits merged from files, by the form of their posteriors."""
+    """The accuracy, over all angles, of experts on rotated digits merged from files, by the form of their
+    posteriors.
+    """
     torch.manual_seed(seed)
     start = nn.Sequential(nn.Flatten(), *mlp((784, 100, 100, 10))).to(data.x.device)
     half = len(data.x) // 2

@@ -3,21 +3,21 @@
     python benchmarks/structures.py [--quick] [--alone] [--only toy tables] [--seeds 10] [--first-seed 0] [--out out/bench]
 
 All rows of a seed share one network, trained by Adam at a rate of 0.01
-that a cosine takes to 0, with a `Recorder` beside the last 50 steps; SOAP's row has a network of its own, and the last two
-rows four more by Adam, of other starts. Every posterior predicts linearised.
+that a cosine takes to 0, with a `Recorder` beside the last 50 steps; SOAP's row has a network of its own, and the last
+two rows four more by Adam, of other starts. Every posterior predicts linearised.
 
 - toy: 200 points of the paper's regression in (0, 0.5), 50 more to calibrate; 500 score in range and 500 outside, in
-  (−0.5, 0) and (0.5, 1.2). 1-50-50-1, batches of 20. "std in" is the mean standard deviation of f in range, "ratio" that at
-  x = −0.4, 0.7 and 1.1 over it, γ the effective dimension Σ h/(h + δ).
-- tables: scikit-learn's diabetes and its three made-up ones of Friedman, a fifth to test, a fifth of the rest to calibrate,
-  anew for each split; 50-50 ReLU units, batches of 32. Each network was trained for 10, 30 and 100 epochs, and the one of
-  least held-out error is kept.
+  (−0.5, 0) and (0.5, 1.2). 1-50-50-1, batches of 20. "std in" is the mean standard deviation of f in range, "ratio"
+  that at x = −0.4, 0.7 and 1.1 over it, γ the effective dimension Σ h/(h + δ).
+- tables: scikit-learn's diabetes and its three made-up ones of Friedman, a fifth to test, a fifth of the rest to
+  calibrate, anew for each split; 50-50 ReLU units, batches of 32. Each network was trained for 10, 30 and 100 epochs,
+  and the one of least held-out error is kept.
 
-Where nothing else is said a row has p = 1 and `ba.calibrate(..., method="evidence")`. The peer and the full Gauss-Newton
-matrix, computed here, get the same held-out points: one prior precision, by the peer's own marginal likelihood or MacKay's
-fixed point, and σ² from the held-out residuals as `ba.calibrate` has it, the two in turn until σ² stands still. The ensemble's
-σ² is the mean residual less the mean variance.
-Settings were chosen with seeds from 1000 on.
+Where nothing else is said a row has p = 1 and `ba.calibrate(..., method="evidence")`. The peer and the full
+Gauss-Newton matrix, computed here, get the same held-out points: one prior precision, by the peer's own marginal
+likelihood or MacKay's fixed point, and σ² from the held-out residuals as `ba.calibrate` has it, the two in turn until
+σ² stands still. The ensemble's σ² is the mean residual less the mean variance. Settings were chosen with seeds from
+1000 on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One seed's data, inputs (n, features) and targets (n, 1), and the networks trained on it, the shared one first."""
+    """One seed's data, inputs (n, features) and targets (n, 1), and the networks trained on it, the shared one
+    first.
+    """
 
     x: Tensor
     y: Tensor
@@ -107,7 +109,9 @@ def held_out_error(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def recorded(stack: Stack, place: int, x: Tensor, y: Tensor, batch_size: int) -> Trained:
-    """One network of a stack with its own Adam, which goes on at the rate 0 of the cosine's end and is recorded there."""
+    """One network of a stack with its own Adam, which goes on at the rate 0 of the cosine's end and is recorded
+    there.
+    """
     model = stack.network.build(member(stack.params, place))
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.load_state_dict(stack.state_dict(place))
@@ -484,7 +488,8 @@ def verdicts(results: Mapping[str, Results]) -> list[str]:
             gap, error = mean_and_error(x - y for x, y in zip(a, b, strict=True))
             wins = sum(x <= y for x, y in zip(a, b, strict=True))
             lines.append(
-                f"{name}: NLL outside, {ours} less {theirs}: {gap:+.2f} ± {error:.2f}, no worse on {wins} of {len(a)} seeds"
+                f"{name}: NLL outside, {ours} less {theirs}: {gap:+.2f} ± {error:.2f}, no worse on {wins} of "
+                f"{len(a)} seeds"
             )
     return lines
 

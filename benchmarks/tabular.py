@@ -6,31 +6,34 @@
 
 The sets are scikit-learn's embedded tables and, where they are asked for by name, three UCI regressions out of
 $BAYESADAM_DATA/uci: X, y and the rows for testing of 20 published splits. Of the other sets a fifth is for testing, drawn
-anew for every split, in equal shares of the classes. All estimators see the same splits and standardised inputs; the neural
-ones have 50-50 ReLU units, a rate of 0.01, and a fifth of the training data for early stopping. What is not said below is
-at its default. A regression's NLL is of targets in their own units.
+anew for every split, in equal shares of the classes. All estimators see the same splits and standardised inputs; the
+neural ones have 50-50 ReLU units, a rate of 0.01, and a fifth of the training data for early stopping. What is not said
+below is at its default. A regression's NLL is of targets in their own units.
 
 - MLPRegressor: a Gaussian about its prediction, the variance that of its training residuals.
 - GaussianProcessRegressor: an RBF kernel with a length for each input, plus white noise; targets standardised.
 - RandomForestRegressor: a Gaussian about its prediction, the variance that over its trees plus its training residuals'.
 - NGBoost: a Gaussian, 500 trees at a rate of 0.01, its defaults; on the UCI sets.
 - Badam and Badam ×5: one network and five, with the defaults, which were chosen on other tables (made-up ones, and
-  iris). Five are a mixture, scored by `log_likelihood`; so is the heteroscedastic one, with `likelihood="heteroscedastic"`.
+  iris). Five are a mixture, scored by `log_likelihood`; so is the heteroscedastic one, with
+  `likelihood="heteroscedastic"`.
 - Badam, Kronecker and Badam ×5, Kronecker: the same with `structure="kronecker"`.
 
-With --gap the test rows are the middle third of one input, and there is a split for each input: the published gap splits of
-the UCI sets. --made-up-gaps cuts four other tables so, for choosing settings: friedman1, diabetes, and two functions made up
-here. All rows of one network share it, and so do those of five:
+With --gap the test rows are the middle third of one input, and there is a split for each input: the published gap
+splits of the UCI sets. --made-up-gaps cuts four other tables so, for choosing settings: friedman1, diabetes, and two
+functions made up here. All rows of one network share it, and so do those of five:
 
-- MAP and ensemble ×5: Gaussians about one network and about five, mixed; the variance is that of the held-out residuals.
+- MAP and ensemble ×5: Gaussians about one network and about five, mixed; the variance is that of the held-out
+  residuals.
 - diagonal, Kronecker and low-rank, one network or five: ours, by `structure`.
-- laplace-torch kron: over one network, its Kronecker factors of all training rows, held-out ones included, δ and σ² by 200
-  steps of Adam on its marginal likelihood, as its documentation has it.
+- laplace-torch kron: over one network, its Kronecker factors of all training rows, held-out ones included, δ and σ² by
+  200 steps of Adam on its marginal likelihood, as its documentation has it.
 - GaussianProcess: as above.
 
 Seconds are those of fitting and of scoring the test rows; with --jobs they are of a busy machine.
 
-A probability under 0.0001 counts as that, for every estimator: a forest says 0, and one such miss would be its whole NLL.
+A probability under 0.0001 counts as that, for every estimator: a forest says 0, and one such miss would be its whole
+NLL.
 """
 
 from __future__ import annotations
@@ -359,7 +362,9 @@ def verdict(name: str, results: Mapping[str, Mapping[str, list[float]]], ours: s
 
 
 def compared(results: Mapping[str, Results], pairs: Iterable[tuple[str, str]]) -> tuple[list[str], str]:
-    """The NLL of one row against another's, split by split: a line a set, and a last one that counts the last pair's."""
+    """The NLL of one row against another's, split by split: a line a set, and a last one that counts the last
+    pair's.
+    """
     lines, words = [], []
     for ours, theirs in pairs:
         words = []

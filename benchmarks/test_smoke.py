@@ -1,4 +1,6 @@
-"""Every peer can be imported, and every benchmark runs at its smallest size: `make peers-test`, in the peers' environment."""
+"""Every peer can be imported, and every benchmark runs at its smallest size: `make peers-test`, in the peers'
+environment.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ LIMIT = 1800
 def run(script: str, *options: object, before: str = "") -> subprocess.CompletedProcess[str]:
     """A benchmark in a process of its own, after the statement `before`."""
     path = HERE / f"{script}.py"
-    code = f"import runpy, sys\nsys.path.insert(0, {str(HERE)!r})\n{before}\nrunpy.run_path({str(path)!r}, run_name='__main__')"
+    code = (
+        f"import runpy, sys\nsys.path.insert(0, {str(HERE)!r})\n{before}\nrunpy.run_path({str(path)!r}, "
+        "run_name='__main__')"
+    )
     command = [sys.executable, *(["-c", code] if before else [path]), "--quick", *options]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMIT, check=False)
 

@@ -3,23 +3,24 @@
     BAYESADAM_DATA=... python benchmarks/vision.py [--quick] [--networks resnet18 vit] [--only whole eight] [--rows ...]
         [--seeds 1000 1001 1002 1003 1004] [--data FOLDER] [--device cuda] [--out out/bench]
 
-Stopped, it resumes: a network is a file in out/bench/vision, and so is every row of it, so that several processes may take
-networks or seeds, and one with all seeds, which adds the rows of several networks, may come after them. The images are those
-of `benchmarks/cifar.py` in --data or $BAYESADAM_DATA/cifar-10; MNIST's and Fashion-MNIST's lie below $BAYESADAM_DATA. With
---quick they are made up where CIFAR-10 is not there.
+Stopped, it resumes: a network is a file in out/bench/vision, and so is every row of it, so that several processes may
+take networks or seeds, and one with all seeds, which adds the rows of several networks, may come after them. The images
+are those of `benchmarks/cifar.py` in --data or $BAYESADAM_DATA/cifar-10; MNIST's and Fashion-MNIST's lie below
+$BAYESADAM_DATA. With --quick they are made up where CIFAR-10 is not there.
 
-ResNet-18 and a small vision transformer (patches of 4, width 192, 6 blocks), AdamW with torch's own settings, a cosine to 0,
-batches of 128, flips and crops, 10 epochs and 20. "whole" networks know all ten classes: probabilities are scored on test
-images, doubt on test images against those of MNIST, of Fashion-MNIST (made 32 × 32 × 3) and uniform noise. "eight" networks,
-of seeds 1000 to 1002, have never seen an automobile or a cat, which are what doubt is scored against; ours are not calibrated
-there. The last 5,000 training images are never trained on; the first 500 of those calibrate, ours and temperatures alike.
+ResNet-18 and a small vision transformer (patches of 4, width 192, 6 blocks), AdamW with torch's own settings, a cosine
+to 0, batches of 128, flips and crops, 10 epochs and 20. "whole" networks know all ten classes: probabilities are scored
+on test images, doubt on test images against those of MNIST, of Fashion-MNIST (made 32 × 32 × 3) and uniform noise.
+"eight" networks, of seeds 1000 to 1002, have never seen an automobile or a cat, which are what doubt is scored against;
+ours are not calibrated there. The last 5,000 training images are never trained on; the first 500 of those calibrate,
+ours and temperatures alike.
 
-Rows: one network alone; at the temperature of least held-out NLL; the posterior of AdamW's second moment; the Kronecker one of
-the gradients of 50 training batches; and, of the networks of all seeds, the ensemble, the ensemble with one temperature for
-all logits, and the mixtures. Ours: `ba.calibrate` for probabilities, `novelty` for doubt. Beside it stand 1 − max p and the
-entropy of the row's probabilities, the energy −log Σ exp f, its mean over networks, and what several networks disagree on,
-the entropy of their mean less the mean of their entropies. AUROC is of test images against the others. No setting was chosen
-on CIFAR-10.
+Rows: one network alone; at the temperature of least held-out NLL; the posterior of AdamW's second moment; the Kronecker
+one of the gradients of 50 training batches; and, of the networks of all seeds, the ensemble, the ensemble with one
+temperature for all logits, and the mixtures. Ours: `ba.calibrate` for probabilities, `novelty` for doubt. Beside it
+stand 1 − max p and the entropy of the row's probabilities, the energy −log Σ exp f, its mean over networks, and what
+several networks disagree on, the entropy of their mean less the mean of their entropies. AUROC is of test images
+against the others. No setting was chosen on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ def stacked_logits(models: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def of_networks(case: Case, *, tempered: bool) -> Told:
-    """Their own probabilities, at the temperature of the greatest held-out likelihood out of 400 from 0.05 to 20, or at 1."""
+    """Their own probabilities, at the temperature of the greatest held-out likelihood out of 400 from 0.05 to 20, or at
+    1.
+    """
     models, best = [one.model for one in case.networks], 1.0
     if tempered:
         x, y = case.suite.held_out

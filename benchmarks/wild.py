@@ -3,13 +3,14 @@
     python benchmarks/wild.py [--only NAME ...] [--keep FOLDER] [--also PYTHON ...] [--quick] [--out out/bench]
 
 Every kind is written by its own library where that is installed (`wild_libraries.py`), or by a script with torch alone
-(`wild_kinds.py`), in a process that has no bayesadam (`wild_write.py`), together with v̂ of the live optimiser, computed without bayesadam in double
-precision. `--also` names the Python of another environment, which writes what could not be imported in this one. What was
-written is then read here, where none of those libraries has been imported.
+(`wild_kinds.py`), in a process that has no bayesadam (`wild_write.py`), together with v̂ of the live optimiser,
+computed without bayesadam in double precision. `--also` names the Python of another environment, which writes what
+could not be imported in this one. What was written is then read here, where none of those libraries has been imported.
 
-The first call has no options; where it refuses, the options that say what no file says follow. A parameter that was read is
-identified by its weights, which no other has, and its name must end as the live one's does: v̂ must be that parameter's to
-one part in a million. What the file leaves open is right to be refused; what is read must be right all the same.
+The first call has no options; where it refuses, the options that say what no file says follow. A parameter that was
+read is identified by its weights, which no other has, and its name must end as the live one's does: v̂ must be that
+parameter's to one part in a million. What the file leaves open is right to be refused; what is read must be right all
+the same.
 """
 
 from __future__ import annotations

@@ -480,7 +480,9 @@ def shuffled(folder: Path) -> Written:
 
 
 def ml_agents(folder: Path) -> Written:
-    """TorchModelSaver of PPO: Adam over the actor's and then the critic's parameters, and a counter that is a module."""
+    """TorchModelSaver of PPO: Adam over the actor's and then the critic's parameters, and a counter that is a
+    module.
+    """
     torch.manual_seed(0)
     actor, critic = Net(4, 2), Net(4, 1)
     optimizer = Adam([*actor.parameters(), *critic.parameters()], lr=1e-2)

@@ -1,4 +1,6 @@
-"""Writes every kind of checkpoint that `wild.py` reads, without bayesadam: python benchmarks/wild_write.py FOLDER [NAME ...]."""
+"""Writes every kind of checkpoint that `wild.py` reads, without bayesadam: python benchmarks/wild_write.py FOLDER [NAME
+...].
+"""
 
 from __future__ import annotations
 

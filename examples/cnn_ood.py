@@ -50,7 +50,8 @@ right = p.probs.argmax(dim=-1) == labels[test]
 print(f"test accuracy {right.float().mean():.3f}")
 for name, probs in (("network alone", network), ("calibrated", p.probs)):
     print(
-        f"{name}: NLL {nn.functional.nll_loss(probs.log(), labels[test]):.3f}, ECE {ba.scores.ece(probs, labels[test]):.3f}"
+        f"{name}: NLL {nn.functional.nll_loss(probs.log(), labels[test]):.3f}, ECE "
+        f"{ba.scores.ece(probs, labels[test]):.3f}"
     )
 sets = p.prediction_set(0.95)
 print(
@@ -71,5 +72,6 @@ for name, inputs in unlike.items():
     entropy = torch.cat([-(probs * probs.clamp_min(1e-30).log()).sum(dim=-1) for probs in (network, other)])
     flagged = (q.novelty_pvalue < 0.05).float().mean()
     print(
-        f"{name}: {flagged:.3f} flagged, AUROC {auroc:.3f}; the network's entropy has {roc_auc_score(truth, entropy):.3f}"
+        f"{name}: {flagged:.3f} flagged, AUROC {auroc:.3f}; the network's entropy has "
+        f"{roc_auc_score(truth, entropy):.3f}"
     )

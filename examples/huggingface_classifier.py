@@ -1,7 +1,9 @@
-"""A text classifier trained by Hugging Face's Trainer, with a posterior at its end: `python examples/huggingface_classifier.py`.
+"""A text classifier trained by Hugging Face's Trainer, with a posterior at its end: `python
+examples/huggingface_classifier.py`.
 
-The model is built here and the text made up, so that nothing is downloaded: reviews of eight words, of which two say what
-the writer thought, and not always the same. `AutoModelForSequenceClassification.from_pretrained(...)` and a tokenizer go in their place.
+The model is built here and the text made up, so that nothing is downloaded: reviews of eight words, of which two say
+what the writer thought, and not always the same. `AutoModelForSequenceClassification.from_pretrained(...)` and a
+tokenizer go in their place.
 """
 
 import tempfile

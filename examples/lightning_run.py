@@ -58,5 +58,6 @@ print(f"RMSE {ba.scores.rmse(p.mean, y_test):.3f}, NLL {ba.scores.nll(p, y_test)
 print(f"90 % intervals hold {((y_test > low) & (y_test < high)).float().mean():.3f} of the test targets")
 far = posterior.predict(x_test * 3, likelihood="regression")
 print(
-    f"standard deviation of the function: {p.variance.sqrt().mean():.3f} in the data, {far.variance.sqrt().mean():.3f} outside"
+    f"standard deviation of the function: {p.variance.sqrt().mean():.3f} in the data, "
+    f"{far.variance.sqrt().mean():.3f} outside"
 )

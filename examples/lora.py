@@ -1,7 +1,7 @@
 """A LoRA adapter with a posterior of its own: `python examples/lora.py`.
 
-A small BERT, built here so that nothing is downloaded, is fine-tuned by an adapter alone on few, noisy labels. The posterior is
-over the adapter and the new head; the base stays as it is.
+A small BERT, built here so that nothing is downloaded, is fine-tuned by an adapter alone on few, noisy labels. The
+posterior is over the adapter and the new head; the base stays as it is.
 """
 
 import torch

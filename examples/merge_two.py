@@ -1,8 +1,8 @@
 """Two fine-tunes of one network merged into one, without data: `python examples/merge_two.py`.
 
-A network that reads digits is fine-tuned twice, on mirrored digits and on digits upside down. Each run keeps its optimiser's
-state, which says which weights its task depends on. Every task is printed by itself, and the worst: a mean may hide a task that
-got worse. Where merging helps and where it does not: docs/merging.md.
+A network that reads digits is fine-tuned twice, on mirrored digits and on digits upside down. Each run keeps its
+optimiser's state, which says which weights its task depends on. Every task is printed by itself, and the worst: a mean
+may hide a task that got worse. Where merging helps and where it does not: docs/merging.md.
 """
 
 import copy

@@ -16,8 +16,8 @@ search.fit(X_train, y_train)
 print("chosen:", {name.partition("__")[2]: value for name, value in search.best_params_.items()})
 print(f"R² on test data {search.score(X_test, y_test):.3f}")
 
-# GridSearchCV.predict takes no options; the pipeline it found does. As of a GaussianProcessRegressor, the standard deviation
-# includes the noise.
+# GridSearchCV.predict takes no options; the pipeline it found does. As of a GaussianProcessRegressor, the standard
+# deviation includes the noise.
 mean, std = search.best_estimator_.predict(X_test, return_std=True)
 inside = abs(y_test - mean) < 1.96 * std
 print(f"95 % bands hold {inside.mean():.3f} of the test targets")

@@ -1,7 +1,7 @@
 """Maths as MathML, made while the site is built: no script, no font, no request.
 
-Two notations are understood, in pages and in docstrings alike: `$…$` and `$$…$$`, and what the docstrings of the optimisers
-are written in, `:math:`…`` and `.. math::`. Doctests that stand in a docstring as they are become code.
+Two notations are understood, in pages and in docstrings alike: `$…$` and `$$…$$`, and what the docstrings of the
+optimisers are written in, `:math:`…`` and `.. math::`. Doctests that stand in a docstring as they are become code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the library raises: every message names the thing, its value, and the remedy.
 
-Each error is also the built-in one that a Python user would catch: a bad value is a `ValueError`, a bad file an `OSError`.
+Each error is also the built-in one that a Python user would catch: a bad value is a `ValueError`, a bad file an
+`OSError`.
 """
 
 

@@ -28,12 +28,13 @@ _SHARED = ("n_data", "samples", "seed", "passes")
 class PerturbedOptimizer(Optimizer, ABC):
     """An optimiser that holds q = N(μ, 1/ρ), one precision ρ a weight, and asks for gradients at draws from it.
 
-    A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature, and
-    what a step does with the averages of both over the samples.
+    A subclass says how its curvature starts, what ρ is, which product of gradient and noise estimates the curvature,
+    and what a step does with the averages of both over the samples.
     """
 
     reader: ClassVar[StateReader]
-    # The pass that is not in the sums yet, (parameter, gradient, noise); the sums of gradient and product; their passes.
+    # The pass that is not in the sums yet, (parameter, gradient, noise); the sums of gradient and product; their
+    # passes.
     _open: list[tuple[Tensor, Tensor, Tensor]]
     _sums: dict[Tensor, tuple[Tensor, Tensor]]
     _passes: int
@@ -80,7 +81,8 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     @contextmanager
     def sampled_parameters(self) -> Iterator[None]:
-        """The parameters at one draw θ = μ + ε/√ρ; call `backward()` inside. On leaving, by whatever way, they are μ again.
+        """The parameters at one draw θ = μ + ε/√ρ; call `backward()` inside. On leaving, by whatever way, they are μ
+        again.
 
         The parameters' own memory is set aside, not written to, so what comes back is the very same bits. The gradients
         on entry are let go: those of this block are the sample's, summed over its `backward()` calls. They stay in
@@ -211,7 +213,8 @@ class PerturbedOptimizer(Optimizer, ABC):
         if not state:
             if parameter.is_complex():
                 raise SettingError(
-                    f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, or store "
+                    f"a parameter of shape {tuple(parameter.shape)} is complex ({parameter.dtype}): freeze it, "
+                    "or store "
                     "it as two real tensors"
                 )
             state["step"] = torch.zeros(())
@@ -248,14 +251,16 @@ class PerturbedOptimizer(Optimizer, ABC):
     def _require_outside(self, what: str) -> None:
         if self._inside:
             raise StateError(
-                f"{what} was called inside a sampled_parameters() block, where the weights are perturbed: leave it first"
+                f"{what} was called inside a sampled_parameters() block, where the weights are perturbed: leave "
+                "it first"
             )
 
     def _require_samples(self) -> None:
         expected = self.param_groups[0]["samples"]
         if not self._passes:
             raise StateError(
-                f"{type(self).__name__}.step() needs gradients at sampled weights and has none since the last step: call "
+                f"{type(self).__name__}.step() needs gradients at sampled weights and has none since the last "
+                "step: call "
                 "loss.backward() inside `with optimizer.sampled_parameters():`, and zero_grad() before it"
             )
         if self._passes != expected:

@@ -1,4 +1,6 @@
-r"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step with a Hessian estimated from the noise."""
+r"""IVON (Shen et al. 2024, arXiv 2402.17641): a variational online Newton step with a Hessian estimated from the
+noise.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,15 +41,15 @@ class IVON(PerturbedOptimizer):
     :math:`\mathcal N(0, 1/(\kappa d))`. By Stein's identity f is an unbiased estimate of the diagonal of L's Hessian
     averaged over q, whatever the batch size.
 
-    The last term of h keeps :math:`h + d` positive, at least half of what it was, but h itself may be negative where the
-    loss curves downwards. `posterior` then splits the same precision as :math:`\kappa \max(h, 0)` for the data and
+    The last term of h keeps :math:`h + d` positive, at least half of what it was, but h itself may be negative where
+    the loss curves downwards. `posterior` then splits the same precision as :math:`\kappa \max(h, 0)` for the data and
     :math:`\kappa (d + \min(h, 0))` for the prior, of which one number :math:`\kappa d` is the rule.
 
-    h starts from h₀ and is not bias-corrected: it forgets h₀ after about 1/(1 − β₂) steps, 100,000 by default. In shorter
-    runs a smaller β₂ lets the data speak.
+    h starts from h₀ and is not bias-corrected: it forgets h₀ after about 1/(1 − β₂) steps, 100,000 by default. In
+    shorter runs a smaller β₂ lets the data speak.
 
-    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any optimiser:
-    float32 parameters under autocast learn better.
+    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any
+    optimiser: float32 parameters under autocast learn better.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = IVON(model.parameters(), lr=0.1, n_data=100, generator=0)

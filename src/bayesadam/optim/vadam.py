@@ -15,7 +15,8 @@ from bayesadam.readers import StateReader
 
 
 class Vadam(PerturbedOptimizer):
-    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`, trained by perturbation.
+    r"""Variational Adam, a mean-field Gaussian :math:`q = \mathcal N(\mu, (N v + \lambda)^{-1})`, trained by
+    perturbation.
 
     .. math::
         &\textbf{input}: \mu, \alpha\ (\text{lr}), \beta_1, \beta_2, N, \lambda\ (\text{prior precision}),
@@ -31,8 +32,8 @@ class Vadam(PerturbedOptimizer):
 
     :math:`L` is the *mean* negative log-likelihood of a mini-batch, without the prior.
 
-    The posterior takes v as it stands. The correction by :math:`1 - \beta_2^t` belongs to averages that start from zero;
-    this one starts from the precision that was asked for, so it forgets a start and has no bias towards zero, and
+    The posterior takes v as it stands. The correction by :math:`1 - \beta_2^t` belongs to averages that start from
+    zero; this one starts from the precision that was asked for, so it forgets a start and has no bias towards zero, and
     :math:`N v + \lambda` is what the samples were drawn with: :math:`\rho_0` before the first step, which dividing by
     :math:`1 - \beta_2` would make a thousand times too sure. The step divides all the same, as published: with
     :math:`\rho_0 > \lambda` the first :math:`1/(1 - \beta_2)` or so steps are shorter than Adam's. For this and because
@@ -41,8 +42,8 @@ class Vadam(PerturbedOptimizer):
     v averages squares of mini-batch *means*. Of M examples these are near 1/M of the per-example ones, so q is about M
     times wider than a Laplace posterior; `posterior(model).replace(batch_size=M)` has the precision N M v + λ instead.
 
-    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any optimiser:
-    float32 parameters under autocast learn better.
+    The state of 16-bit parameters is float32, but what a step adds below their last digit is lost, as with any
+    optimiser: float32 parameters under autocast learn better.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = Vadam(model.parameters(), n_data=100, prior_precision=1.0, initial_precision=50.0, generator=0)

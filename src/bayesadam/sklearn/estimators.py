@@ -116,8 +116,8 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         self.n_iter_ = max(one.epochs for one in trained)
 
     def _scaled(self, X: Array) -> Tensor:
-        # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not depend
-        # on the other rows.
+        # A copy, for torch warns of memory that it may not write to; float64, so that a row's prediction does not
+        # depend on the other rows.
         return torch.from_numpy(np.array(self.input_scaler_.transform(X), dtype=np.float64, order="C"))
 
     def _inputs(self, X: Any) -> Tensor:
@@ -139,8 +139,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     the optimiser's state, of the epoch with the lowest loss on the rest; the rest also calibrates its posterior (see
     `bayesadam.calibrate`). The prediction is the equal mixture of those of the linearised networks.
 
-    What it holds out also chose the epoch, and cannot stand behind prediction sets or p-values: calibrate `posterior_` on
-    rows that it has not seen, scaled as its own, `ba.calibrate(model.posterior_, (model.input_scaler_.transform(X),
+    What it holds out also chose the epoch, and cannot stand behind prediction sets or p-values: calibrate `posterior_`
+    on rows that it has not seen, scaled as its own, `ba.calibrate(model.posterior_, (model.input_scaler_.transform(X),
     model.target_scaler_.transform(y[:, None])), likelihood="regression")`, and predict with what that returns.
 
     >>> X = np.linspace(-1, 1, 100)[:, None]
@@ -151,8 +151,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     Args:
         hidden: units of each hidden layer; () for a linear model.
-        likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise that
-            depends on the input; `"poisson"`, counts, which are not standardised.
+        likelihood: `"regression"`, a Gaussian of one noise variance per target; `"heteroscedastic"`, one of a noise
+            that depends on the input; `"poisson"`, counts, which are not standardised.
         activation: `"relu"`, `"tanh"`, `"gelu"`, `"silu"`, `"elu"` or `"sigmoid"`.
         lr: AdamW's learning rate at the start.
         schedule: `"cosine"`, down to 0 at `max_epochs`, or `"constant"`.
@@ -166,10 +166,10 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             each network its own, so that five with a fifth each have seen all of it. With 0, or classes of one example
             each, the training data stop and calibrate too, and the uncertainty is too small.
         n_ensemble: how many networks; trained together, five cost two to three times as much as one.
-        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as its
-            prior precision (1 if λ is 0) and the noise from held-out residuals.
-        structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the trained
-            weights, which widen where there are no data.
+        calibration: `"auto"`, `"evidence"` or `"validation"`; None leaves the posterior as it is read, with N × λ as
+            its prior precision (1 if λ is 0) and the noise from held-out residuals.
+        structure: `"diagonal"`, out of AdamW's state; `"kronecker"` or `"low-rank"`, out of 100 gradients at the
+            trained weights, which widen where there are no data.
         power: p of the diagonal's curvature v̂ᵖ; the paper's is 1/2.
         random_state: an int, a RandomState, or None for numpy's global one; determines everything.
         device: where to train; what was learnt then predicts on the CPU.
@@ -180,7 +180,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         posterior_: the `bayesadam.Mixture` of all networks, over standardised inputs and targets.
         posteriors_: its members, one `bayesadam.Posterior` per network.
         networks_: the networks, in float64.
-        noise_variance_: σ² of a regression's observations in the targets' own units, one per target (a float for 1-D y).
+        noise_variance_: σ² of a regression's observations in the targets' own units, one per target (a float for 1-D
+            y).
         input_scaler_: the StandardScaler of the inputs.
         target_scaler_: the StandardScaler of the targets.
         best_epochs_: for each network, the best epoch.
@@ -226,7 +227,9 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         return self._in_units(torch.stack(outputs).mean(dim=0))
 
     def log_likelihood(self, X: Any, y: Any) -> Array:
-        """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets where y has several."""
+        """log p(y | X) of each row, (n,), in nats and for y in its own units; of all its targets where y has
+        several.
+        """
         inputs = self._inputs(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(inputs), -1)
         scaled = torch.from_numpy(self.target_scaler_.transform(columns))
@@ -236,7 +239,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Draws of y, (n, n_samples) or (n, targets, n_samples); one draw is one function over all rows, plus noise.
 
-        Each of the `n_samples` draws is of a network chosen at random; `random_state` is an int, a RandomState, or None.
+        Each of the `n_samples` draws is of a network chosen at random; `random_state` is an int, a RandomState, or
+        None.
         """
         inputs = self._inputs(X)
         if not _is_count(n_samples):
@@ -307,7 +311,9 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
 def calibrated(
     posterior: Posterior, held_out: tuple[Tensor, Tensor], name: LikelihoodName, calibration: Calibration | None
 ) -> Posterior:
-    """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be had."""
+    """The posterior with numbers that can be trusted; as it was read where that is asked for, or all that can be
+    had.
+    """
     if likelihood(name).noise:
         x, y = held_out
         with torch.no_grad():

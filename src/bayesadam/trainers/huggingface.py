@@ -43,8 +43,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
     under `posterior/`: `snr_median`, `snr_below_1`, and those of the calibration, `nll`, `ece`, `scale`, … and what it
     took, `calibrate_seconds`. The file is
     `posterior.safetensors` in `args.output_dir` unless `path` says otherwise. N goes into the `trainer_state.json` of
-    every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step, the optimiser's state is read
-    from that checkpoint.
+    every checkpoint. Where `load_best_model_at_end` restored the weights of an earlier step, the optimiser's state is
+    read from that checkpoint.
 
     The labels of a language model are aligned as in its own loss: shifted to the next token where the loss does so, and
     without those of −100. Pass `n_data` there, for the loss averages over tokens.
@@ -68,7 +68,8 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
         """Find N and B, and attach the anchor, before the first step."""
         if args.load_best_model_at_end and args.save_only_model:
             raise SettingError(
-                "load_best_model_at_end with save_only_model leaves the best model without its optimiser's state, and so "
+                "load_best_model_at_end with save_only_model leaves the best model without its optimiser's "
+                "state, and so "
                 "without a posterior: set save_only_model=False"
             )
         self.trainer = _calling_trainer()
@@ -134,7 +135,9 @@ class PosteriorCallback(PosteriorKeeper, TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The trainer whose event this is: it hands its callbacks neither its loggers nor its data, but it is what calls them."""
+    """The trainer whose event this is: it hands its callbacks neither its loggers nor its data, but it is what calls
+    them.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

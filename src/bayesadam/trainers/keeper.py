@@ -1,4 +1,6 @@
-"""What the callbacks share: their settings, how N and B are found, and the posterior read, calibrated, logged and saved."""
+"""What the callbacks share: their settings, how N and B are found, and the posterior read, calibrated, logged and
+saved.
+"""
 
 import inspect
 import os
@@ -34,11 +36,11 @@ class PosteriorKeeper:
     """A posterior read when training ends, whatever the trainer.
 
     Wrong settings are refused when training starts. A failure at the end does not end the run: it is a
-    `NoPosteriorWarning`, and `posterior` raises the reason. If calibration failed, the file holds the posterior as it was
-    read.
+    `NoPosteriorWarning`, and `posterior` raises the reason. If calibration failed, the file holds the posterior as it
+    was read.
 
-    In distributed training every rank reads its own optimiser. The first one calibrates, logs and writes; the others get
-    its settings.
+    In distributed training every rank reads its own optimiser. The first one calibrates, logs and writes; the others
+    get its settings.
 
     Args:
         n_data: N, the number of training examples: what the loss is an average over. None takes the length of the
@@ -50,12 +52,13 @@ class PosteriorKeeper:
         forward: as in `predict`, where the model's call is unusual.
         per_parameter: log the signal-to-noise ratio of every parameter too.
         every_n_epochs: log the signal-to-noise ratio during training too, without calibrating or saving.
-        anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N. What the
-            callback reads is of the new data alone; `anchor + callback.posterior` is of both.
+        anchor: a posterior of earlier training, near which this one is to stay (`ba.anchor`), with this training's N.
+            What the callback reads is of the new data alone; `anchor + callback.posterior` is of both.
         anchor_strength: λ of that penalty.
-        **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `batch_size`, B, is set to what the trainer
-            takes for one step, over all processes and accumulated batches, where that is certain: batches have a fixed size
-            of at most N, their number is the same at every step, and N is the length of the data set. Elsewhere it is None.
+        **options: those of `Posterior.from_optimizer`, such as `prior_precision`. `batch_size`, B, is set to what the
+            trainer takes for one step, over all processes and accumulated batches, where that is certain: batches have
+            a fixed size of at most N, their number is the same at every step, and N is the length of the data set.
+            Elsewhere it is None.
     """
 
     def __init__(
@@ -106,7 +109,8 @@ class PosteriorKeeper:
         self.n_data = self._given_n_data if self._given_n_data is not None else counted
         if self.n_data is None:
             raise SettingError(
-                "the trainer's data do not give the number of training examples: a data set without a length, or several "
+                "the trainer's data do not give the number of training examples: a data set without a length, "
+                "or several "
                 "of them. Pass it: PosteriorCallback(n_data=...)"
             )
         if self.calibrate and self.held_out is None and not has_validation:
@@ -161,7 +165,9 @@ class PosteriorKeeper:
     def _finish(
         self, read: Callable[[], Posterior], validation: Callable[[], Any], path: Path | None, log: Log
     ) -> None:
-        """Read, calibrate, log and save, unless `path` is None; a failure is a warning, raised when the posterior is asked for."""
+        """Read, calibrate, log and save, unless `path` is None; a failure is a warning, raised when the posterior is
+        asked for.
+        """
         saved = ""
         numbers: dict[str, float] = {}
         try:
@@ -219,7 +225,8 @@ def count_examples(loaders: Any) -> int | None:
 
 
 def fixed_batch_size(loaders: Any) -> int | None:
-    """The examples in each batch of a loader; None where a sampler of the user's own makes the batches, or there are several.
+    """The examples in each batch of a loader; None where a sampler of the user's own makes the batches, or there are
+    several.
 
     >>> from torch.utils.data import DataLoader
     >>> fixed_batch_size(DataLoader(range(10), batch_size=4))
@@ -247,7 +254,9 @@ def _save(posterior: Posterior, path: Path | None) -> None:
 
 
 def snr_numbers(posterior: Posterior, *, per_parameter: bool = False) -> dict[str, float]:
-    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, of each parameter too with `per_parameter`."""
+    """The median of |μ|/σ and the share of weights whose |μ|/σ is below 1, of each parameter too with
+    `per_parameter`.
+    """
     snr = {name: whole(values).flatten() for name, values in posterior.snr().items()}
     parts = {"": torch.cat([values.to(next(iter(snr.values()))) for values in snr.values()])}
     if per_parameter:

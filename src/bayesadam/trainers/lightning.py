@@ -34,8 +34,8 @@ class PosteriorCallback(PosteriorKeeper, Callback):
 
     The numbers go to every logger of the trainer, under `posterior/`: `snr_median`, `snr_below_1`, and those of the
     calibration, `nll`, `ece`, `scale`, … and what it took, `calibrate_seconds`. The file is `posterior.safetensors` in
-    `trainer.log_dir` unless `path` says otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint` knows N. A dry run, `fast_dev_run`,
-    writes nothing.
+    `trainer.log_dir` unless `path` says otherwise. Every checkpoint gets `n_data`, so that `Posterior.from_checkpoint`
+    knows N. A dry run, `fast_dev_run`, writes nothing.
 
     Args:
         n_data: N; None takes the length of the training data set.
