@@ -1,6 +1,7 @@
 """What uncertainty costs over one forward pass where outputs are many: ResNet-18, a vision transformer, GPT-2 small.
 
-    python benchmarks/outputs.py [--quick] [--only resnet vit gpt2 growth billion sharded] [--device cuda] [--out out/bench]
+    python benchmarks/outputs.py [--quick] [--only resnet vit gpt2 growth billion sharded] [--device cuda]
+        [--out out/bench]
 
 - resnet, vit: 1,000 classes, 64 images of 32 × 32. gpt2: 50,257 tokens, 8 sequences of 256, at the last place and at
   all.

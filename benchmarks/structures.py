@@ -1,6 +1,7 @@
 """What a richer posterior is worth, beside laplace-torch and ensembles: the paper's toy problem, and four small tables.
 
-    python benchmarks/structures.py [--quick] [--alone] [--only toy tables] [--seeds 10] [--first-seed 0] [--out out/bench]
+    python benchmarks/structures.py [--quick] [--alone] [--only toy tables] [--seeds 10] [--first-seed 0]
+        [--out out/bench]
 
 All rows of a seed share one network, trained by Adam at a rate of 0.01
 that a cosine takes to 0, with a `Recorder` beside the last 50 steps; SOAP's row has a network of its own, and the last

@@ -1,8 +1,9 @@
 """A server of fresh interpreters: every path read from standard input is run as a script in a process of its own.
 
-The processes are forked from one that has imported torch and bayesadam, which every page does itself in its first lines, and
-has done nothing else. So a script finds no name and no state but its own, and two seconds of imports are spent once.
-The answer to a path is a line with the exit status; what a script printed is in the files `stdout` and `stderr` next to it.
+The processes are forked from one that has imported torch and bayesadam, which every page does itself in its first
+lines, and has done nothing else. So a script finds no name and no state but its own, and two seconds of imports are
+spent once. The answer to a path is a line with the exit status; what a script printed is in the files `stdout` and
+`stderr` next to it.
 """
 
 import os

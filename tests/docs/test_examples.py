@@ -1,7 +1,7 @@
 """The documentation is code: every page's Python runs as shown, every command parses, every file and name is there.
 
-The blocks of a page are a script: they run in order, in a fresh interpreter and an empty folder, with what is shown and nothing
-else.
+The blocks of a page are a script: they run in order, in a fresh interpreter and an empty folder, with what is shown and
+nothing else.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ def _resolved(path: str) -> object:
 def _reference() -> dict[str, list[str]]:
     """What the pages of the reference show, by its path, with the members that are named.
 
-    The trainers' callbacks, which need half a minute of imports, are left to the site's builder, which fails without them.
+    The trainers' callbacks, which need half a minute of imports, are left to the site's builder, which fails without
+    them.
     """
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
     return {

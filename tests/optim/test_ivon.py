@@ -102,8 +102,9 @@ def test_ivon_finds_the_exact_posterior_of_a_linear_regression(batch, runs):
     report(f"IVON, batches of {batch}", error, ratio)
     assert error.abs().max() < 0.25
     assert error.mean(dim=0).abs().max() < 0.05
-    # The mean of the runs shows that the estimate is unbiased. A single run has the noise of its mini-batches in f, which
-    # a memory of 500 steps does not average away: with them 15 % holds for the typical run, without for every one.
+    # The mean of the runs shows that the estimate is unbiased. A single run has the noise of its mini-batches in f,
+    # which a memory of 500 steps does not average away: with them 15 % holds for the typical run, without for every
+    # one.
     assert (ratio.mean(dim=0) - 1).abs().max() < 0.05
     assert (ratio - 1).square().mean().sqrt() < 0.15
     if batch == problem.n_data:
@@ -149,7 +150,9 @@ def test_the_prior_is_one_number_where_no_hessian_is_negative():
 
 
 def test_the_hessian_is_unbiased_at_the_default_beta2_in_float32():
-    """With β₂ = 0.99999 a step changes h by a hundred-thousandth: rounding must not eat it, nor shift where it settles."""
+    """With β₂ = 0.99999 a step changes h by a hundred-thousandth: rounding must not eat it, nor shift where it
+    settles.
+    """
     model = nn.Linear(20_000, 1, bias=False)
     optimizer = IVON(model.parameters(), lr=0.0, n_data=100, initial_hessian=2.0, weight_decay=1e-4, generator=0)
     for _ in range(1_000):

@@ -96,7 +96,9 @@ def gradients_at(model: nn.Module, weights: Weights, x: Tensor) -> Weights:
 def vadam_reference(
     model: nn.Module, mu: Weights, data: list[Tensor], noise: Iterator[Tensor], samples: int, settings: dict[str, Any]
 ) -> dict[str, Weights]:
-    """The equations of the docstring of `Vadam`, line by line, in float64; `settings` are functions of a parameter's name."""
+    """The equations of the docstring of `Vadam`, line by line, in float64; `settings` are functions of a parameter's
+    name.
+    """
     n, lam, b1, b2 = settings["n_data"], settings["prior_precision"], *settings["betas"]
     m = {k: torch.zeros_like(w) for k, w in mu.items()}
     v = {k: torch.full_like(w, (settings["initial_precision"](k) - lam(k)) / n) for k, w in mu.items()}
@@ -162,8 +164,8 @@ def assert_follows(
 class Regression:
     """y = w·x + noise with a known σ, and its exact posterior.
 
-    The noise is ±σ, so that r² = σ² for every example: a likelihood that does not fit the data would change E[g²], which
-    Vadam takes for the curvature, and not the exact posterior.
+    The noise is ±σ, so that r² = σ² for every example: a likelihood that does not fit the data would change E[g²],
+    which Vadam takes for the curvature, and not the exact posterior.
     """
 
     n_data: int

@@ -1,4 +1,6 @@
-"""The anchor of the callback for transformers' Trainer: attached for the training, in its checkpoints, and gone afterwards."""
+"""The anchor of the callback for transformers' Trainer: attached for the training, in its checkpoints, and gone
+afterwards.
+"""
 
 from __future__ import annotations
 
