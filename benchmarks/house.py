@@ -1,9 +1,9 @@
 """The size of the source, and what a reader meets along four paths through it: files, functions, depth of calls.
 
-    python benchmarks/house.py 
+    python benchmarks/house.py
 
-A path is run once under `sys.setprofile`. A function of this package counts once, comprehensions and lambdas do not; the
-depth is the most frames of the package, comprehensions with them, that were on the stack together.
+A path is run once under `sys.setprofile`. A function of this package counts once, comprehensions and lambdas do not;
+the depth is the most frames of the package, comprehensions with them, that were on the stack together.
 """
 
 from __future__ import annotations

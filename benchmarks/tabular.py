@@ -6,9 +6,9 @@
 
 The sets are scikit-learn's embedded tables and, where they are asked for by name, three UCI regressions out of
 $BAYESADAM_DATA/uci: X, y and the rows for testing of 20 published splits. Of the other sets a fifth is for testing,
-drawn anew for every split, in equal shares of the classes. All estimators see the same splits and standardised inputs; the
-neural ones have 50-50 ReLU units, a rate of 0.01, and a fifth of the training data for early stopping. What is not said
-below is at its default. A regression's NLL is of targets in their own units.
+drawn anew for every split, in equal shares of the classes. All estimators see the same splits and standardised inputs;
+the neural ones have 50-50 ReLU units, a rate of 0.01, and a fifth of the training data for early stopping. What is not
+said below is at its default. A regression's NLL is of targets in their own units.
 
 - MLPRegressor: a Gaussian about its prediction, the variance that of its training residuals.
 - GaussianProcessRegressor: an RBF kernel with a length for each input, plus white noise; targets standardised.

@@ -314,7 +314,7 @@ def test_vadam_before_its_first_step_draws_from_the_initial_precision():
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9, 1.0\)"),
         ({"betas": (-0.1, 0.9)}, r"betas .* got \(-0.1, 0.9\)"),
         ({"betas": (0.9,)}, r"betas .* got \(0.9,\)"),
-        ({"samples": 0}, "samples must be a positive number of draws a step, got 0"),
+        ({"samples": 0}, "samples must be a whole number of at least 1 .draws a step., got 0"),
         ({"samples": 1.5}, "samples .* got 1.5"),
         ({"samples": True}, "samples .* got True"),
         ({"generator": "seed"}, "generator must be a torch.Generator, a seed or None, got 'seed'"),
@@ -334,7 +334,8 @@ def test_bad_settings_are_named(kind, changes, message):
         ({"initial_precision": float("inf")}, "initial_precision must be a positive finite number .* got inf"),
         (
             {"prior_precision": 3.0, "initial_precision": 1.0},
-            r"initial_precision=1.0 is below prior_precision=3.0: v would start at -0.01, .* initial_precision=3.0 or more",
+            r"initial_precision=1.0 is below prior_precision=3.0: v would start at -0.01, .* "
+            r"initial_precision=3.0 or more",
         ),
     ],
 )
