@@ -33,8 +33,8 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers.formats import pickles, read_checkpoint
+from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
 from bayesadam.readers.formats.resolve import explain
-from bayesadam.readers.formats.torch_pickles import BUILDERS, Storage, tensor
 from cases import trained
 
 UTC = datetime.timezone.utc
@@ -335,7 +335,7 @@ def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) ->
 
 
 def loaded(content: bytes) -> Any:
-    return pickles.load(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
+    return pickles.unpickle(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
 
 
 PLAIN = [

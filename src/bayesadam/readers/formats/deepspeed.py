@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Recorded, contents_of, describe
-from bayesadam.readers.formats.files import load_tree
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format, refuse_keys
+from bayesadam.readers.formats.torch_files import load_tree
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODELS = "mp_rank_*_model_states.pt"

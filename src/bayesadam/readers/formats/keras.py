@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
+from bayesadam.readers.formats.archives import names_in_zip
 from bayesadam.readers.formats.contents import Contents, Recorded
-from bayesadam.readers.formats.files import DAMAGED, damaged
 from bayesadam.readers.formats.names import REMEDY, AmbiguousError, Slot, assign
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.formats.torch_files import Part, zip_members
+from bayesadam.readers.formats.torch_files import DAMAGED, as_file, as_memory, damaged, inside, mapped, zip_members
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -53,11 +51,11 @@ class _Variable(NamedTuple):
     trained: bool = True
 
 
-def _load(part: Part) -> Tree:
+def _load(view: memoryview) -> Tree:
     """An HDF5 file as nested dictionaries of tensors, mapped where they lie; None for numbers of other types."""
-    if part.length < len(_HDF5) or part.inside(0, len(_HDF5)).read() != _HDF5:
+    if bytes(view[: len(_HDF5)]) != _HDF5:
         raise FileError(f"Keras keeps its state in HDF5, and {_WEIGHTS} is something else. {_AGAIN}")
-    h5py, left = require("h5py"), part.length
+    h5py, left = require("h5py"), len(view)
     seen: set[int] = set()
 
     def opened(group: Any) -> Tree:
@@ -81,16 +79,16 @@ def _load(part: Part) -> Tree:
         left -= declared
         if data.external or data.is_virtual or stored != declared or left < 0 or (start is None and stored):
             raise FileError(
-                f"{place} declares {declared} bytes, and {stored} of the file's {part.length} are there: compressed, absent "
+                f"{place} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed, absent "
                 f"or in another file, which Keras never writes. {_AGAIN}"
             )
         kind = _DTYPES.get(data.attrs.get("dtype") if data.dtype.kind == "V" else data.dtype.str)
         if kind is None:
             return None
-        memory = part.inside(start or 0, stored).memory(kind.itemsize)
+        memory = as_memory(inside(view, start or 0, stored), kind.itemsize)
         return torch.empty(0, dtype=kind).set_(memory).view(data.shape)
 
-    with h5py.File(part.as_file(), "r") as file:
+    with h5py.File(as_file(view), "r") as file:
         return opened(file)
 
 
@@ -265,22 +263,14 @@ def _contents(config: Mapping[str, Any], tree: Tree) -> Contents:
     )
 
 
-@contextmanager
-def _parts(path: Path) -> Iterator[tuple[Part, Part]]:
-    if path.is_dir():
-        with Part.of(path / _CONFIG) as config, Part.of(path / _WEIGHTS) as weights:
-            yield config, weights
-    else:
-        with Part.of(path) as part:
-            members = zip_members(part)
-            yield members[_CONFIG], members[_WEIGHTS]
-
-
 def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "Keras saves one model and its optimiser", weights_key=weights_key, optimizer_key=optimizer_key)
     try:
-        with _parts(path) as (config, weights):
-            return _contents(json.loads(config.read().decode("utf-8")), _load(weights))
+        if path.is_dir():
+            members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
+        else:
+            members = zip_members(mapped(path))
+        return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
     except FileError as error:
         raise FileError(f"{path}: {error}") from None
     except DAMAGED as error:
@@ -290,13 +280,7 @@ def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) 
 def _is_keras(path: Path, head: bytes) -> bool:
     if path.is_dir():
         return (path / _CONFIG).is_file() and (path / _WEIGHTS).is_file()
-    if not head.startswith(b"PK\x03\x04"):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {_CONFIG, _WEIGHTS} <= set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
+    return names_in_zip(path, head) >= {_CONFIG, _WEIGHTS}
 
 
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
