@@ -35,7 +35,7 @@ from bayesadam.readers.formats.huggingface import (
     names_more,
     read_json,
     read_weights,
-    recorded_in,
+    trainer_record,
     summary_of,
 )
 from bayesadam.readers.formats.pickles import said
@@ -133,7 +133,7 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
         weights=weights,
         optimizer=optimizer,
         summary=summary_of(path, weights),
-        recorded=recorded_in(path),
+        recorded=trainer_record(path),
         rules=Rules(
             model=build,
             names=partial(_adapter_names, path, shapes),

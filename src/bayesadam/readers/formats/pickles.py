@@ -136,13 +136,15 @@ def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any
 
 
 class _Counted(dict[int, Any]):
-    """The functions behind opcodes, for so many steps."""
+    """The functions behind opcodes, for a limited number of steps."""
 
-    left = 0
+    def __init__(self, opcodes: Mapping[int, Any]) -> None:
+        super().__init__(opcodes)
+        self._left = _MOST_OPCODES
 
     def __getitem__(self, opcode: int) -> Any:
-        self.left -= 1
-        if self.left < 0:
+        self._left -= 1
+        if self._left < 0:
             raise BadPickle(f"a pickle of more than {_MOST_OPCODES:,} steps")
         return super().__getitem__(opcode)
 
@@ -161,8 +163,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, window: Window, builders: Builders, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(window, encoding="latin1")
         self._builders, self._persistent = builders, persistent
-        self.dispatch = _Counted(self.opcodes)
-        self.dispatch.left = _MOST_OPCODES  # type: ignore[attr-defined]
+        self.dispatch = _Counted(self.opcodes)  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
