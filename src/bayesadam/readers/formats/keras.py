@@ -8,6 +8,7 @@ optimiser's settings. Nothing has the variables' names, so every shape is compar
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -34,8 +35,6 @@ _INTEGERS = {"<i4": torch.int32, "<i8": torch.int64}
 _DTYPES = {"<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64, "bfloat16": torch.bfloat16, **_INTEGERS}
 # The layers inside a layer in the order in which it makes them; the file has them in that of the alphabet.
 _MADE = (("forward_layer", "backward_layer"), ("query_dense", "key_dense", "value_dense", "output_dense"))
-# What Keras keeps before the moments where it is told to: the weights' average, the gradients that are added up.
-_NOT_READ = ("average", "gradient")
 # Where the name of a group is put: no group has this one.
 _NAME = "/name"
 
@@ -61,25 +60,25 @@ def _load(view: memoryview) -> Tree:
     def opened(group: Any) -> Tree:
         found: dict[str, Any] = {_NAME: group.attrs.get("name")}
         for key in group:
-            place = f"{group.name.rstrip('/')}/{key}"
+            path = f"{group.name.rstrip('/')}/{key}"
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
-                raise FileError(f"{place} is a link that may lead out of the file, and is not followed. {_AGAIN}")
+                raise FileError(f"{path} is a link that may lead out of the file, and is not followed. {_AGAIN}")
             item = group[key]
             address = h5py.h5o.get_info(item.id).addr
             if address in seen:
-                raise FileError(f"{place} is in the file under two names, which Keras never writes. {_AGAIN}")
+                raise FileError(f"{path} is in the file under two names, which Keras never writes. {_AGAIN}")
             seen.add(address)
-            found[key] = opened(item) if isinstance(item, h5py.Group) else tensor(item, place)
+            found[key] = opened(item) if isinstance(item, h5py.Group) else tensor(item, path)
         return found
 
-    def tensor(data: Any, place: str) -> Tensor | None:
+    def tensor(data: Any, path: str) -> Tensor | None:
         nonlocal left
         start, stored = data.id.get_offset(), data.id.get_storage_size()
         declared = math.prod(data.shape) * data.dtype.itemsize
         left -= declared
         if data.external or data.is_virtual or stored != declared or left < 0 or (start is None and stored):
             raise FileError(
-                f"{place} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed, absent "
+                f"{path} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed, absent "
                 f"or in another file, which Keras never writes. {_AGAIN}"
             )
         kind = _DTYPES.get(data.attrs.get("dtype") if data.dtype.kind == "V" else data.dtype.str)
@@ -93,7 +92,7 @@ def _load(view: memoryview) -> Tree:
 
 
 def _every(tree: Tree, path: str = "") -> Iterator[_Variable]:
-    """All variables of real numbers, in the order of the alphabet."""
+    """All variables of real numbers, in alphabetical order."""
     for key, held in tree.items():
         if isinstance(held, Mapping):
             yield from _every(held, f"{path}{key}.")
@@ -108,11 +107,12 @@ def _ordered(tree: Tree, config: Mapping[str, Any], path: str = "") -> Iterator[
     """
     settings, kind, own = config["config"], config["class_name"], tree.get("vars", {})
     name = own.get(_NAME)
-    if str(config.get("module")).partition(".")[0] != "keras" or (name and name != settings.get("name", name)):
+    if not _is_keras_own(config) or (name and name != settings.get("name", name)):
         return
     if settings.get("lora_rank") or settings.get("quantization_config"):
-        called = settings.get("name")
-        raise FileError(f"layer {called!r} has a LoRA or is quantised: what was trained is not in the file")
+        raise FileError(
+            f"layer {settings.get('name')!r} has a LoRA or is quantised: what was trained is not in the file"
+        )
     # The trainable ones come first; statistics of the data are not trained.
     trainable = 0 if kind == "Normalization" else len(own)
     if kind == "BatchNormalization":
@@ -122,24 +122,22 @@ def _ordered(tree: Tree, config: Mapping[str, Any], path: str = "") -> Iterator[
         if held is not None and held.is_floating_point():
             trained = number < trainable and bool(settings.get("trainable", True))
             yield _Variable(f"{path}vars.{number}", held, number < trainable, trained)
-    for key, inner, layer in _inside(tree, settings, kind):
-        yield from _ordered(inner, layer, f"{path}{key}.")
-
-
-def _inside(tree: Tree, settings: Mapping[str, Any], kind: str) -> list[tuple[str, Tree, Mapping[str, Any]]]:
-    """The layers in a layer that have variables, in their order: group, content and configuration; none where it is unknown."""
     if kind in ("Sequential", "Functional"):
-        held, layers = tree.get("layers", {}), _group_names(settings["layers"])
-        return [(f"layers.{key}", held[key], layer) for key, layer in layers.items() if any(_every(held.get(key, {})))]
-    groups = {
-        key: held for key, held in tree.items() if isinstance(held, Mapping) and key != "vars" and any(_every(held))
-    }
+        for key, layer in _group_names(settings["layers"]).items():
+            if key in tree.get("layers", {}):
+                yield from _ordered(tree["layers"][key], layer, f"{path}layers.{key}.")
+        return
+    groups = {k: held for k, held in tree.items() if isinstance(held, Mapping) and k != "vars" and any(_every(held))}
     order = next((keys for keys in (*_MADE, tuple(groups)[:1]) if groups.keys() <= set(keys)), ())
-    # A wrapper describes what it wraps; a layer that makes others does not, and they are frozen with it.
-    made = {"module": "keras", "class_name": "", "config": {"trainable": settings.get("trainable", True)}}
-    described = {key: settings.get(key) or settings.get("layer") for key in groups}
-    configs = {key: found if isinstance(found, Mapping) else made for key, found in described.items()}
-    return [(key, groups[key], configs[key]) for key in order if key in groups]
+    for key in (key for key in order if key in groups):
+        # A wrapper describes what it wraps; a layer that makes others does not, and they are frozen with it.
+        inner = settings.get(key) or settings.get("layer")
+        made = {"module": "keras", "class_name": "", "config": {"trainable": settings.get("trainable", True)}}
+        yield from _ordered(groups[key], inner if isinstance(inner, Mapping) else made, f"{path}{key}.")
+
+
+def _is_keras_own(config: Mapping[str, Any]) -> bool:
+    return str(config.get("module")).partition(".")[0] == "keras"
 
 
 def _group_names(layers: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -171,16 +169,13 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     if kind == "Adagrad":
         return group | {"initial_accumulator_value": settings["initial_accumulator_value"]}, [("sum",)]
     if kind == "RMSprop":
-        centered = bool(settings["centered"])
-        lists = [("square_avg",), ("momentum_buffer",), ("grad_avg",)]
-        group |= {"alpha": settings["rho"], "centered": centered}
-        return group, [
-            keys for keys, kept in zip(lists, (True, settings["momentum"] > 0, centered), strict=True) if kept
-        ]
+        momentum, centered = settings["momentum"] > 0, bool(settings["centered"])
+        lists = [("square_avg",), *[("momentum_buffer",)] * momentum, *[("grad_avg",)] * centered]
+        return group | {"alpha": settings["rho"], "centered": centered}, lists
     # Keras decays the weights apart from the gradient in its Adam, too.
     amsgrad, betas = bool(settings["amsgrad"]), (settings["beta_1"], settings["beta_2"])
     group |= {"betas": betas, "amsgrad": amsgrad, "decoupled_weight_decay": True}
-    return group, [("exp_avg", "exp_avg_sq"), *([("max_exp_avg_sq",)] if amsgrad else [])]
+    return group, [("exp_avg", "exp_avg_sq"), *[("max_exp_avg_sq",)] * amsgrad]
 
 
 def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, Any], list[dict[str, Tensor]]]:
@@ -188,12 +183,12 @@ def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, A
     kind, settings = saved["class_name"], saved["config"]
     if kind == "LossScaleOptimizer":
         return _states(tree["inner_optimizer"], settings["inner_optimizer"])
-    if str(saved.get("module")).partition(".")[0] != "keras":
+    if not _is_keras_own(saved):
         raise FileError(f"it was trained with {kind}, an optimiser of your own: train with Keras' Adam or AdamW")
     group, lists = _layout(kind, settings)
+    # The weights' average and the gradients that are added up come before the moments, and are not read.
     batches = settings.get("gradient_accumulation_steps")
-    before = [(key,) for key, kept in zip(_NOT_READ, (settings.get("use_ema"), batches), strict=True) if kept]
-    lists = [*before, *lists]
+    lists = [("",)] * (bool(settings.get("use_ema")) + bool(batches)) + lists
     head = 1 if isinstance(settings["learning_rate"], Mapping) else 2
     values = [tree["vars"][str(number)] for number in range(len(tree["vars"].keys() - {_NAME}))]
     count, rest = divmod(len(values) - head, sum(map(len, lists)))
@@ -202,19 +197,18 @@ def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, A
             f"its {kind} has {len(values)} variables, where {head} numbers and {sum(map(len, lists))} for each variable that it "
             f"trained are expected: the layout is not known. {_AGAIN}"
         )
+    steps = int(values[0]) // (batches or 1)
     states: list[dict[str, Tensor]] = [{} for _ in range(count)]
     kept = iter(values[head:])
-    for keys in lists:
-        for state in states:
-            state |= {key: next(kept) for key in keys}
-    mixed = next((state for state in states if len({value.shape for value in state.values()}) > 1), None)
-    if mixed is not None:
-        shapes = {key: tuple(value.shape) for key, value in mixed.items()}
-        raise FileError(f"its {kind} has {shapes} for one variable: the layout is not known. {_AGAIN}")
-    steps = int(values[0]) // (batches or 1)
-    read = [{key: value for key, value in state.items() if key not in _NOT_READ} for state in states]
-    counted = [{**state, "step": torch.tensor(float(steps))} for state in read]
-    return Recorded(step=steps, optimizer=kind), group, counted
+    for keys, state in itertools.product(lists, states):
+        state |= {key: next(kept) for key in keys}
+        if len({value.shape for value in state.values()}) > 1:
+            shapes = {key: tuple(value.shape) for key, value in state.items() if key}
+            raise FileError(f"its {kind} has {shapes} for one variable: the layout is not known. {_AGAIN}")
+    for state in states:
+        state.pop("", None)
+        state["step"] = torch.tensor(float(steps))
+    return Recorded(step=steps, optimizer=kind), group, states
 
 
 def _keys(states: Sequence[Mapping[str, Tensor]], variables: Sequence[_Variable], ordered: bool) -> Sequence[str | int]:

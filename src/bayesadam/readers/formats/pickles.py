@@ -43,8 +43,8 @@ _ACTING = frozenset(
 )
 _STORAGES: dict[str, torch.dtype] = {
     **{name: getattr(torch, name.lower()) for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short")},
-    **{"Bool": torch.bool, "Char": torch.int8, "Byte": torch.uint8, "Untyped": torch.uint8},
-    **{"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64},
+    **dict(Bool=torch.bool, Char=torch.int8, Byte=torch.uint8, Untyped=torch.uint8),
+    **dict(ComplexDouble=torch.complex128, ComplexFloat=torch.complex64),
 }
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
