@@ -170,7 +170,11 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         return group | {"initial_accumulator_value": settings["initial_accumulator_value"]}, [("sum",)]
     if kind == "RMSprop":
         momentum, centered = settings["momentum"] > 0, bool(settings["centered"])
-        lists = [("square_avg",), *[("momentum_buffer",)] * momentum, *[("grad_avg",)] * centered]
+        lists: list[tuple[str, ...]] = [
+            ("square_avg",),
+            *[("momentum_buffer",)] * momentum,
+            *[("grad_avg",)] * centered,
+        ]
         return group | {"alpha": settings["rho"], "centered": centered}, lists
     # Keras decays the weights apart from the gradient in its Adam, too.
     amsgrad, betas = bool(settings["amsgrad"]), (settings["beta_1"], settings["beta_2"])

@@ -33,20 +33,19 @@ _MOST_PARTS_OF_KEY = 32
 # An expanded tensor has more entries than its storage; none that anybody saves has more than this.
 _MOST_EXPANDED = 1 << 24
 # What acts on the machine that unpickles; data has no use for it. Python 2 calls `subprocess` `commands`.
-_ACTING_MODULES = {"os", "posix", "nt", "subprocess", "commands", "shutil", "socket", "sys"} | {
-    *("runpy", "pty", "ctypes", "importlib", "webbrowser")
-}
-_ACTING = frozenset(
-    f"{module}.{name}"
-    for module in ("builtins", "__builtin__", "io", "_io")
-    for name in ("eval", "exec", "execfile", "compile", "open", "__import__", "input", "breakpoint", "print")
-)
-_STORAGES: dict[str, torch.dtype] = {
-    **{name: getattr(torch, name.lower()) for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short")},
-    **dict(Bool=torch.bool, Char=torch.int8, Byte=torch.uint8, Untyped=torch.uint8),
-    **dict(ComplexDouble=torch.complex128, ComplexFloat=torch.complex64),
-}
+_MODULES = "os|posix|nt|subprocess|commands|shutil|socket|sys|runpy|pty|ctypes|importlib|webbrowser"
+_FUNCTIONS = "eval|exec|execfile|compile|open|__import__|input|breakpoint|print"
+_ACTING = re.compile(rf"({_MODULES})\..*|(builtins|__builtin__|io|_io)\.({_FUNCTIONS})", re.DOTALL)
+_SAME_NAME = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
+_STORAGES: dict[str, torch.dtype] = {name: getattr(torch, name.lower()) for name in _SAME_NAME}
+_STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Untyped": torch.uint8}
+_STORAGES |= {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError),
+    *(struct.error, OverflowError, MemoryError),
+)
+_NEW = ("copyreg.__newobj__", "copy_reg.__newobj__", "copyreg._reconstructor", "copy_reg._reconstructor")
 
 
 class BadPickle(ValueError):
@@ -95,6 +94,11 @@ class Storage:
     memory: torch.UntypedStorage
     dtype: torch.dtype
 
+    def part(self, offset: int, count: int) -> Storage:
+        """Some of the entries."""
+        width = self.dtype.itemsize
+        return Storage(self.memory[offset * width : (offset + count) * width], self.dtype)
+
 
 Builders = Mapping[str, Callable[..., Any]]
 
@@ -108,7 +112,7 @@ class Window:
 
     def read(self, count: int) -> bytes:
         """Exactly this many bytes."""
-        if count > self._end - self.tell():
+        if not 0 <= count <= self._end - self.tell():
             raise BadPickle("it ends too early")
         return self._file.read(count)
 
@@ -129,9 +133,7 @@ def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any
         return _Unpickler(window, builders, persistent).load()
     except BadPickle:
         raise
-    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise BadPickle(f"{type(error).__name__}: {error}") from None
-    except (struct.error, OverflowError, MemoryError) as error:
+    except _DAMAGE as error:
         raise BadPickle(f"{type(error).__name__}: {error}") from None
 
 
@@ -182,18 +184,14 @@ class _Unpickler(pickle._Unpickler):
             return StandIn(f"what {what.name} returns", (what, *arguments))
         if not isinstance(what, Name):
             raise BadPickle(f"a call of {type(what).__name__}")
-        if what.full in _ACTING or what.full.partition(".")[0] in _ACTING_MODULES:
+        if _ACTING.fullmatch(what.full):
             raise HostilePickle(what.full)
-        if what.full in ("copyreg.__newobj__", "copy_reg.__newobj__"):
-            return self._made(arguments[0], arguments[1:])
-        if what.full in ("copyreg._reconstructor", "copy_reg._reconstructor"):
-            return self._made(arguments[0], ())
-        if what.full in self._builders:
-            try:
-                return self._builders[what.full](*arguments)
-            except BadPickle:
-                pass
-        return StandIn(what.full, arguments)
+        if what.full in _NEW:
+            return self._made(arguments[0], arguments[1:] if "newobj" in what.full else ())
+        try:
+            return self._builders[what.full](*arguments)
+        except (KeyError, BadPickle):
+            return StandIn(what.full, arguments)
 
     def _call(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
@@ -217,9 +215,10 @@ class _Unpickler(pickle._Unpickler):
             held._metadata = state["_metadata"]  # type: ignore[attr-defined]
 
     def _dict(self) -> None:
-        # `pop_mark` replaces `append`.
+        # `pop_mark` replaces the stack.
         found = self.pop_mark()
-        self.append(_paired({}, found))
+        self.append({})
+        self._set(found)
 
     def _frozenset(self) -> None:
         found = self.pop_mark()
@@ -227,19 +226,15 @@ class _Unpickler(pickle._Unpickler):
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _paired(self.stack[-1], [key, value])
+        self._set([key, value])
 
-    def _setitems(self) -> None:
-        found = self.pop_mark()
-        _paired(self.stack[-1], found)
-
-    def _append(self) -> None:
-        found = self.stack.pop()
-        self._extend([found])
-
-    def _appends(self) -> None:
-        found = self.pop_mark()
-        self._extend(found)
+    def _set(self, found: list[Any]) -> None:
+        held = self.stack[-1]
+        pairs = held.pairs if isinstance(held, StandIn) else held
+        if not isinstance(pairs, dict) or len(found) % 2:
+            raise BadPickle(f"pairs for {type(held).__name__}")
+        for key, value in zip(found[::2], found[1::2], strict=True):
+            pairs[_key(key)] = value
 
     def _extend(self, found: list[Any]) -> None:
         held = self.stack[-1]
@@ -258,20 +253,11 @@ class _Unpickler(pickle._Unpickler):
         pickle.DICT[0]: _dict,
         pickle.FROZENSET[0]: _frozenset,
         pickle.SETITEM[0]: _setitem,
-        pickle.SETITEMS[0]: _setitems,
-        pickle.APPEND[0]: _append,
-        pickle.APPENDS[0]: _appends,
-        pickle.ADDITEMS[0]: _appends,
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._extend(self.pop_mark()),
     }
-
-
-def _paired(held: Any, found: list[Any]) -> Any:
-    pairs = held.pairs if isinstance(held, StandIn) else held
-    if not isinstance(pairs, dict) or len(found) % 2:
-        raise BadPickle(f"pairs for {type(held).__name__}")
-    for key, value in zip(found[::2], found[1::2], strict=True):
-        pairs[_key(key)] = value
-    return held
 
 
 def _key(value: Any) -> Any:
@@ -287,9 +273,6 @@ def _key(value: Any) -> Any:
                 raise BadPickle("a key of too many parts")
             parts.extend(part)
     return value
-
-
-# --- what is built --------------------------------------------------------------------------------------------------
 
 
 def storage_type(named: Any) -> torch.dtype:
@@ -362,14 +345,12 @@ def _encoded(text: Any = "", coding: Any = "latin1") -> bytes:
 
 def _scalar(kind: Any = None, raw: Any = b"") -> Any:
     """A number or text of numpy's, as Python's."""
-    code = kind.arguments[0] if isinstance(kind, StandIn) and kind.name == "numpy.dtype" and kind.arguments else None
-    order: Any = kind.state[1] if code and isinstance(kind.state, tuple) and len(kind.state) > 1 else ""
-    plain = isinstance(code, str) and re.fullmatch(r"[biufcSU]\d{1,4}", code) and order in ("<", ">", "=", "|")
-    if not plain or not isinstance(raw, bytes):
-        raise BadPickle(f"a number of {said(code)}")
     try:
+        code, order = kind.arguments[0], kind.state[1]
+        if kind.name != "numpy.dtype" or order not in tuple("<>=|") or not re.fullmatch(r"[biufcSU]\d{1,4}", code):
+            raise BadPickle(f"a number of {said(code)}")
         return np.ndarray((), np.dtype(code).newbyteorder(order), raw)[()].item()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise BadPickle(str(error)) from None
 
 
@@ -378,11 +359,10 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
 }
 BUILDERS: Builders = {
     **_TENSORS,
-    **{f"torch._utils._rebuild_{kind}": _parameter for kind in ("parameter", "parameter_with_state")},
-    **{f"torch.{name}": _parameter for name in ("nn.parameter.Parameter", "autograd.variable.Variable")},
-    "torch.nn.parameter.Buffer": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch._tensor._rebuild_from_type": _of_type,
+    **{f"torch._utils._rebuild_parameter{end}": _parameter for end in ("", "_with_state")},
+    **{f"torch.{name}": _parameter for name in ("nn.parameter.Parameter", "nn.parameter.Buffer")},
+    "torch.autograd.variable.Variable": _parameter,
+    **{f"torch._tensor._rebuild_from_type{version}": _of_type for version in ("", "_v2")},
     "torch.Size": _size,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": lambda *_: OrderedDict(),
@@ -392,9 +372,6 @@ BUILDERS: Builders = {
     # The names of numpy's module in its version 2 and before.
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("_core", "core")},
 }
-
-
-# --- in words -------------------------------------------------------------------------------------------------------
 
 
 def classes_in(tree: Any) -> tuple[str, ...]:

@@ -23,51 +23,34 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
+from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.modules import as_weights
 from bayesadam.readers.formats.networks import Keys
-from bayesadam.readers.formats.pickles import (
-    BUILDERS,
-    BadPickle,
-    HostilePickle,
-    Storage,
-    Window,
-    storage_type,
-    tensor,
-    unpickle,
-)
+from bayesadam.readers.formats.pickles import BUILDERS, BadPickle, HostilePickle, Storage, Window, unpickle
 from bayesadam.readers.formats.registry import Format
 
 # What reading a damaged file may raise.
 DAMAGED = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(OverflowError, MemoryError, struct.error),
 )
-_MAGIC = 0x1950A86A20F9469CFC6C
-# The same as pickle writes it.
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+# The first as pickle writes it.
 _MAGIC_BYTES = (b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"L1195470371460388013333")
-_PROTOCOL = 1001
 # How a dictionary begins in the protocols that have no mark of their own.
 _PICKLED = (b"\x80", b"(d", b"}", b"ccollections\n", b"(i", b"ccopy_reg\n")
-_LOCAL_HEADER = 30
-_ALIGNED = 64
-_CHUNK = 1 << 20
+_LOCAL_HEADER, _ALIGNED, _CHUNK = 30, 64, 1 << 20
 # A storage may hold a pickle with a storage; nothing that anybody saves goes deeper.
 _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
 _MOST_UNPACKED = 64
-_UNREADABLE = (EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError)
+_BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
+_UNREADABLE = (
+    *(EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError),
+    *(zipfile.BadZipFile, tarfile.TarError),
+)
 _OLD_NAMES = {"sys_info", "pickle", "storages", "tensors"}
-
-
-# --- bytes of a file ------------------------------------------------------------------------------------------------
 
 
 def mapped(path: Path) -> memoryview:
@@ -120,7 +103,7 @@ def as_file(view: memoryview) -> BinaryIO:
 def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
     found: dict[str, memoryview] = {}
-    left = _allowed(view)
+    left = _CHUNK + _MOST_UNPACKED * len(view)
     try:
         with zipfile.ZipFile(as_file(view)) as archive:
             for info in archive.infolist():
@@ -130,10 +113,12 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
                     header = inside(view, info.header_offset, _LOCAL_HEADER)
                     start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
                     found[info.filename] = inside(view, start, info.file_size)
-                else:
-                    left = _less(left, info.file_size)
-                    found[info.filename] = memoryview(bytearray(archive.read(info)))
-    except (*_UNREADABLE, zipfile.BadZipFile) as error:
+                    continue
+                left -= info.file_size
+                if left < 0:
+                    raise BadPickle(_BOMB)
+                found[info.filename] = memoryview(bytearray(archive.read(info)))
+    except _UNREADABLE as error:
         raise BadPickle(f"no whole zip archive: {error}") from None
     return found
 
@@ -142,37 +127,23 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     """The files of a tar archive by name; of one compressed by gzip in memory, unless that takes absurdly much."""
     packed = bytes(view[:2]) == b"\x1f\x8b"
     found: dict[str, memoryview] = {}
-    left = _allowed(view)
+    left = _CHUNK + _MOST_UNPACKED * len(view)
     try:
         with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
             for member in archive:
-                left = _less(left, member.size) if packed else left
+                left -= member.size if packed else 0
+                if left < 0:
+                    raise BadPickle(_BOMB)
                 if not member.isfile() or member.issparse():
                     continue
-                name = member.name.removeprefix("./")
-                if packed:
-                    file = archive.extractfile(member)
-                    found[name] = memoryview(bytearray(file.read() if file is not None else b""))
-                else:
-                    found[name] = inside(view, member.offset_data, member.size)
+                file = archive.extractfile(member) if packed else None
+                content = memoryview(bytearray(file.read())) if file else inside(view, member.offset_data, member.size)
+                found[member.name.removeprefix("./")] = content
     except BadPickle:
         raise
-    except (*_UNREADABLE, tarfile.TarError, ValueError) as error:
+    except (*_UNREADABLE, ValueError) as error:
         raise BadPickle(f"no whole tar archive: {error}") from None
     return found
-
-
-def _allowed(view: memoryview) -> int:
-    return (1 << 20) + _MOST_UNPACKED * len(view)
-
-
-def _less(left: int, size: int) -> int:
-    if size > left:
-        raise BadPickle(f"the archive unpacks to more than {_MOST_UNPACKED} times its size")
-    return left - size
-
-
-# --- what torch saved -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,13 +249,13 @@ def _described(found: Any) -> tuple[torch.dtype, str]:
     _, kind, key = found[:3]
     if not isinstance(key, str | int):
         raise BadPickle("a storage without a key")
-    return storage_type(kind), str(key)
+    return pickles.storage_type(kind), str(key)
 
 
 def _load_pickles(view: memoryview, depth: int) -> Loaded:
     reader = _Reader(view, depth)
     first = reader.pickled()
-    if first != _MAGIC:
+    if not isinstance(first, int) or first != _MAGIC:
         return Loaded(first, {})
     version, system = reader.pickled(), reader.pickled()
     if version != _PROTOCOL:
@@ -292,37 +263,26 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     kinds: dict[str, torch.dtype] = {}
-
-    def noted(found: Any) -> Any:
-        if isinstance(found, tuple) and found[:1] == ("module",):
-            return found[1]
-        kind, key = _described(found)
-        kinds[key] = kind
-        return None
-
-    # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
-    begin = reader.file.tell()
-    reader.pickled(noted, built=False)
-    keys = reader.pickled()
-    if not isinstance(keys, list) or not all(isinstance(key, str | int) and str(key) in kinds for key in keys):
-        raise BadPickle("no list of storages")
-    storages = {key: reader.storage(kinds[key]) for key in map(str, keys)}
+    storages: dict[str, tuple[Storage, int]] = {}
 
     def persistent(found: Any) -> Any:
         if isinstance(found, tuple) and found[:1] == ("module",):
             return found[1]
         kind, key = _described(found)
+        kinds[key] = kind
         if key not in storages:
-            raise BadPickle(f"it has no storage {key!r}")
-        memory = storages[key][0].memory
-        if len(found) > 5 and found[5] is not None:
-            _, offset, size = found[5]
-            memory = memory[offset * kind.itemsize : (offset + size) * kind.itemsize]
-        return Storage(memory, kind)
+            return None
+        held = Storage(storages[key][0].memory, kind)
+        return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
+    # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
+    begin = reader.file.tell()
+    reader.pickled(persistent, built=False)
+    for key in map(str, reader.pickled()):
+        storages[key] = reader.storage(kinds[key])
     reader.file.seek(begin)
-    stored: dict[int, str | int] = {held.memory.data_ptr(): start for held, start in storages.values()}
-    return Loaded(reader.pickled(persistent), stored)
+    tree = reader.pickled(persistent)
+    return Loaded(tree, {held.memory.data_ptr(): start for held, start in storages.values()})
 
 
 def is_old_archive(view: memoryview) -> bool:
@@ -335,35 +295,20 @@ def is_old_archive(view: memoryview) -> bool:
 
 def _load_tar(view: memoryview) -> Loaded:
     members = tar_members(view)
-    storages: dict[Any, Storage] = {}
+    known: dict[int, Any] = {}
     reader = _Reader(members["storages"])
-    for _ in range(_count(reader.pickled())):
+    for _ in range(int(reader.pickled())):
         key, _, kind = reader.pickled()
-        storages[key], _ = reader.storage(storage_type(kind))
-    for target, root, offset, size in reader.pickled():
-        kind = storages[root].dtype
-        storages[target] = Storage(
-            storages[root].memory[offset * kind.itemsize : (offset + size) * kind.itemsize], kind
-        )
+        known[int(key)], _ = reader.storage(pickles.storage_type(kind))
+    for key, root, offset, size in reader.pickled():
+        known[int(key)] = known[int(root)].part(offset, size)
     reader = _Reader(members["tensors"])
-    known: dict[Any, Any] = dict(storages)
-    for _ in range(_count(reader.pickled())):
+    for _ in range(int(reader.pickled())):
         key, storage, _ = reader.pickled()
-        dims, _ = struct.unpack("<ii", reader.read(8))
-        if not 0 <= dims <= 64:
-            raise BadPickle(f"a tensor of {dims} dimensions")
+        (dims,) = struct.unpack("<I4x", reader.read(8))
         *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
-        known[key] = tensor(storages[storage], offset, sizes[:dims], sizes[dims:])
+        known[int(key)] = pickles.tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
     return Loaded(_Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {})
-
-
-def _count(found: Any) -> int:
-    if not isinstance(found, int):
-        raise BadPickle("no number of storages or tensors")
-    return found
-
-
-# --- written again --------------------------------------------------------------------------------------------------
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
@@ -384,11 +329,11 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
                 f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
                 ".safetensors"
             )
-        copy = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        held = changed.setdefault(loaded.stored[memory.data_ptr()], copy)
-        new = torch.empty(0, dtype=old.dtype).set_(
-            held.untyped_storage(), old.storage_offset(), old.shape, old.stride()
-        )
+        position = loaded.stored[memory.data_ptr()]
+        if position not in changed:
+            changed[position] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
+        held = changed[position].untyped_storage()
+        new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
         new.copy_(weights(keys))
     if bytes(view[:2]) == b"PK":
         _rewrite_zip(view, changed, target)
@@ -422,9 +367,8 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
 
 
 def _is_old(path: Path, head: bytes) -> bool:
-    if any(magic in head for magic in _MAGIC_BYTES):
-        return True
-    return head.rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES))) and is_old_archive(mapped(path))
+    named = head.rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
+    return any(magic in head for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
 
 
 TORCH = Format("torch", lambda path, head: head.startswith(b"PK\x03\x04"), _read, rewrite)
