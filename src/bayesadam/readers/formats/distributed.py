@@ -17,7 +17,6 @@ from torch import Tensor
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.pickles import StandIn
 from bayesadam.readers.formats.registry import Format
 from bayesadam.readers.formats.torch_files import DAMAGED, damaged, load_tree, load_view, mapped
 
@@ -54,7 +53,7 @@ def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
     try:
-        record = load_tree(source)
+        record = load_tree(source).state
         nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
         if not nesting:
             raise FileError(
@@ -63,9 +62,11 @@ def stored_entries(folder: Path) -> list[Stored]:
                 "save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with what "
                 "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
             )
-        corners = ((index, index.get("offset")) for index in positions)
-        located = {(at["fqn"], None if low is None else tuple(low)): positions[at] for at, low in corners}
-        return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
+        located = {}
+        for index, held in positions.items():
+            low = index.state.get("offset")
+            located[index.state["fqn"], None if low is None else tuple(low)] = held.state
+        return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
     except FileNotFoundError:
         raise FileError(
             f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
@@ -77,18 +78,19 @@ def stored_entries(folder: Path) -> list[Stored]:
         raise damaged(source, _WRITER, error) from error
 
 
-def _entry(folder: Path, key: str, path: Any, kind: StandIn, located: Mapping[Any, StandIn]) -> Stored:
+def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: Mapping[Any, Any]) -> Stored:
     parts = tuple(path)
     if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
         raise ValueError(f"{key!r} has the path {path!r}")
-    if "size" not in kind.state:
+    if "size" not in kind:
         return Stored(key, parts, (_piece(folder, key, located[key, None]),))
     # The type comes first in what torch pickles of a tensor's properties.
     shape, dtype = tuple(kind["size"]), kind["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key!r} has the type {dtype!r}")
     # Where every rank has the whole, the same box is listed once for each.
-    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in kind["chunks"])
+    chunks = [chunk.state for chunk in kind["chunks"]]
+    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks)
     filled = [box for box in boxes if math.prod(box[1])]
     there = [box for box in filled if (key, box[0]) in located]
     if there != filled or not covers(shape, there):
@@ -100,7 +102,7 @@ def _entry(folder: Path, key: str, path: Any, kind: StandIn, located: Mapping[An
     return Stored(key, parts, tuple(pieces), shape, dtype)
 
 
-def _piece(folder: Path, key: str, held: StandIn) -> Piece:
+def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
     name, start, length = held["relative_path"], held["offset"], held["length"]
     if held.get("transform_descriptors"):

@@ -49,9 +49,6 @@ _UNDECAYED: tuple[tuple[re.Pattern[str], bool], ...] = (
 Orders = list[list[list[str]]]
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def files_of(folder: Path) -> set[str]:
     """The names of what lies in a folder; none of what is no folder."""
     try:
@@ -176,9 +173,6 @@ def folder_format(
     return Format(name, recognises, read, read_with=read_with)
 
 
-# --- orders and names -----------------------------------------------------------------------------------------------
-
-
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
     """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group.
 
@@ -251,9 +245,6 @@ def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str,
     return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 def names_more(config: Mapping[str, Any]) -> bool:
     """Whether a configuration names code of its own, or a backbone, whose weights may be fetched when it is built."""
     left: list[Any] = [config]
@@ -298,9 +289,6 @@ def build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-# --- formats --------------------------------------------------------------------------------------------------------
-
-
 def trainer_record(folder: Path) -> Recorded:
     """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down.
 
@@ -338,23 +326,17 @@ def _trainer_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     )
 
 
-def _numbered(path: Path) -> list[str]:
-    """The names of the folders called checkpoint-N, by N."""
-    found = [(int(match[1]), name) for name in files_of(path) if (match := CHECKPOINT.fullmatch(name))]
-    return [name for _, name in sorted(found) if (path / name).is_dir()]
-
-
 def _checkpoints(path: Path) -> str:
-    names = _numbered(path)
-    return ", ".join(names if len(names) <= 8 else [*names[:3], "…", *names[-3:]])
+    """The folders called checkpoint-N, by N, in words; empty where there is none."""
+    found = [(int(match[1]), name) for name in files_of(path) if (match := CHECKPOINT.fullmatch(name))]
+    names = [name for _, name in sorted(found) if (path / name).is_dir()]
+    return ", ".join(names if len(names) <= 8 else [*names[:3], f"… ({len(names)} in all)", *names[-3:]])
 
 
 def _read_parent(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    names = _numbered(path)
-    raise FileError(
-        f"{path} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''}, {_checkpoints(path)}: pass one of them; "
-        f"the newest is {path / names[-1]}"
-    )
+    names = _checkpoints(path)
+    newest = path / names.rpartition(", ")[2]
+    raise FileError(f"{path} is a folder of checkpoints, {names}: pass one of them; the newest is {newest}")
 
 
 def _is_accelerate(path: Path, head: bytes) -> bool:
@@ -379,6 +361,6 @@ def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str
     return Contents(weights, optimizer, f"{len(weights)} tensors, {there[:12]}", ordered=ordered, rules=rules)
 
 
-PARENT = Format("folder of checkpoints", lambda path, head: bool(_numbered(path)), _read_parent)
+PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent)
 TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
 ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _ACCELERATE_OPTIMIZER.fullmatch)

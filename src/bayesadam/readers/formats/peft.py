@@ -110,9 +110,6 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     return Contents(weights, optimizer, summary, recorded=record, rules=rules)
 
 
-# --- names and orders -----------------------------------------------------------------------------------------------
-
-
 def _saved(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
     """The model's names by those under which PEFT saves the adapter, identified by the tensors themselves."""
     peft = require("peft")
@@ -186,9 +183,6 @@ def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, mode
             "the live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
-
-
-# --- the model ------------------------------------------------------------------------------------------------------
 
 
 def _adapter_model(adapter: _Adapter) -> nn.Module:

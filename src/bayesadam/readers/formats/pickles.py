@@ -62,9 +62,6 @@ class Name:
 
     full: str
 
-    def __repr__(self) -> str:
-        return f"<{self.full}>"
-
 
 @dataclass(eq=False)
 class StandIn:
@@ -78,13 +75,6 @@ class StandIn:
 
     def __repr__(self) -> str:
         return f"<{self.name} object>"
-
-    def __getitem__(self, key: str) -> Any:
-        return self.state[key]
-
-    def get(self, key: str) -> Any:
-        """An entry of its state; None where there is none."""
-        return self.state.get(key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +114,8 @@ class Window:
 def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The content of the pickle at the window's position.
 
-    Args:
-        window: the file.
-        builders: full name → function of the pickled arguments; one that raises `BadPickle` leaves a stand-in.
-        persistent: (id) → what the pickle refers to outside of itself.
+    `builders` are functions of the pickled arguments by full name; one that raises `BadPickle` leaves a stand-in.
+    `persistent` gives what the pickle refers to outside of itself, by its id.
     """
     try:
         return _Unpickler(window, builders, persistent).load()
@@ -198,10 +186,9 @@ class _Unpickler(pickle._Unpickler):
         self.append(self._made(what, arguments))
 
     def _call_with_keywords(self) -> None:
-        keywords = self.stack.pop()
+        keywords, arguments = self.stack.pop(), self.stack.pop()
+        self.append((*arguments, keywords))
         self._call()
-        if isinstance(self.stack[-1], StandIn) and isinstance(keywords, dict):
-            self.stack[-1].state = keywords
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
         self.append(self._made(klass, tuple(args)))
@@ -400,7 +387,7 @@ def said(value: Any) -> str:
     """A value of a pickle for a message: itself where it is plain and short, else its type.
 
     >>> said(3), said(Name("torch.FloatStorage")), said([[1], [2]])
-    ('3', '<torch.FloatStorage>', 'a list')
+    ('3', "Name(full='torch.FloatStorage')", 'a list')
     """
     plain = value is None or isinstance(value, str | int | float | Name | StandIn)
     shown = f"{value!r}" if plain and not (isinstance(value, int) and abs(value) >= _LARGEST_KEY) else ""

@@ -50,9 +50,6 @@ def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys]
     write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], metadata)
 
 
-# --- a saved posterior ----------------------------------------------------------------------------------------------
-
-
 def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "a saved posterior has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
     tensors, header = read_mapped(path)
@@ -120,9 +117,6 @@ def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | 
         return expanded({stored: tensors[stored]}, str(path))[stored]
 
     return Lazy(outline, read)
-
-
-# --- pruned weights -------------------------------------------------------------------------------------------------
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:

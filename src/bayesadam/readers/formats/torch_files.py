@@ -15,9 +15,8 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,14 +145,8 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """What a file holds.
-
-    Attributes:
-        tree: the dictionary, or what else was saved.
-        stored: where each storage is in the file, by the address of its memory: a zip member's name, or an offset.
-    """
+class Loaded(NamedTuple):
+    """What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset."""
 
     tree: Any
     stored: Mapping[int, str | int]
