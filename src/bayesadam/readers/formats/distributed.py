@@ -105,11 +105,6 @@ def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: 
 def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
     name, start, length = held["relative_path"], held["offset"], held["length"]
-    if held.get("transform_descriptors"):
-        raise FileError(
-            f"{folder}: {key!r} was written through {held['transform_descriptors']}, which is not undone here. Save "
-            "it again without extensions"
-        )
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name:
         raise FileError(f"{folder / _METADATA} puts {key!r} into {name!r}, outside of the folder: it is not read")
@@ -128,26 +123,14 @@ def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
 
 
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, by first corner and edges, lie in a tensor and fill it; they may overlap.
-
-    The tensor is cut along every face of every box, so that each part is either wholly in a box or wholly outside.
+    """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none.
 
     >>> covers((5, 3), [((0, 0), (3, 3)), ((3, 0), (2, 3))]), covers((5, 3), [((0, 0), (3, 3)), ((4, 0), (1, 3))])
     (True, False)
     """
-    cuts: list[dict[int, int]] = []
-    for axis, edge in enumerate(shape):
-        faces = {0, edge}
-        for offsets, sizes in boxes:
-            if offsets[axis] < 0 or offsets[axis] + sizes[axis] > edge:
-                return False
-            faces |= {offsets[axis], offsets[axis] + sizes[axis]}
-        cuts.append({face: number for number, face in enumerate(sorted(faces))})
-    filled = torch.zeros([len(faces) - 1 for faces in cuts], dtype=torch.bool)
-    for offsets, sizes in boxes:
-        corners = zip(cuts, offsets, sizes, strict=True)
-        filled[tuple(slice(faces[low], faces[low + size]) for faces, low, size in corners)] = True
-    return bool(filled.all())
+    corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
+    held = all(low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners)
+    return held and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
 
 
 def read_stored(entry: Stored) -> Any:
@@ -157,7 +140,8 @@ def read_stored(entry: Stored) -> Any:
     whole = next((piece for piece in entry.pieces if piece.sizes == entry.shape), None)
     if whole is not None:
         return _load(entry, whole)
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    # Zeros: pieces of a damaged folder may overlap, and leave memory of the process open.
+    tensor = torch.zeros(entry.shape, dtype=entry.dtype)
     for piece in entry.pieces:
         ranges = (slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
         tensor[tuple(ranges)] = _load(entry, piece)

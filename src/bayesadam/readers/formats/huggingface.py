@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._extras import require
-from bayesadam._storage import map_tensors
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.checkpoint import clean_names
-from bayesadam.readers.formats.contents import Contents, Recorded, Rules, contents_of, recorded_in
-from bayesadam.readers.formats.names import keeps_order
-from bayesadam.readers.formats.registry import Format, head_of, refuse_keys
-from bayesadam.readers.formats.safetensors import is_safetensors
-from bayesadam.readers.formats.torch_files import load_tree
+from bayesadam.readers.formats.contents import Contents, Recorded, Rules, recorded_in
+from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -88,17 +84,10 @@ def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[st
 
 def _tensors_in(path: Path) -> tuple[dict[str, Tensor], bool]:
     """The tensors of one file, mapped, whatever its name says it is; and whether they are in the model's order."""
-    head = head_of(path)
-    if not head:
-        raise FileError(f"{path} is empty: copy it again")
-    if is_safetensors(path, head):
-        return map_tensors(path)[0], False
-    tree = load_tree(path)
-    if not isinstance(tree, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tree.items()
-    ):
-        raise FileError(f"{path} holds more than tensors by name: save it again with model.save_pretrained(folder)")
-    return dict(tree), keeps_order(tree)
+    found = format_of(path).read(path, None, None)
+    if found.weights is None or found.weights_at:
+        raise FileError(f"{path} holds other things than tensors by name: save it with model.save_pretrained(folder)")
+    return dict(found.weights), found.ordered
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -158,7 +147,7 @@ def folder_format(
         if chosen is None:
             return contents
         try:
-            found = contents_of(load_tree(path / chosen), path / chosen)
+            found = format_of(path / chosen).read(path / chosen, None, None)
         except FileError as error:
             raise FileError(
                 f"{error}. Another file with the optimiser's state can be passed as optimizer_path= (--optimizer-file)"

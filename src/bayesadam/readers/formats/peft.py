@@ -41,11 +41,6 @@ _DECIDING = (
     *("task_type", "r", "rank_pattern", "bias", "lora_bias", "use_dora", "fan_in_fan_out"),
     *("decompose_both", "decompose_factor", "use_effective_conv2d"),
 )
-# Variants of LoRA with parameters of other shapes, or more of them.
-_VARIANTS = (
-    *("arrow_config", "kasa_config", "megatron_config", "monteclora_config"),
-    *("use_bdlora", "use_qalora", "velora_config"),
-)
 # transformers' tables of classes, by the adapter's task.
 _TABLES = {
     "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -188,12 +183,8 @@ def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, mode
 def _adapter_model(adapter: _Adapter) -> nn.Module:
     """The model that was trained, on the meta device; of the classes that may be meant, the first that fits."""
     kind = adapter.config["peft_type"]
-    special = next((f"{kind} with {key}" for key in _VARIANTS if adapter.config.get(key)), None)
-    if kind not in _KINDS or special:
-        described = special if kind in _KINDS else said(kind)
-        raise MatchError(
-            f"{adapter.path} holds an adapter of the kind {described}, which is not built here: {_PASS_IT}"
-        )
+    if kind not in _KINDS:
+        raise MatchError(f"{adapter.path} holds an adapter of kind {said(kind)}, which is not built here: {_PASS_IT}")
     for package in ("transformers", "peft"):
         require(package)
     source = _base_config(adapter)

@@ -33,7 +33,7 @@ _SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
 _MARKS = {"diagonal": PLAIN_MARK, "kronecker": ROTATED_MARK}
 
 
-def is_safetensors(path: Path, head: bytes) -> bool:
+def _is_safetensors(path: Path, head: bytes) -> bool:
     """Eight bytes of length, then JSON."""
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 100_000_000
 
@@ -165,5 +165,5 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
         known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
-SAFETENSORS = Format("safetensors", is_safetensors, _read, _rewrite)
-POSTERIOR = Format("posterior", lambda path, head: is_safetensors(path, head) and is_of_kind(path), _read_posterior)
+SAFETENSORS = Format("safetensors", _is_safetensors, _read, _rewrite)
+POSTERIOR = Format("posterior", lambda path, head: _is_safetensors(path, head) and is_of_kind(path), _read_posterior)
