@@ -17,7 +17,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
@@ -54,17 +54,19 @@ _TABLES = {
 _RESIZED = ("num_labels", "vocab_size")
 _PASS_IT = "pass the model (Posterior.from_checkpoint), or param_names=[...]"
 
-Shapes = Mapping[str, torch.Size]
+# A tensor's shape in the file and in the model; None where it is missing.
+Pair = tuple[torch.Size | None, torch.Size | None]
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The folder that was given, the one with the adapter, its configuration, and the shapes of its tensors."""
+    """The folder that was given, the one with the adapter, its name, its configuration, and its tensors' shapes."""
 
     path: Path
     folder: Path
+    name: str
     config: Mapping[str, Any]
-    shapes: Shapes
+    shapes: Mapping[str, torch.Size]
 
 
 def _adapters_in(path: Path) -> list[Path]:
@@ -90,7 +92,9 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = hf.read_weights(folders[0], _WEIGHTS)
-    adapter = _Adapter(path, folders[0], config, {name: tensor.shape for name, tensor in weights.items()})
+    # An adapter of another name than PEFT's first has a folder of that name.
+    name = "default" if folders[0] == path else folders[0].name
+    adapter = _Adapter(path, folders[0], name, config, {key: tensor.shape for key, tensor in weights.items()})
     # No order is needed where every state has the shape of one tensor alone.
     counts = Counter(adapter.shapes.values())
     states = [] if optimizer is None else [parameter_shape(s) for s in optimizer["state"].values() if has_tensors(s)]
@@ -105,49 +109,54 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     return Contents(weights, optimizer, summary, recorded=record, rules=rules)
 
 
-def _saved(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
-    """The model's names by those under which PEFT saves the adapter, identified by the tensors themselves."""
-    peft = require("peft")
+def _compared(adapter: _Adapter, model: nn.Module, name: str) -> tuple[dict[str, str], dict[str, Pair]]:
+    """The model's names by those under which PEFT saves its adapter `name`, and the tensors that differ from the file's."""
+    own, shapes, peft = hf.tensors_of(model), adapter.shapes, require("peft")
     try:
         # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
-        saved = peft.get_peft_model_state_dict(model, dict(own), adapter_name=adapter, save_embedding_layers=False)
+        tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
     except Exception as error:
-        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {adapter!r} ({error})") from error
-    names = {id(tensor): name for name, tensor in own.items()}
-    names |= {id(parameter): name for name, parameter in model.named_parameters()}
-    return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
+        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
+    known = {id(tensor): key for key, tensor in own.items()}
+    known |= {id(parameter): key for key, parameter in model.named_parameters()}
+    saved = {key: known[id(tensor)] for key, tensor in tensors.items() if id(tensor) in known}
+    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
+    names = {key: key for key in own} | {f"base_model.model.{key}": held for key, held in saved.items()} | saved
+    both = {key: (shapes.get(key), own[names[key]].shape if key in names else None) for key in {**shapes, **saved}}
+    return names, {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+
+
+def _difference(key: str, pair: Pair) -> str:
+    stored, built = pair
+    if stored is None or built is None:
+        return f"{key!r} is {'not ' if stored is None else ''}in the adapter and {'not ' if built is None else ''}in"
+    return f"{key!r} has shape {tuple(stored)} in the adapter and {tuple(built)} in"
 
 
 def _adapter_names(adapter: _Adapter, model: nn.Module) -> dict[str, str]:
     """The model's name for each stored one: PEFT leaves out the name of the adapter."""
-    path, shapes = adapter.path, adapter.shapes
-    load = f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+    kind = type(model).__name__
+    load = f"peft.PeftModel.from_pretrained(model, {str(adapter.path)!r}, is_trainable=True)"
     known = getattr(model, "peft_config", None)
     if not isinstance(known, Mapping) or not known:
-        raise MatchError(
-            f"{path} holds an adapter, and {type(model).__name__} has none: pass the model with it, {load}"
-        )
-    own = hf.tensors_of(model)
+        raise MatchError(f"{adapter.path} holds an adapter, and {kind} has none: pass the model with it, {load}")
     fitting: dict[str, dict[str, str]] = {}
     misfits: list[str] = []
     for name in known:
-        saved = _saved(model, own, name)
-        # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-        names = {key: key for key in own} | {f"base_model.model.{key}": held for key, held in saved.items()} | saved
-        wrong = next((key for key in shapes if key not in names or own[names[key]].shape != shapes[key]), None)
-        if wrong is None:
-            fitting[name] = {key: names[key] for key in shapes}
-        else:
-            built = f"shape {tuple(own[names[wrong]].shape)}" if wrong in names else "nothing of the kind"
-            misfits.append(f"{wrong!r} has shape {tuple(shapes[wrong])} in the file, and the model has {built}")
-    if len(fitting) > 1:
-        raise MatchError(
-            f"{path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass the "
-            f"model with that one alone, {load}"
-        )
+        names, differing = _compared(adapter, model, name)
+        wrong = [_difference(key, pair) for key, pair in differing.items() if key in adapter.shapes]
+        misfits += wrong[:1]
+        if not wrong:
+            fitting[name] = {key: names[key] for key in adapter.shapes}
     if not fitting:
         raise MatchError(
-            f"{path} is another model's adapter: {misfits[0]}. Build it with the configuration in {_ADAPTER_CONFIG}"
+            f"{adapter.path} is another model's adapter: {misfits[0]} {kind}. Build it with the configuration in "
+            f"{_ADAPTER_CONFIG}"
+        )
+    if len(fitting) > 1:
+        raise MatchError(
+            f"{adapter.path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass "
+            f"the model with that one alone, {load}"
         )
     return next(iter(fitting.values()))
 
@@ -256,28 +265,21 @@ def _classes(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
 def _fitted(adapter: _Adapter, source: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of this class with the adapter, if it has exactly the tensors that the file has."""
     model = _with_adapter(hf.build_model(source, name, config), adapter)
-    differing = _differing(model, adapter)
+    differing = _compared(adapter, model, adapter.name)[1]
     sizes = {entry: getattr(getattr(model, "config", None), entry, None) for entry in _RESIZED}
-    alike = [
-        (stored[0], built[0]) for stored, built in differing.values() if stored and built and stored[1:] == built[1:]
-    ]
+    alike = [(one[0], other[0]) for one, other in differing.values() if one and other and one[1:] == other[1:]]
     changes = {entry: new for new, old in reversed(alike) for entry, size in sizes.items() if size == old}
     if changes:
         replaced = {"id2label", "label2id"} if "num_labels" in changes else set()
         changed = {key: value for key, value in config.items() if key not in replaced} | changes
         model = _with_adapter(hf.build_model(source, name, changed), adapter)
-        differing = _differing(model, adapter)
-    if not differing:
-        return model
-    key, (stored, built) = next(iter(differing.items()))
-    if stored is None or built is None:
-        what = f"is {'not ' if stored is None else ''}in the adapter and {'not ' if built is None else ''}in"
-    else:
-        what = f"has shape {tuple(stored)} in the adapter and {tuple(built)} in"
-    raise MatchError(
-        f"{source} is not the {_CONFIG} of this adapter's base model: {key!r} {what} the {name} that it describes. Copy "
-        f"the right one into {adapter.folder}; or {_PASS_IT}"
-    )
+        differing = _compared(adapter, model, adapter.name)[1]
+    if differing:
+        raise MatchError(
+            f"{source} is not the {_CONFIG} of this adapter's base model: {_difference(*next(iter(differing.items())))} "
+            f"the {name} that it describes. Copy the right one into {adapter.folder}; or {_PASS_IT}"
+        )
+    return model
 
 
 def _with_adapter(model: nn.Module, adapter: _Adapter) -> nn.Module:
@@ -291,7 +293,7 @@ def _with_adapter(model: nn.Module, adapter: _Adapter) -> nn.Module:
             # They are about training.
             warnings.simplefilter("ignore")
             config = peft.get_peft_config({"peft_type": given["peft_type"], **deciding})
-            made: nn.Module = peft.get_peft_model(model, config, adapter_name=_name_of(adapter))
+            made: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter.name)
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise MatchError(
@@ -299,20 +301,6 @@ def _with_adapter(model: nn.Module, adapter: _Adapter) -> nn.Module:
             f"{_PASS_IT}"
         ) from error
     return made
-
-
-def _name_of(adapter: _Adapter) -> str:
-    """As PEFT calls it: an adapter of another name has a folder of that name."""
-    return "default" if adapter.folder == adapter.path else adapter.folder.name
-
-
-def _differing(model: nn.Module, adapter: _Adapter) -> dict[str, tuple[torch.Size | None, torch.Size | None]]:
-    """Shapes in the file and in what PEFT would save of the model, where they differ; None where a tensor is missing."""
-    own, shapes = hf.tensors_of(model), adapter.shapes
-    saved = _saved(model, own, _name_of(adapter))
-    # Embeddings, which PEFT may have saved as well, keep their names.
-    built = {name: tensor.shape for name, tensor in own.items()} | {key: own[name].shape for key, name in saved.items()}
-    return {key: (shapes.get(key), built.get(key)) for key in {**shapes, **saved} if shapes.get(key) != built.get(key)}
 
 
 ADAPTER = hf.folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _adapter_with)

@@ -80,7 +80,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     marks = {_MARKS[kind]: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
     summary = f"the posterior of {len(names)} parameters"
     if stored is None:
-        summary += " without weights: give the file that has them, with this one beside it under its name or as optimizer_path="
+        summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
     known = [", ".join(origin.optimizers)] if origin.optimizers else []
     if origin.steps:
         counts = " to ".join(f"{steps:g}" for steps in dict.fromkeys(origin.steps))
