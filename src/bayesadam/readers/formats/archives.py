@@ -106,7 +106,7 @@ def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None)
         listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:_SHOWN])
         more = f"\n  and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
         raise FileError(
-            f"{path} holds {len(files)} files that may be checkpoints; give one of them, the newest first:{listed}{more}"
+            f"{path} holds {len(files)} files that may be checkpoints; give one, the newest is first:{listed}{more}"
         )
     found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
     beside = state_beside(files[0])

@@ -1,10 +1,10 @@
 """Folders of DeepSpeed, without ZeRO and with its stages 1 and 2.
 
-`mp_rank_00_model_states.pt` has the weights, and the parameters' names and shapes group by group. With ZeRO the parameters
-of a group are one long vector, cut into as many pieces as there are ranks: `zero_pp_rank_<r>_mp_rank_00_optim_states.pt`
-has rank r's piece of the weights in float32 and of every moment. It also notes where in the piece each parameter lies,
-which is wrong where `round_robin_gradients` is on; the order of the shapes is right, and DeepSpeed's own zero_to_fp32 goes
-by it.
+`mp_rank_00_model_states.pt` has the weights, and the parameters' names and shapes group by group. With ZeRO the
+parameters of a group are one long vector, cut into as many pieces as there are ranks:
+`zero_pp_rank_<r>_mp_rank_00_optim_states.pt` has rank r's piece of the weights in float32 and of every moment. It also
+notes where in the piece each parameter lies, which is wrong where `round_robin_gradients` is on; the order of the
+shapes is right, and DeepSpeed's own zero_to_fp32 goes by it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | No
     folder = _step_folder(path) or path
     if any(folder.glob(_STAGE_3)):
         raise FileError(
-            f"{folder} was saved by ZeRO stage 3, which cuts the model itself and is not read. Save it from training with "
-            "stage 1 or 2, or gather the state by name there, with deepspeed.utils.safe_get_full_optimizer_state"
+            f"{folder} was saved by ZeRO stage 3, which cuts the model itself and is not read. Train with stage 1 or 2, "
+            "or gather the state by name there, with deepspeed.utils.safe_get_full_optimizer_state"
         )
     if len(list(folder.glob(_MODELS))) > 1:
         raise FileError(f"{folder} was saved from several model-parallel ranks, which is not read")
@@ -120,7 +120,7 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
 def _joined(
     folder: Path, name: str, vectors: Sequence[Mapping[str, Any]], start: int, length: int, shape: torch.Size
 ) -> Lazy:
-    """One parameter's entries, from `start` on in vectors that are cut into pieces of `length`; counters as they are."""
+    """One parameter's entries, from `start` on in vectors cut into pieces of `length`; counters as they are."""
     stop = start + shape.numel()
     cuts = {
         rank: slice(max(start - rank * length, 0), min(stop - rank * length, length))

@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint: a list of contents, and for each rank a file of the pieces it held.
 
-`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle, and
-is read as data. The pieces are `torch.save`d one by one; a tensor is put together when it is accessed, whatever the number
-of ranks and the dimension it was cut along.
+`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle,
+and is read as data. The pieces are `torch.save`d one by one; a tensor is put together when it is accessed, whatever the
+number of ranks and the dimension it was cut along.
 """
 
 import math
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; shape None: no tensor."""
+    """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; a tensor has a shape."""
 
     key: str
     path: tuple[str | int, ...]
@@ -57,10 +57,9 @@ def stored_entries(folder: Path) -> list[Stored]:
         nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
         if not nesting:
             raise FileError(
-                f"{source} does not say how the dictionaries were nested (it has no planner_data), as with a planner of "
-                "one's own or flatten_state_dict=False. Save it with the default planner, torch.distributed.checkpoint."
-                "save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with what "
-                "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
+                f"{source} does not say how the dictionaries were nested (it has no planner_data). Save it with the "
+                "default planner, torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, "
+                "checkpoint_id=folder) with what torch.distributed.checkpoint.state_dict.get_state_dict returned"
             )
         located = {}
         for index, held in positions.items():
@@ -156,8 +155,8 @@ def _load(entry: Stored, piece: Piece) -> Any:
     if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != entry.dtype:
         what = f"{found.dtype} of {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FileError(
-            f"{piece.file} holds a {what} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files are "
-            "not of one save. Copy the folder again"
+            f"{piece.file} holds a {what} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files "
+            "are not of one save. Copy the folder again"
         )
     return found.detach()
 

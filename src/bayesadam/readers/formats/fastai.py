@@ -1,7 +1,7 @@
 """fastai's optimiser states in torch's layout.
 
-fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one list, and
-not where one ends. With bias-corrected Adam, `sqr_avg` is torch's `exp_avg_sq`, `sqr_mom` its β₂; `do_wd` says of a
+fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one list,
+and not where one ends. With bias-corrected Adam, `sqr_avg` is torch's `exp_avg_sq`, `sqr_mom` its β₂; `do_wd` says of a
 parameter that it does not decay.
 """
 

@@ -1,9 +1,9 @@
 """Keras 3: the zip that `model.save("model.keras")` writes, and the folder that it writes with `zipped=False`.
 
-`model.weights.h5` has a group for each layer, `layers/<its class in snake case, with a number from the second on>`, with its
-variables in `vars/0, 1, …`; and the optimiser's in one list, `optimizer/vars/0, 1, …`: the steps, the learning rate unless that
-is a schedule, then what it keeps of the trainable variables, in their order. `config.json` has that order, the layers', and the
-optimiser's settings. Nothing has the variables' names, so every shape is compared.
+`model.weights.h5` has a group for each layer, `layers/<its class in snake case, with a number from the second on>`,
+with its variables in `vars/0, 1, …`; and the optimiser's in one list, `optimizer/vars/0, 1, …`: the steps, the learning
+rate unless that is a schedule, then what it keeps of the trainable variables, in their order. `config.json` has that
+order, the layers', and the optimiser's settings. Nothing has the variables' names, so every shape is compared.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _load(view: memoryview) -> Tree:
         left -= declared
         if data.external or data.is_virtual or stored != declared or left < 0 or (start is None and stored):
             raise FileError(
-                f"{path} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed, absent "
-                f"or in another file, which Keras never writes. {_AGAIN}"
+                f"{path} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed or "
+                f"elsewhere, which Keras never writes. {_AGAIN}"
             )
         kind = _DTYPES.get(data.attrs.get("dtype") if data.dtype.kind == "V" else data.dtype.str)
         if kind is None:
@@ -162,8 +162,8 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     decay = float(settings.get("weight_decay") or 0.0)
     if kind not in ("Adam", "AdamW", "RMSprop", "Adagrad") or (decay and "Adam" not in kind):
         raise FileError(
-            f"it was trained with {kind}{' and weight decay' if decay else ''}, which is not read: train with Keras' Adam or "
-            "AdamW, or with its RMSprop or Adagrad without weight decay"
+            f"it was trained with {kind}{' and weight decay' if decay else ''}, which is not read: train with Keras' "
+            "Adam or AdamW, or with its RMSprop or Adagrad without weight decay"
         )
     group = {"eps": settings["epsilon"], "weight_decay": decay}
     if kind == "Adagrad":
@@ -183,7 +183,7 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, Any], list[dict[str, Tensor]]]:
-    """What the optimiser is, the entries of torch's group, and the states in the order of the variables that it trained."""
+    """What the optimiser is, the entries of torch's group, and the states in the order of the trained variables."""
     kind, settings = saved["class_name"], saved["config"]
     if kind == "LossScaleOptimizer":
         return _states(tree["inner_optimizer"], settings["inner_optimizer"])
@@ -198,8 +198,8 @@ def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, A
     count, rest = divmod(len(values) - head, sum(map(len, lists)))
     if rest or count < 0 or any(value.dim() for value in values[:head]) or values[0].is_floating_point():
         raise FileError(
-            f"its {kind} has {len(values)} variables, where {head} numbers and {sum(map(len, lists))} for each variable that it "
-            f"trained are expected: the layout is not known. {_AGAIN}"
+            f"its {kind} has {len(values)} variables, where {head} numbers and {sum(map(len, lists))} for each trained "
+            f"variable are expected: the layout is not known. {_AGAIN}"
         )
     steps = int(values[0]) // (batches or 1)
     states: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -283,9 +283,9 @@ def _is_keras(path: Path, head: bytes) -> bool:
 
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     raise FileError(
-        f"{path} is an HDF5 file alone. Where Keras' model.save_weights wrote it, it has the optimiser's variables, but says "
-        "neither which optimiser it was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then "
-        "model.optimizer.build(model.trainable_variables), model.load_weights(…) and model.save('model.keras'): that is read"
+        f"{path} is an HDF5 file alone: where Keras' model.save_weights wrote it, it says neither which optimiser it "
+        "was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then model.load_weights(…) after "
+        "model.optimizer.build(model.trainable_variables), and model.save('model.keras'): that is read"
     )
 
 

@@ -1,8 +1,8 @@
 """Folders of PEFT's adapters, and the model behind one: built without values from its base model's `config.json`.
 
-An adapter's file keeps no order of its tensors, and the optimiser numbers them in the model's. That order follows from the
-base model's configuration and the adapter's. Nothing is fetched, and no code is run that a file names; what was built is
-used only if it has exactly the tensors of the file, in number, name and shape.
+An adapter's file keeps no order of its tensors, and the optimiser numbers them in the model's. That order follows from
+the base model's configuration and the adapter's. Nothing is fetched, and no code is run that a file names; what was
+built is used only if it has exactly the tensors of the file, in number, name and shape.
 """
 
 import itertools
@@ -85,7 +85,7 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     if len(folders) > 1:
         described = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
         raise FileError(
-            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser for all: read them from the "
+            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser: read them from the "
             "live model and optimiser (Posterior.from_optimizer), or train one at a time"
         )
     config = hf.read_json(folders[0] / _ADAPTER_CONFIG)
@@ -110,7 +110,7 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
 
 
 def _compared(adapter: _Adapter, model: nn.Module, name: str) -> tuple[dict[str, str], dict[str, Pair]]:
-    """The model's names by those under which PEFT saves its adapter `name`, and the tensors that differ from the file's."""
+    """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
     own, shapes, peft = hf.tensors_of(model), adapter.shapes, require("peft")
     try:
         # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
@@ -155,8 +155,8 @@ def _adapter_names(adapter: _Adapter, model: nn.Module) -> dict[str, str]:
         )
     if len(fitting) > 1:
         raise MatchError(
-            f"{adapter.path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass "
-            f"the model with that one alone, {load}"
+            f"{adapter.path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: "
+            f"pass the model with that one alone, {load}"
         )
     return next(iter(fitting.values()))
 
@@ -181,10 +181,9 @@ def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, mode
     ]
     if not answers and not all(isinstance(key, str) for key in keys):
         raise MatchError(
-            f"{adapter.path}: the optimiser has groups of {' and '.join(str(len(group)) for group in groups)} parameters, "
-            f"the adapter {len(stored)} tensors: something was trained that is not in the file, or the optimiser was not "
-            "the Trainer's own. Pass param_names=[...], the parameter names in the optimiser's order, or read it from "
-            "the live model and optimiser (Posterior.from_optimizer)"
+            f"{adapter.path}: the optimiser has {len(keys)} parameters, the adapter {len(stored)} tensors: something "
+            "was trained that is not in the file, or the optimiser was not the Trainer's own. Pass param_names=[...] in "
+            "the optimiser's order, or read it from the live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
 
@@ -218,7 +217,7 @@ def _adapter_model(adapter: _Adapter) -> nn.Module:
 
 
 def _base_config(adapter: _Adapter) -> Path:
-    """The base model's `config.json`: beside the adapter, where its configuration says, above it, or in the Hub's cache.
+    """The base model's `config.json`: beside the adapter, where that says, above it, or in the Hub's cache.
 
     The adapter's own folder is first, so that a file put there is the one that counts.
     """
@@ -252,7 +251,7 @@ def _base_config(adapter: _Adapter) -> Path:
 
 
 def _classes(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The names of transformers' classes that the base model may be of: as PEFT noted, by the task, as in `config.json`."""
+    """The classes of transformers that the base model may be of: as PEFT noted, by the task, as in `config.json`."""
     noted, task, own = adapter.get("auto_mapping"), adapter.get("task_type"), config.get("architectures")
     if isinstance(noted, Mapping) and isinstance(noted.get("base_model_class"), str):
         return [noted["base_model_class"]]
@@ -276,8 +275,8 @@ def _fitted(adapter: _Adapter, source: Path, name: str, config: Mapping[str, Any
         differing = _compared(adapter, model, adapter.name)[1]
     if differing:
         raise MatchError(
-            f"{source} is not the {_CONFIG} of this adapter's base model: {_difference(*next(iter(differing.items())))} "
-            f"the {name} that it describes. Copy the right one into {adapter.folder}; or {_PASS_IT}"
+            f"{source} is not the {_CONFIG} of this adapter's base model: {_difference(*next(iter(differing.items())))}"
+            f" the {name} that it describes. Copy the right one into {adapter.folder}; or {_PASS_IT}"
         )
     return model
 

@@ -1,11 +1,13 @@
 """Pickles as data: Python's own unpickler, closed, so that nothing a file names is imported or called.
 
-A class or function in a pickle becomes a `Name`, and what the file would build with it a `StandIn`, which records the name
-and all that was given to it. The few names that build tensors, numbers and containers call functions of this module.
+A class or function in a pickle becomes a `Name`, and what the file would build with it a `StandIn`, which records the
+name and all that was given to it. The few names that build tensors, numbers and containers call functions of this
+module.
 
-`torch.load(pickle_module=...)` is not enough: it runs TorchScript, allocates what a file declares before it compares that
-with the file's size, does not report where in the file a storage lies, and Python's fast unpickler crashes on hashes of deep
-keys and allocates the memo that a file asks for. So the unpickler is the one written in Python, with checked keys.
+`torch.load(pickle_module=...)` is not enough: it runs TorchScript, allocates what a file declares before it compares
+that with the file's size, does not report where in the file a storage lies, and Python's fast unpickler crashes on
+hashes of deep keys and allocates the memo that a file asks for. So the unpickler is the one written in Python, with
+checked keys.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str |
     To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
     they nor masks that are made on access need fit into memory together.
 
-    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read again,
-    and may be the one written to.
+    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
+    again, and may be the one written to.
     """
     out, weights = Path(out), checkpoint.weights
     unknown = sorted(masks.keys() - weights.keys())

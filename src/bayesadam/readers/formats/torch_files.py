@@ -1,8 +1,8 @@
-"""Files of `torch.save`, in all formats that it has had, as data: tensors mapped, everything else a value or a stand-in.
+"""Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
-Since 1.6 torch writes a zip archive: a pickle, and a member for every storage, not compressed, so that it can be mapped.
-Before, it wrote five pickles one after the other, then the storages with their lengths; before 0.1.10 a tar archive.
-`pickle.dump` of tensors puts a file of the second kind into the pickle for every storage.
+Since 1.6 torch writes a zip archive: a pickle, and a member for every storage, not compressed, so that it can be
+mapped. Before, it wrote five pickles one after the other, then the storages with their lengths; before 0.1.10 a tar
+archive. `pickle.dump` of tensors puts a file of the second kind into the pickle for every storage.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def load_view(view: memoryview, name: str) -> Any:
         return as_weights(load_torch(view).tree)
     except HostilePickle as error:
         raise FileError(
-            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not load "
-            "it with torch.load(weights_only=False)"
+            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+            "load it with torch.load(weights_only=False)"
         ) from None
     except DAMAGED as error:
         raise damaged(name, "torch.save", error) from error
