@@ -43,8 +43,8 @@ def _read_deepspeed(path: Path, weights_key: str | None, optimizer_key: str | No
     folder = _step_folder(path) or path
     if any(folder.glob(_STAGE_3)):
         raise FileError(
-            f"{folder} was saved by ZeRO stage 3, which cuts the model itself and is not read. Train with stage 1 or 2, "
-            "or gather the state by name there, with deepspeed.utils.safe_get_full_optimizer_state"
+            f"{folder} was saved by ZeRO stage 3, which cuts the model itself and is not read. Train with stage 1 or "
+            "2, or gather the state by name there, with deepspeed.utils.safe_get_full_optimizer_state"
         )
     if len(list(folder.glob(_MODELS))) > 1:
         raise FileError(f"{folder} was saved from several model-parallel ranks, which is not read")

@@ -58,8 +58,8 @@ def stored_entries(folder: Path) -> list[Stored]:
         if not nesting:
             raise FileError(
                 f"{source} does not say how the dictionaries were nested (it has no planner_data). Save it with the "
-                "default planner, torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, "
-                "checkpoint_id=folder) with what torch.distributed.checkpoint.state_dict.get_state_dict returned"
+                "default planner: torch.distributed.checkpoint.save({'model': ..., 'optimizer': ...}, checkpoint_id=...) "
+                "of what torch.distributed.checkpoint.state_dict.get_state_dict returned"
             )
         located = {}
         for index, held in positions.items():
@@ -128,7 +128,9 @@ def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     (True, False)
     """
     corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
-    held = all(low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners)
+    held = min(shape, default=0) >= 0 and all(
+        low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners
+    )
     return held and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
 
 

@@ -284,8 +284,8 @@ def _is_keras(path: Path, head: bytes) -> bool:
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     raise FileError(
         f"{path} is an HDF5 file alone: where Keras' model.save_weights wrote it, it says neither which optimiser it "
-        "was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then model.load_weights(…) after "
-        "model.optimizer.build(model.trainable_variables), and model.save('model.keras'): that is read"
+        "was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then model.load_weights(…) "
+        "after model.optimizer.build(model.trainable_variables), and model.save('model.keras'): that is read"
     )
 
 

@@ -182,8 +182,8 @@ def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, mode
     if not answers and not all(isinstance(key, str) for key in keys):
         raise MatchError(
             f"{adapter.path}: the optimiser has {len(keys)} parameters, the adapter {len(stored)} tensors: something "
-            "was trained that is not in the file, or the optimiser was not the Trainer's own. Pass param_names=[...] in "
-            "the optimiser's order, or read it from the live model and optimiser (Posterior.from_optimizer)"
+            "was trained that is not in the file, or the optimiser was not the Trainer's own. Pass param_names=[...] "
+            "in the optimiser's order, or read it from the live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
 

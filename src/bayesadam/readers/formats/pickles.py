@@ -116,7 +116,7 @@ class Window:
 def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The content of the pickle at the window's position.
 
-    `builders` are functions of the pickled arguments by full name; one that raises `BadPickle` leaves a stand-in.
+    `builders` are functions of the pickled arguments by full name; where one fails, a stand-in is left.
     `persistent` gives what the pickle refers to outside of itself, by its id.
     """
     try:
@@ -180,7 +180,9 @@ class _Unpickler(pickle._Unpickler):
             return self._made(arguments[0], arguments[1:] if "newobj" in what.full else ())
         try:
             return self._builders[what.full](*arguments)
-        except (KeyError, BadPickle):
+        except BadPickle:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError):
             return StandIn(what.full, arguments)
 
     def _call(self) -> None:
@@ -277,70 +279,47 @@ def storage_type(named: Any) -> torch.dtype:
     return _STORAGES[kind[1]]
 
 
-class ImpossibleTensorError(ValueError):
-    """A tensor that lies outside of its storage: the file is damaged."""
-
-
 def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
     """A view of a storage, if it lies inside; torch itself would enlarge the storage."""
     if isinstance(storage, Tensor):
-        raise BadPickle("a tensor of a tensor")
+        raise TypeError("a tensor of a tensor")
     if not isinstance(storage, Storage):
-        raise ImpossibleTensorError(f"a tensor of {type(storage).__name__}")
+        raise BadPickle(f"a tensor of {type(storage).__name__}")
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if len(shape) != len(steps) or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 64:
-        raise ImpossibleTensorError("a tensor of an impossible size or stride")
+        raise BadPickle("a tensor of an impossible size or stride")
     kind = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
     held = storage.memory.nbytes() // kind.itemsize
     entries = math.prod(shape)
     last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if entries else offset
     if last > held or entries > max(held, _MOST_EXPANDED):
-        raise ImpossibleTensorError(f"a tensor of size {shape!r} that needs {last} entries of a storage of {held}")
+        raise BadPickle(f"a tensor of size {shape!r} that needs {last} entries of a storage of {held}")
     return torch.empty(0, dtype=kind).set_(storage.memory, offset, shape, steps)
 
 
-def _parameter(data: Any = None, *_: Any) -> Tensor:
-    if not isinstance(data, Tensor):
-        raise BadPickle("a parameter of no tensor")
-    return data
-
-
-def _of_type(function: Any, _: Any, arguments: Any, *__: Any) -> Tensor:
+def _of_type(function: Name, _: Any, arguments: tuple[Any, ...], *__: Any) -> Tensor:
     """A subclass of Tensor is read as the tensor that it is."""
-    if not isinstance(function, Name) or function.full not in _TENSORS or not isinstance(arguments, tuple):
-        raise BadPickle("a tensor of a type that is not known")
     return _TENSORS[function.full](*arguments)
 
 
 def _ordered(pairs: Any = (), *_: Any) -> OrderedDict[Any, Any]:
-    if not isinstance(pairs, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
-        raise BadPickle("a dictionary of no pairs")
     return OrderedDict((_key(key), value) for key, value in pairs)
 
 
-def _size(entries: Any = ()) -> torch.Size:
-    if not isinstance(entries, tuple | list) or not all(isinstance(n, int) and abs(n) < 1 << 62 for n in entries):
-        raise BadPickle("a size of no numbers")
-    return torch.Size(entries)
-
-
-def _encoded(text: Any = "", coding: Any = "latin1") -> bytes:
+def _encoded(text: str, coding: str = "latin1") -> bytes:
     """Bytes, which old protocols write as text."""
-    if not isinstance(text, str) or coding not in ("latin1", "latin-1"):
-        raise BadPickle("bytes in another coding")
+    if coding not in ("latin1", "latin-1"):
+        raise TypeError("bytes in another coding")
     return text.encode("latin1")
 
 
-def _scalar(kind: Any = None, raw: Any = b"") -> Any:
+def _scalar(kind: StandIn, raw: bytes) -> Any:
     """A number or text of numpy's, as Python's."""
-    try:
-        code, order = kind.arguments[0], kind.state[1]
-        if kind.name != "numpy.dtype" or order not in tuple("<>=|") or not re.fullmatch(r"[biufcSU]\d{1,4}", code):
-            raise BadPickle(f"a number of {said(code)}")
-        return np.ndarray((), np.dtype(code).newbyteorder(order), raw)[()].item()
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise BadPickle(str(error)) from None
+    code, order = kind.arguments[0], kind.state[1]
+    if kind.name != "numpy.dtype" or order not in tuple("<>=|") or not re.fullmatch(r"[biufcSU]\d{1,4}", code):
+        raise TypeError(f"a number of {said(code)}")
+    return np.ndarray((), np.dtype(code).newbyteorder(order), raw)[()].item()
 
 
 _TENSORS: dict[str, Callable[..., Tensor]] = {
@@ -348,11 +327,11 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
 }
 BUILDERS: Builders = {
     **_TENSORS,
-    **{f"torch._utils._rebuild_parameter{end}": _parameter for end in ("", "_with_state")},
-    **{f"torch.{name}": _parameter for name in ("nn.parameter.Parameter", "nn.parameter.Buffer")},
-    "torch.autograd.variable.Variable": _parameter,
+    **{f"torch._utils._rebuild_parameter{end}": lambda data, *_: data for end in ("", "_with_state")},
+    **{f"torch.nn.parameter.{kind}": lambda data, *_: data for kind in ("Parameter", "Buffer")},
+    "torch.autograd.variable.Variable": lambda data, *_: data,
     **{f"torch._tensor._rebuild_from_type{version}": _of_type for version in ("", "_v2")},
-    "torch.Size": _size,
+    "torch.Size": torch.Size,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": lambda *_: OrderedDict(),
     "_codecs.encode": _encoded,
