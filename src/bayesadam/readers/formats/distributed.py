@@ -58,8 +58,8 @@ def stored_entries(folder: Path) -> list[Stored]:
         if not nesting:
             raise FileError(
                 f"{source} does not say how the dictionaries were nested (it has no planner_data). Save it with the "
-                "default planner: torch.distributed.checkpoint.save({'model': ..., 'optimizer': ...}, checkpoint_id=...) "
-                "of what torch.distributed.checkpoint.state_dict.get_state_dict returned"
+                "default planner, torch.distributed.checkpoint.save({'model': ..., 'optimizer': ...}, checkpoint_id=…)"
+                " of what torch.distributed.checkpoint.state_dict.get_state_dict returned"
             )
         located = {}
         for index, held in positions.items():
