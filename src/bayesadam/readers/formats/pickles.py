@@ -151,6 +151,7 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
 
     def __init__(self, window: Window, builders: Builders, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(window, encoding="latin1")
@@ -197,6 +198,11 @@ class _Unpickler(pickle._Unpickler):
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
         self.append(self._made(klass, tuple(args)))
 
+    def _bytearray(self) -> None:
+        # Python's own allocates before it reads.
+        (count,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(count)))
+
     def _build(self) -> None:
         state, held = self.stack.pop(), self.stack[-1]
         if isinstance(held, StandIn):
@@ -240,6 +246,7 @@ class _Unpickler(pickle._Unpickler):
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
         pickle.NEWOBJ_EX[0]: _call_with_keywords,
+        pickle.BYTEARRAY8[0]: _bytearray,
         pickle.BUILD[0]: _build,
         pickle.DICT[0]: _dict,
         pickle.FROZENSET[0]: _frozenset,
