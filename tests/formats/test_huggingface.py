@@ -529,7 +529,7 @@ def test_a_folder_of_checkpoints_names_the_newest(wrote: Any, tmp_path: Path) ->
         shutil.copytree(wrote("gpt2").folder, tmp_path / f"checkpoint-{number}")
     with pytest.raises(
         FileError,
-        match=rf"3 checkpoints, checkpoint-9, checkpoint-10, checkpoint-200: .*{re.escape(str(tmp_path))}/checkpoint-200",
+        match=rf"folder of checkpoints, checkpoint-9, checkpoint-10, checkpoint-200: .*{re.escape(str(tmp_path))}/checkpoint-200",
     ):
         read_checkpoint(tmp_path)
     # Beside the final model there is no optimiser's state.
@@ -647,7 +647,9 @@ def test_a_damaged_state_is_not_opened_where_another_is_named(case: str, wrote: 
     pickled = pickle.dumps(Evil(tmp_path / "code was run"))
     for content in (other.read_bytes()[: other.stat().st_size // 2], b"", pickled):
         own.write_bytes(content)
-        with pytest.raises(FileError, match=rf"{own.name} (is truncated, damaged|would call).*optimizer_path="):
+        with pytest.raises(
+            FileError, match=rf"{own.name} (is truncated, damaged|is empty|would call).*optimizer_path="
+        ):
             read_checkpoint(folder)
         read = read_checkpoint(folder, optimizer_path=other)
         assert equal_states(read.optimizer, trained.optimizer.state_dict())

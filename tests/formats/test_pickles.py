@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 import types
 import zipfile
 from collections import OrderedDict
@@ -33,8 +34,8 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers.formats import pickles, read_checkpoint
+from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
 from bayesadam.readers.formats.resolve import explain
-from bayesadam.readers.formats.torch_pickles import BUILDERS, Storage, tensor
 from cases import trained
 
 UTC = datetime.timezone.utc
@@ -335,7 +336,7 @@ def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) ->
 
 
 def loaded(content: bytes) -> Any:
-    return pickles.load(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
+    return pickles.unpickle(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
 
 
 PLAIN = [
@@ -381,6 +382,8 @@ BAD = {
     "a key of one tuple a billion times": b"\x80\x02}(K\x01K\x01t"
     + b"".join(b"q\x00h\x00h\x00h\x00\x87" for _ in range(40))
     + b"K\x02s.",
+    "a bytearray beyond the end": b"\x80\x05\x96" + b"\0\0\0\0\2\0\0\0" + b"ab.",
+    "a frame beyond the end": b"\x80\x04\x95" + b"\0\0\0\0\2\0\0\0" + b"N.",
     "keys of one hash": b"\x80\x02}\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"K\x01s.",
     "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
     "bytes out of band": b"\x80\x05\x97.",
@@ -389,9 +392,37 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-def test_a_pickle_that_makes_no_sense_ends_in_an_error(content: bytes) -> None:
-    with pytest.raises(pickles.BadPickle):
-        loaded(content)
+def test_a_pickle_that_makes_no_sense_ends_in_an_error_and_takes_no_memory(content: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(pickles.BadPickle):
+            loaded(content)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_memo_of_four_billion_entries_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert loaded(b"\x80\x02Nr\xff\xff\xff\xff.") is None
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_opcodes_of_a_later_python_are_looked_at_before_they_are_allowed() -> None:
+    """Those that are Python's own here push constants, move the stack, or give names to `find_class`."""
+    inherited = {
+        code for code, step in pickles._Unpickler.opcodes.items() if step is pickle._Unpickler.dispatch.get(code)
+    }
+    plain = (
+        "PROTO FRAME PERSID BINPERSID NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
+        "STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 UNICODE BINUNICODE SHORT_BINUNICODE "
+        "BINUNICODE8 TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST EMPTY_DICT EMPTY_SET LIST INST OBJ GLOBAL "
+        "STACK_GLOBAL POP POP_MARK DUP GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE MARK STOP"
+    )
+    assert inherited == {getattr(pickle, name)[0] for name in plain.split()}
 
 
 def test_a_billion_laughs_take_neither_time_nor_memory(pair: Any, tmp_path: Path) -> None:

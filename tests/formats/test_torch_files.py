@@ -18,7 +18,8 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers.formats import read_checkpoint
-from bayesadam.readers.formats.torch_files import Part, load_torch
+from bayesadam.readers.formats.modules import as_weights
+from bayesadam.readers.formats.torch_files import load_torch, mapped
 from cases import trained
 
 
@@ -152,10 +153,7 @@ def test_the_tensors_of_a_module_are_those_of_its_state_dict(tmp_path: Path) -> 
     model[2][1].weight = model[2][0].weight
     model[1].register_buffer("fleeting", torch.zeros(3), persistent=False)
     torch.save(model, tmp_path / "m.pt")
-    with Part.of(tmp_path / "m.pt") as part:
-        from bayesadam.readers.formats.modules import as_weights
-
-        found = as_weights(load_torch(part).tree)
+    found = as_weights(load_torch(mapped(tmp_path / "m.pt")).tree)
     expected = model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -177,13 +175,15 @@ def test_a_zip_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     torch.save(
         {"a": torch.ones(1000), "b": torch.zeros(7, dtype=torch.uint8), "c": torch.ones(3, dtype=torch.float64)}, path
     )
-    with Part.of(path) as part:
-        loaded = load_torch(part)
-    file = path.read_bytes()
-    assert all(part.mapped is not None for part in loaded.parts.values())
-    for held, part in ((loaded.tree[name], loaded.parts[loaded.tree[name].data_ptr()]) for name in "abc"):
-        assert file[part.start : part.start + part.length] == held.numpy().tobytes()
-        assert sys.byteorder == "little"
+    view = mapped(path)
+    loaded = load_torch(view)
+    file, begin = path.read_bytes(), torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    for held in loaded.tree.values():
+        assert loaded.stored[held.data_ptr()]
+        start = held.data_ptr() - begin
+        assert 0 < start < len(file)
+        assert file[start : start + held.nbytes] == held.numpy().tobytes()
+    assert sys.byteorder == "little"
 
 
 def test_views_and_tied_tensors_of_one_storage_stay_what_they_are(tmp_path: Path) -> None:
@@ -196,8 +196,7 @@ def test_views_and_tied_tensors_of_one_storage_stay_what_they_are(tmp_path: Path
     }
     for zipped in (True, False):
         torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
-        with Part.of(tmp_path / "c.pt") as part:
-            found = load_torch(part).tree
+        found = load_torch(mapped(tmp_path / "c.pt")).tree
         assert all(
             torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in saved.items()
         )
@@ -208,8 +207,7 @@ def test_a_pruned_file_can_be_mapped_and_is_aligned(pair: Any, tmp_path: Path) -
     torch.save(tree(pair), tmp_path / "c.pt")
     pruned(tmp_path / "c.pt", tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)["epoch"] == 3
-    with Part.of(tmp_path / "out.pt") as part:
-        assert all(held.start % 64 == 0 for held in load_torch(part).parts.values())
+    assert all(address % 64 == 0 for address in load_torch(mapped(tmp_path / "out.pt")).stored)
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.testzip() is None
 

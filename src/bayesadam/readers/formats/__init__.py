@@ -5,15 +5,14 @@ from bayesadam.readers.formats.checkpoint import Checkpoint, CheckpointKeywords,
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.distributed import DISTRIBUTED
-from bayesadam.readers.formats.files import OLD_TORCH, PICKLE, SAFETENSORS, TORCH
 from bayesadam.readers.formats.huggingface import ACCELERATE, PARENT, TRAINER
 from bayesadam.readers.formats.identify import identify_reader
 from bayesadam.readers.formats.keras import HDF5, KERAS
 from bayesadam.readers.formats.peft import ADAPTER
-from bayesadam.readers.formats.published import POSTERIOR
 from bayesadam.readers.formats.registry import Format, format_of, register_format, registered_formats
 from bayesadam.readers.formats.resolve import load_weights, match_checkpoint, read_curvature
-from bayesadam.readers.formats.write import write_pruned
+from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS, write_pruned
+from bayesadam.readers.formats.torch_files import OLD_TORCH, PICKLE, TORCH
 
 # The last is asked first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote, and every
 # known folder has files that may be checkpoints by themselves.

@@ -4,137 +4,97 @@ from __future__ import annotations
 
 import json
 import re
-import tarfile
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.files import DAMAGED, damaged, load_part
 from bayesadam.readers.formats.pairs import is_state_file, state_beside
 from bayesadam.readers.formats.registry import Format, format_of
-from bayesadam.readers.formats.torch_files import MOST_UNPACKED, Part, is_tar, tar_members, zip_members
+from bayesadam.readers.formats.torch_files import (
+    DAMAGED,
+    damaged,
+    is_old_archive,
+    load_view,
+    mapped,
+    tar_members,
+    zip_members,
+)
 
-# What files with tensors are called.
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".zip", ".nemo")
 _MEMBERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+_SUFFIXES = (*_MEMBERS, ".tar", ".safetensors", ".zip", ".nemo")
 _OPTIMIZER = ".optimizer"
-_GZIP = b"\x1f\x8b"
 _SHOWN = 12
 
 
-def _is_zip(path: Path, head: bytes) -> bool:
+def names_in_zip(path: Path, head: bytes) -> set[str]:
+    """The names of an archive's members; none where it is no archive."""
     if not head.startswith(b"PK\x03\x04"):
-        return False
+        return set()
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            return set(archive.namelist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
-    return not any(PurePosixPath(name).name == "data.pkl" for name in names)
+        return set()
+
+
+def _is_zip(path: Path, head: bytes) -> bool:
+    names = names_in_zip(path, head)
+    return bool(names) and not any(PurePosixPath(name).name == "data.pkl" for name in names)
 
 
 def _is_tar(path: Path, head: bytes) -> bool:
     if path.is_dir() or len(head) < 16:
         return False
-    if head.startswith(_GZIP):
-        return True
-    with Part.of(path) as part:
-        return part.length > 512 and part.inside(257, 5).read() == b"ustar" and not is_tar(part)
+    view = mapped(path)
+    return head.startswith(b"\x1f\x8b") or (bytes(view[257:262]) == b"ustar" and not is_old_archive(view))
 
 
-def _read_members(
-    path: Path, members: Mapping[str, Part], weights_key: str | None, optimizer_key: str | None
-) -> Contents:
+def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
+    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+        try:
+            tree = _tree(path, members_of(mapped(path)))
+        except FileError:
+            raise
+        except DAMAGED as error:
+            raise damaged(path, name.partition(" ")[0], error) from error
+        return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
+
+    return Format(name, recognises, read)
+
+
+def _tree(path: Path, members: Mapping[str, memoryview]) -> dict[str, Any]:
     """The files with tensors in an archive as one dictionary, by their names without the ending."""
-    tensors = {name: part for name, part in members.items() if name.endswith(_MEMBERS) and part.length}
+    tensors = {name: view for name, view in members.items() if name.endswith(_MEMBERS) and view}
     if not tensors:
         raise FileError(f"{path} is an archive without a file of torch; it has {sorted(members)[:8]}")
     tree: dict[str, Any] = {}
-    for name, part in tensors.items():
+    for name, view in tensors.items():
         key = PurePosixPath(name).stem
-        tree[key if key not in tree else name] = load_part(part, f"{path}: {name}")
-    parts = {key.removesuffix(_OPTIMIZER) for key in tree if key.endswith(_OPTIMIZER)} - {"policy"}
-    if parts and isinstance(tree.get("policy"), Mapping):
+        tree[key if key not in tree else name] = load_view(view, f"{path}: {name}")
+    policy = tree.get("policy")
+    if any(key.endswith(_OPTIMIZER) and key != f"policy{_OPTIMIZER}" for key in tree) and isinstance(policy, Mapping):
         # Stable-Baselines3's optimisers are named for the parts of the policy that they train.
-        tree["policy"] = _by_part(tree["policy"])
-    named = _optimizer_class(members["data"]) if "data" in members and "policy" in tree else None
-    if named is not None:
-        tree["optimizer_class"] = named
-    return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
-
-
-def _by_part(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Weights by the first part of their names.
-
-    >>> _by_part({"actor.0.weight": 1, "critic.bias": 2})
-    {'actor': {'actor.0.weight': 1}, 'critic': {'critic.bias': 2}}
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, tensor in weights.items():
-        found.setdefault(name.partition(".")[0], {})[name] = tensor
-    return found
-
-
-def _optimizer_class(settings: Part) -> str | None:
-    """The optimiser's class as Stable-Baselines3 writes it down, in the JSON of its settings."""
-    try:
-        given = json.loads(settings.read().decode("utf-8"))["policy_kwargs"]["optimizer_class"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    named = re.search(r"<class '([\w.]+)'>", str(given))
-    return named[1] if named else None
-
-
-def _read_zip(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    try:
-        with Part.of(path) as part:
-            return _read_members(path, zip_members(part), weights_key, optimizer_key)
-    except FileError:
-        raise
-    except DAMAGED as error:
-        raise damaged(path, "zip", error) from error
-
-
-def _read_tar(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    try:
-        with Part.of(path) as part:
-            packed = part.inside(0, 2).read() == _GZIP
-            members = _unpacked(part) if packed else tar_members(part)
-            return _read_members(path, members, weights_key, optimizer_key)
-    except FileError:
-        raise
-    except DAMAGED as error:
-        raise damaged(path, "tar", error) from error
-
-
-def _unpacked(part: Part) -> dict[str, Part]:
-    """The files with tensors of a compressed archive, in memory, if it is not a bomb."""
-    most = 2**20 + MOST_UNPACKED * part.length
-    found: dict[str, Part] = {}
-    try:
-        with tarfile.open(fileobj=part.as_file(), mode="r|gz") as archive:
-            for member in archive:
-                most -= member.size
-                if most < 0:
-                    raise FileError(f"the archive unpacks to more than {MOST_UNPACKED} times its size, and is not read")
-                file = archive.extractfile(member) if member.isfile() else None
-                if file is not None:
-                    wanted = member.name.endswith(_MEMBERS)
-                    found[member.name.removeprefix("./")] = Part.of_bytes(file.read() if wanted else b"")
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"no whole archive: {error}") from None
-    return found
+        parts: dict[str, dict[str, Any]] = {}
+        for name, tensor in policy.items():
+            parts.setdefault(name.partition(".")[0], {})[name] = tensor
+        tree["policy"] = parts
+    if "data" in members and policy is not None:
+        # Its settings are JSON, with the optimiser's class in words.
+        try:
+            settings = json.loads(bytes(members["data"]).decode("utf-8"))
+            named = re.search(r"<class '([\w.]+)'>", str(settings["policy_kwargs"]["optimizer_class"]))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            named = None
+        tree |= {"optimizer_class": named[1]} if named else {}
+    return tree
 
 
 def _files_in(folder: Path) -> list[Path]:
     """Files with the endings of checkpoints, the newest first, down to the third level."""
-    if not folder.is_dir():
-        return []
     found = [file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(depth) if file.suffix in _SUFFIXES]
     return sorted((file for file in found if file.is_file()), key=lambda file: -file.stat().st_mtime)
 
@@ -142,20 +102,20 @@ def _files_in(folder: Path) -> list[Path]:
 def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     """The one checkpoint in a folder, with the state beside it; several are listed."""
     files = [file for file in _files_in(path) if not is_state_file(file)]
-    if len(files) == 1:
-        found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
-        beside = state_beside(files[0])
-        if found.optimizer is not None or beside is None:
-            return found
-        state = format_of(beside).read(beside, None, optimizer_key)
-        return replace(found, optimizer=state.optimizer, recorded=found.recorded.completed(state.recorded))
-    listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:_SHOWN])
-    more = f"\n  and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-    raise FileError(
-        f"{path} holds {len(files)} files that may be checkpoints; give one of them, the newest first:{listed}{more}"
-    )
+    if len(files) != 1:
+        listed = "".join(f"\n  bayesadam inspect {file}" for file in files[:_SHOWN])
+        more = f"\n  and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+        raise FileError(
+            f"{path} holds {len(files)} files that may be checkpoints; give one, the newest is first:{listed}{more}"
+        )
+    found = format_of(files[0]).read(files[0], weights_key, optimizer_key)
+    beside = state_beside(files[0])
+    if found.optimizer is not None or beside is None:
+        return found
+    state = format_of(beside).read(beside, None, optimizer_key)
+    return replace(found, optimizer=state.optimizer, recorded=found.recorded.completed(state.recorded))
 
 
-ZIP = Format("zip archive", _is_zip, _read_zip)
-TAR = Format("tar archive", _is_tar, _read_tar)
-FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder)
+ZIP = _archive("zip archive", _is_zip, zip_members)
+TAR = _archive("tar archive", _is_tar, tar_members)
+FOLDER = Format("folder", lambda path, head: path.is_dir() and bool(_files_in(path)), _read_folder)

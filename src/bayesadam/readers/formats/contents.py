@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def contents_of(
         weights=None,
         optimizer=None if choice.optimizer is None else found.optimizers[choice.optimizer],
         summary=describe(tree),
-        recorded=_recorded([level for level in levels if not is_weights(level) and not is_optimizer(level)]),
+        recorded=recorded_in(level for level in levels if not is_weights(level) and not is_optimizer(level)),
         found=found,
         classes=classes_in(tree),
     )
@@ -150,14 +150,19 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _recorded(levels: Sequence[Mapping[Any, Any]]) -> Recorded:
+def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
+    """What a trainer wrote into dictionaries, under the usual keys; the first dictionary that has one counts.
+
+    >>> recorded_in([{"epoch": 2.5, "step": True}, {"global_step": 7}])
+    Recorded(step=7, epoch=2, n_data=None, optimizer=None, batch_size=None)
+    """
+    levels = list(levels)
+
     def number(keys: Sequence[str]) -> int | None:
         for key, level in itertools.product(keys, levels):
             value = level.get(key)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = value.item()
-            # numpy's whole numbers, too.
-            if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
                 return int(value)
         return None
 

@@ -1,12 +1,11 @@
 """Folders of torch.distributed.checkpoint: a list of contents, and for each rank a file of the pieces it held.
 
-`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle, so
-it is read by an unpickler that makes nothing but records without behaviour. The pieces are `torch.save`d one by one; a
-tensor is put together when it is accessed, whatever the number of ranks and the dimension it was cut along.
+`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle,
+and is read as data. The pieces are `torch.save`d one by one; a tensor is put together when it is accessed, whatever the
+number of ranks and the dimension it was cut along.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -17,25 +16,20 @@ from torch import Tensor
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.files import DAMAGED, damaged, load_part
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.pickles import StandIn
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import Part
+from bayesadam.readers.formats.torch_files import DAMAGED, damaged, load_tree, load_view, mapped
 
 _WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
 _PIECES = "*.distcp"
 _DEEPEST = 100
-_SAVE = (
-    "torch.distributed.checkpoint.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=folder) with "
-    "what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returned"
-)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, by first corner and edges, or something else, and the bytes of the file in which it is."""
+    """The bytes of a file that hold an entry, or a box of a tensor by first corner and edges."""
 
     file: Path
     start: int
@@ -46,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; no tensor has shape None."""
+    """One entry of the folder: its key, the keys and list indices that lead to it, its pieces; a tensor has a shape."""
 
     key: str
     path: tuple[str | int, ...]
@@ -59,74 +53,65 @@ def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
     try:
-        with Part.of(source) as part:
-            record = load_part(part, str(source))
-        nesting, kinds, places = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
+        record = load_tree(source).state
+        nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
+        if not nesting:
+            raise FileError(
+                f"{source} does not say how the dictionaries were nested (it has no planner_data). Save it with the "
+                "default planner, torch.distributed.checkpoint.save({'model': ..., 'optimizer': ...}, checkpoint_id=…)"
+                " of what torch.distributed.checkpoint.state_dict.get_state_dict returned"
+            )
+        located = {}
+        for index, held in positions.items():
+            low = index.state.get("offset")
+            located[index.state["fqn"], None if low is None else tuple(low)] = held.state
+        return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
     except FileNotFoundError:
         raise FileError(
             f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
             "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
         ) from None
-    except DAMAGED as error:
-        raise damaged(source, _WRITER, error) from error
-    if not nesting:
-        raise FileError(
-            f"{source} does not say how the dictionaries were nested (it has no planner_data), as with a planner of "
-            f"one's own or flatten_state_dict=False. Save it with the default planner, {_SAVE}"
-        )
-    try:
-        corners = ((index, index.get("offset")) for index in places)
-        located = {(at["fqn"], None if low is None else tuple(low)): places[at] for at, low in corners}
-        return [_entry(folder, key, path, kinds[key], located) for key, path in nesting.items() if key in kinds]
     except FileError:
         raise
     except DAMAGED as error:
         raise damaged(source, _WRITER, error) from error
 
 
-def _entry(folder: Path, key: str, path: Any, kind: StandIn, located: Mapping[Any, StandIn]) -> Stored:
+def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: Mapping[Any, Any]) -> Stored:
     parts = tuple(path)
     if not 0 < len(parts) <= _DEEPEST or not all(isinstance(part, str | int) for part in parts):
         raise ValueError(f"{key!r} has the path {path!r}")
-    if "size" not in kind.state:
+    if "size" not in kind:
         return Stored(key, parts, (_piece(folder, key, located[key, None]),))
     # The type comes first in what torch pickles of a tensor's properties.
     shape, dtype = tuple(kind["size"]), kind["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key!r} has the type {dtype!r}")
     # Where every rank has the whole, the same box is listed once for each.
-    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in kind["chunks"])
-    missing = [box for box in boxes if math.prod(box[1]) and (key, box[0]) not in located]
-    pieces = tuple(
-        replace(_piece(folder, key, located[key, offsets]), offsets=offsets, sizes=sizes)
-        for offsets, sizes in boxes
-        if math.prod(sizes) and (key, offsets) in located
-    )
-    if missing or not covers(shape, [(piece.offsets, piece.sizes) for piece in pieces]):
+    chunks = [chunk.state for chunk in kind["chunks"]]
+    boxes = dict.fromkeys((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks)
+    filled = [box for box in boxes if math.prod(box[1])]
+    there = [box for box in filled if (key, box[0]) in located]
+    if there != filled or not covers(shape, there):
         raise FileError(
             f"{folder / _METADATA} does not have the whole of {key!r}, of shape {shape}: "
-            f"{len(pieces)} pieces are there and leave a hole. A rank's part was not saved; save it again from all ranks"
+            f"{len(there)} pieces are there and leave a hole. A rank's part was not saved; save it again from all ranks"
         )
-    return Stored(key, parts, pieces, shape, dtype)
+    pieces = (replace(_piece(folder, key, located[key, low]), offsets=low, sizes=sizes) for low, sizes in there)
+    return Stored(key, parts, tuple(pieces), shape, dtype)
 
 
-def _piece(folder: Path, key: str, place: StandIn) -> Piece:
+def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
     """Where an entry lies; a name that leads out of the folder, or bytes that are not there, are refused."""
-    name, start, length = place["relative_path"], place["offset"], place["length"]
-    if place.get("transform_descriptors"):
-        raise FileError(
-            f"{folder}: {key!r} was written through {place['transform_descriptors']}, which is not undone here. Save "
-            "it again without extensions"
-        )
-    inside = PurePosixPath(name)
-    if inside.is_absolute() or ".." in inside.parts or "\\" in name or ":" in name:
+    name, start, length = held["relative_path"], held["offset"], held["length"]
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name:
         raise FileError(f"{folder / _METADATA} puts {key!r} into {name!r}, outside of the folder: it is not read")
-    file = folder / inside
+    file = folder / relative
     if not file.is_file():
-        there = len(list(folder.glob(_PIECES)))
         raise FileError(
-            f"{folder} has no {name}, where a part of {key!r} is; {there} such files are there. Every rank wrote its "
-            "own: copy those of all machines into one folder"
+            f"{folder} has no {name}, where a part of {key!r} is; {len(list(folder.glob(_PIECES)))} such files are "
+            "there. Every rank wrote its own: copy those of all machines into one folder"
         )
     if start < 0 or length < 0 or start + length > file.stat().st_size:
         raise FileError(
@@ -136,57 +121,46 @@ def _piece(folder: Path, key: str, place: StandIn) -> Piece:
     return Piece(file, start, length)
 
 
-def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes, by first corner and edges, lie in a tensor and fill it; they may overlap.
-
-    The tensor is cut along every face of every box, so that each part is either wholly in a box or wholly outside.
+def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none.
 
     >>> covers((5, 3), [((0, 0), (3, 3)), ((3, 0), (2, 3))]), covers((5, 3), [((0, 0), (3, 3)), ((4, 0), (1, 3))])
     (True, False)
     """
-    cuts: list[dict[int, int]] = []
-    for axis, edge in enumerate(shape):
-        faces = {0, edge}
-        for offsets, sizes in boxes:
-            if offsets[axis] < 0 or offsets[axis] + sizes[axis] > edge:
-                return False
-            faces |= {offsets[axis], offsets[axis] + sizes[axis]}
-        cuts.append({face: number for number, face in enumerate(sorted(faces))})
-    filled = torch.zeros([len(faces) - 1 for faces in cuts], dtype=torch.bool)
-    for offsets, sizes in boxes:
-        corners = zip(cuts, offsets, sizes, strict=True)
-        filled[tuple(slice(faces[low], faces[low + size]) for faces, low, size in corners)] = True
-    return bool(filled.all())
-
-
-def _load(piece: Piece, key: str) -> Any:
-    with piece.file.open("rb") as file:
-        return load_part(Part(file, piece.start, piece.length, None), f"{piece.file}: {key!r}")
+    corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
+    held = min(shape, default=0) >= 0 and all(
+        low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners
+    )
+    return held and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
 
 
 def read_stored(entry: Stored) -> Any:
     """An entry's value; a tensor is put together from its pieces."""
     if entry.shape is None:
-        return _load(entry.pieces[0], entry.key)
+        return _load(entry, entry.pieces[0])
     whole = next((piece for piece in entry.pieces if piece.sizes == entry.shape), None)
     if whole is not None:
-        return _tensor(entry, whole)
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        return _load(entry, whole)
+    # Zeros: pieces of a damaged folder may overlap, and leave memory of the process open.
+    tensor = torch.zeros(entry.shape, dtype=entry.dtype)
     for piece in entry.pieces:
         ranges = (slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
-        tensor[tuple(ranges)] = _tensor(entry, piece)
+        tensor[tuple(ranges)] = _load(entry, piece)
     return tensor
 
 
-def _tensor(entry: Stored, piece: Piece) -> Tensor:
-    tensor = _load(piece, entry.key)
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != entry.dtype:
-        found = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+def _load(entry: Stored, piece: Piece) -> Any:
+    view = mapped(piece.file)[piece.start : piece.start + piece.length]
+    found = load_view(view, f"{piece.file}: {entry.key!r}")
+    if entry.shape is None:
+        return found
+    if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != entry.dtype:
+        what = f"{found.dtype} of {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FileError(
-            f"{piece.file} holds a {found} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files are "
-            "not of one save. Copy the folder again"
+            f"{piece.file} holds a {what} where {entry.key!r} should have {entry.dtype} of {piece.sizes}: the files "
+            "are not of one save. Copy the folder again"
         )
-    return tensor.detach()
+    return found.detach()
 
 
 def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
@@ -195,9 +169,9 @@ def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     >>> nested([(("a", "b"), 1), (("a", "c", 0), 2), (("a", "c", 1), 3)])
     {'a': {'b': 1, 'c': [2, 3]}}
     """
-    branches: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = defaultdict(list)
+    branches: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
     for (first, *rest), value in leaves:
-        branches[first].append((tuple(rest), value))
+        branches.setdefault(first, []).append((tuple(rest), value))
     built = {
         key: below[0][1] if [rest for rest, _ in below] == [()] else nested(below) for key, below in branches.items()
     }
@@ -216,21 +190,15 @@ def torch_layout(tree: Any) -> Any:
         return [torch_layout(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    if _is_flat_optimizer(tree):
+    sections = {key.partition(".")[0] for key in tree if "." in key}
+    if "param_groups" in sections and all(key.startswith(("state.", "param_groups.")) for key in tree):
         return unflattened(tree)
-    groups = tree.get("param_groups")
+    groups, states = tree.get("param_groups"), tree.get("state", {})
     if isinstance(groups, list) and groups and all(isinstance(g, dict) and "params" in g for g in groups):
         number = {str(key): key for group in groups for key in group["params"]}
-        states = tree.get("state", {})
         if isinstance(states, dict):
             return {**tree, "state": {number.get(key, key): state for key, state in states.items()}}
     return {key: torch_layout(value) for key, value in tree.items()}
-
-
-def _is_flat_optimizer(tree: Mapping[str, Any]) -> bool:
-    return any(key.startswith("param_groups.") for key in tree) and all(
-        key.startswith(("state.", "param_groups.")) for key in tree
-    )
 
 
 def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,52 +208,55 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     {'state': {'0.bias': {'step': 3}}, 'param_groups': [{'params': ['0.bias'], 'lr': 0.1}]}
     """
     groups: dict[str, dict[str, Any]] = {}
-    states: dict[str, dict[str, Any]] = {}
-    # The groups first: they say which names there are.
-    for key, value in sorted(flat.items(), key=lambda item: item[0].startswith("state.")):
-        section, _, rest = key.partition(".")
-        name, _, entry = rest.rpartition(".")
-        if section == "param_groups":
+    for key, value in flat.items():
+        if key.startswith("param_groups."):
+            name, _, entry = key.removeprefix("param_groups.").rpartition(".")
             groups.setdefault(name, {"params": [name]})[entry] = value
-        elif section == "state":
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        if key.startswith("state."):
             # The longest known name, as an entry may have levels of its own.
-            parts = rest.split(".")
-            prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-            name = next((prefix for prefix in prefixes if prefix in groups), name)
-            states.setdefault(name, {})[rest.removeprefix(f"{name}.")] = value
+            parts = key.split(".")[1:]
+            names = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+            name = next((name for name in names if name in groups), names[0])
+            states.setdefault(name, {})[".".join(parts).removeprefix(f"{name}.")] = value
     return {"state": states, "param_groups": list(groups.values())}
 
 
 def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-    entries = stored_entries(path)
     # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
     leaves = [
-        (e, read_stored(e) if e.shape is None or math.prod(e.shape) == 1 else meta(e.shape, e.dtype)) for e in entries
+        (
+            entry,
+            read_stored(entry)
+            if entry.shape is None or math.prod(entry.shape) == 1
+            else meta(entry.shape, entry.dtype),
+        )
+        for entry in stored_entries(path)
     ]
     behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
     try:
         tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
     except DAMAGED as error:
         raise damaged(path / _METADATA, _WRITER, error) from error
-    keys: dict[str, str | None] = {"weights_key": weights_key, "optimizer_key": optimizer_key}
-    contents = contents_of(tree, path, **keys)
+    contents = contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
     if contents.weights is None and weights_key is None:
         # Some trainers save the model's tensors at the top, with the rest.
         loose = {key: value for key, value in tree.items() if isinstance(value, Tensor)}
-        contents = contents_of({"model": loose, **{k: v for k, v in tree.items() if k not in loose}}, path, **keys)
+        rest = {key: value for key, value in tree.items() if key not in loose}
+        contents = contents_of({"model": loose, **rest}, path, weights_key=None, optimizer_key=optimizer_key)
 
-    def lazy(outline: Mapping[str, Any]) -> Lazy:
+    def lazy(outline: Any) -> Any:
         def read(key: str) -> Any:
             held = outline[key]
             return lazy(held) if isinstance(held, Mapping) else read_stored(behind[id(held)])
 
-        return Lazy(outline, read)
+        return Lazy(outline, read) if isinstance(outline, Mapping) else outline
 
-    weights, optimizer = contents.weights, contents.optimizer
+    optimizer = contents.optimizer
     if optimizer is not None:
-        states = {key: lazy(held) if isinstance(held, Mapping) else held for key, held in optimizer["state"].items()}
-        optimizer = {**optimizer, "state": states}
-    return replace(contents, weights=None if weights is None else lazy(weights), optimizer=optimizer)
+        optimizer = {**optimizer, "state": {key: lazy(held) for key, held in optimizer["state"].items()}}
+    return replace(contents, weights=lazy(contents.weights), optimizer=optimizer)
 
 
 def _is_distributed(path: Path, head: bytes) -> bool:

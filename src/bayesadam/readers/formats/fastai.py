@@ -1,7 +1,7 @@
 """fastai's optimiser states in torch's layout.
 
-fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one list, and
-not where one ends. With bias-corrected Adam, `sqr_avg` is torch's `exp_avg_sq`, `sqr_mom` its β₂; `do_wd` says of a
+fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one list,
+and not where one ends. With bias-corrected Adam, `sqr_avg` is torch's `exp_avg_sq`, `sqr_mom` its β₂; `do_wd` says of a
 parameter that it does not decay.
 """
 
@@ -16,8 +16,6 @@ from torch import Tensor
 # Marks groups that together are one list in the model's order.
 ONE_LIST = "bayesadam: one list"
 _ENTRIES = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
-# What the groups must agree on, as no file says which parameter is in which.
-_SHARED = ("mom", "sqr_mom", "eps", "wd")
 
 
 def torch_layout(value: Any) -> Any:
@@ -32,17 +30,18 @@ def torch_layout(value: Any) -> Any:
     if not states or not hypers or not all(isinstance(entry, Mapping) for entry in (*states, *hypers)):
         return value
     trained = [state for state in states if any(isinstance(held, Tensor) for held in state.values())]
-    shared = [{key: group.get(key) for key in _SHARED} for group in hypers]
+    # No file says which parameter is in which group, so the groups must agree.
+    shared = [[group.get(key) for key in ("mom", "sqr_mom", "eps", "wd")] for group in hypers]
+    momentum, beta, eps, decay = shared[0]
     if not all(_ENTRIES.keys() <= state.keys() for state in trained) or any(group != shared[0] for group in shared):
         return value
-    first = shared[0]
-    if first["mom"] is None or first["sqr_mom"] is None:
+    if momentum is None or beta is None:
         return value
     groups = [
         {
-            "betas": (first["mom"], first["sqr_mom"]),
-            "eps": first["eps"],
-            "weight_decay": float(first["wd"] or 0.0) if decays else 0.0,
+            "betas": (momentum, beta),
+            "eps": eps,
+            "weight_decay": float(decay or 0.0) if decays else 0.0,
             "params": [number for number, _ in members],
             ONE_LIST: True,
         }
@@ -54,8 +53,6 @@ def torch_layout(value: Any) -> Any:
 
 def _listed(held: Any) -> Sequence[Any]:
     """The entries of a list, or of fastcore's `L`."""
-    if isinstance(held, list | tuple):
-        return held
     inside = getattr(held, "state", None)
-    items = inside.get("items") if isinstance(inside, Mapping) else None
+    items = inside.get("items") if isinstance(inside, Mapping) else held
     return items if isinstance(items, list | tuple) else ()

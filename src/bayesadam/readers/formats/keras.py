@@ -1,20 +1,19 @@
 """Keras 3: the zip that `model.save("model.keras")` writes, and the folder that it writes with `zipped=False`.
 
-`model.weights.h5` has a group for each layer, `layers/<its class in snake case, with a number from the second on>`, with its
-variables in `vars/0, 1, …`; and the optimiser's in one list, `optimizer/vars/0, 1, …`: the steps, the learning rate unless that
-is a schedule, then what it keeps of the trainable variables, in their order. `config.json` has that order, the layers', and the
-optimiser's settings. Nothing has the variables' names, so every shape is compared.
+`model.weights.h5` has a group for each layer, `layers/<its class in snake case, with a number from the second on>`,
+with its variables in `vars/0, 1, …`; and the optimiser's in one list, `optimizer/vars/0, 1, …`: the steps, the learning
+rate unless that is a schedule, then what it keeps of the trainable variables, in their order. `config.json` has that
+order, the layers', and the optimiser's settings. Nothing has the variables' names, so every shape is compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
+from bayesadam.readers.formats.archives import names_in_zip
 from bayesadam.readers.formats.contents import Contents, Recorded
-from bayesadam.readers.formats.files import DAMAGED, damaged
 from bayesadam.readers.formats.names import REMEDY, AmbiguousError, Slot, assign
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.formats.torch_files import Part, zip_members
+from bayesadam.readers.formats.torch_files import DAMAGED, as_file, as_memory, damaged, inside, mapped, zip_members
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -36,8 +35,6 @@ _INTEGERS = {"<i4": torch.int32, "<i8": torch.int64}
 _DTYPES = {"<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64, "bfloat16": torch.bfloat16, **_INTEGERS}
 # The layers inside a layer in the order in which it makes them; the file has them in that of the alphabet.
 _MADE = (("forward_layer", "backward_layer"), ("query_dense", "key_dense", "value_dense", "output_dense"))
-# What Keras keeps before the moments where it is told to: the weights' average, the gradients that are added up.
-_NOT_READ = ("average", "gradient")
 # Where the name of a group is put: no group has this one.
 _NAME = "/name"
 
@@ -53,49 +50,49 @@ class _Variable(NamedTuple):
     trained: bool = True
 
 
-def _load(part: Part) -> Tree:
+def _load(view: memoryview) -> Tree:
     """An HDF5 file as nested dictionaries of tensors, mapped where they lie; None for numbers of other types."""
-    if part.length < len(_HDF5) or part.inside(0, len(_HDF5)).read() != _HDF5:
+    if bytes(view[: len(_HDF5)]) != _HDF5:
         raise FileError(f"Keras keeps its state in HDF5, and {_WEIGHTS} is something else. {_AGAIN}")
-    h5py, left = require("h5py"), part.length
+    h5py, left = require("h5py"), len(view)
     seen: set[int] = set()
 
     def opened(group: Any) -> Tree:
         found: dict[str, Any] = {_NAME: group.attrs.get("name")}
         for key in group:
-            place = f"{group.name.rstrip('/')}/{key}"
+            path = f"{group.name.rstrip('/')}/{key}"
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
-                raise FileError(f"{place} is a link that may lead out of the file, and is not followed. {_AGAIN}")
+                raise FileError(f"{path} is a link that may lead out of the file, and is not followed. {_AGAIN}")
             item = group[key]
             address = h5py.h5o.get_info(item.id).addr
             if address in seen:
-                raise FileError(f"{place} is in the file under two names, which Keras never writes. {_AGAIN}")
+                raise FileError(f"{path} is in the file under two names, which Keras never writes. {_AGAIN}")
             seen.add(address)
-            found[key] = opened(item) if isinstance(item, h5py.Group) else tensor(item, place)
+            found[key] = opened(item) if isinstance(item, h5py.Group) else tensor(item, path)
         return found
 
-    def tensor(data: Any, place: str) -> Tensor | None:
+    def tensor(data: Any, path: str) -> Tensor | None:
         nonlocal left
         start, stored = data.id.get_offset(), data.id.get_storage_size()
         declared = math.prod(data.shape) * data.dtype.itemsize
         left -= declared
         if data.external or data.is_virtual or stored != declared or left < 0 or (start is None and stored):
             raise FileError(
-                f"{place} declares {declared} bytes, and {stored} of the file's {part.length} are there: compressed, absent "
-                f"or in another file, which Keras never writes. {_AGAIN}"
+                f"{path} declares {declared} bytes, and {stored} of the file's {len(view)} are there: compressed or "
+                f"elsewhere, which Keras never writes. {_AGAIN}"
             )
         kind = _DTYPES.get(data.attrs.get("dtype") if data.dtype.kind == "V" else data.dtype.str)
         if kind is None:
             return None
-        memory = part.inside(start or 0, stored).memory(kind.itemsize)
+        memory = as_memory(inside(view, start or 0, stored), kind.itemsize)
         return torch.empty(0, dtype=kind).set_(memory).view(data.shape)
 
-    with h5py.File(part.as_file(), "r") as file:
+    with h5py.File(as_file(view), "r") as file:
         return opened(file)
 
 
 def _every(tree: Tree, path: str = "") -> Iterator[_Variable]:
-    """All variables of real numbers, in the order of the alphabet."""
+    """All variables of real numbers, in alphabetical order."""
     for key, held in tree.items():
         if isinstance(held, Mapping):
             yield from _every(held, f"{path}{key}.")
@@ -110,11 +107,12 @@ def _ordered(tree: Tree, config: Mapping[str, Any], path: str = "") -> Iterator[
     """
     settings, kind, own = config["config"], config["class_name"], tree.get("vars", {})
     name = own.get(_NAME)
-    if str(config.get("module")).partition(".")[0] != "keras" or (name and name != settings.get("name", name)):
+    if not _is_keras_own(config) or (name and name != settings.get("name", name)):
         return
     if settings.get("lora_rank") or settings.get("quantization_config"):
-        called = settings.get("name")
-        raise FileError(f"layer {called!r} has a LoRA or is quantised: what was trained is not in the file")
+        raise FileError(
+            f"layer {settings.get('name')!r} has a LoRA or is quantised: what was trained is not in the file"
+        )
     # The trainable ones come first; statistics of the data are not trained.
     trainable = 0 if kind == "Normalization" else len(own)
     if kind == "BatchNormalization":
@@ -124,24 +122,22 @@ def _ordered(tree: Tree, config: Mapping[str, Any], path: str = "") -> Iterator[
         if held is not None and held.is_floating_point():
             trained = number < trainable and bool(settings.get("trainable", True))
             yield _Variable(f"{path}vars.{number}", held, number < trainable, trained)
-    for key, inner, layer in _inside(tree, settings, kind):
-        yield from _ordered(inner, layer, f"{path}{key}.")
-
-
-def _inside(tree: Tree, settings: Mapping[str, Any], kind: str) -> list[tuple[str, Tree, Mapping[str, Any]]]:
-    """The layers in a layer that have variables, in their order: group, content and configuration; none where it is unknown."""
     if kind in ("Sequential", "Functional"):
-        held, layers = tree.get("layers", {}), _group_names(settings["layers"])
-        return [(f"layers.{key}", held[key], layer) for key, layer in layers.items() if any(_every(held.get(key, {})))]
-    groups = {
-        key: held for key, held in tree.items() if isinstance(held, Mapping) and key != "vars" and any(_every(held))
-    }
+        for key, layer in _group_names(settings["layers"]).items():
+            if key in tree.get("layers", {}):
+                yield from _ordered(tree["layers"][key], layer, f"{path}layers.{key}.")
+        return
+    groups = {k: held for k, held in tree.items() if isinstance(held, Mapping) and k != "vars" and any(_every(held))}
     order = next((keys for keys in (*_MADE, tuple(groups)[:1]) if groups.keys() <= set(keys)), ())
-    # A wrapper describes what it wraps; a layer that makes others does not, and they are frozen with it.
-    made = {"module": "keras", "class_name": "", "config": {"trainable": settings.get("trainable", True)}}
-    described = {key: settings.get(key) or settings.get("layer") for key in groups}
-    configs = {key: found if isinstance(found, Mapping) else made for key, found in described.items()}
-    return [(key, groups[key], configs[key]) for key in order if key in groups]
+    for key in (key for key in order if key in groups):
+        # A wrapper describes what it wraps; a layer that makes others does not, and they are frozen with it.
+        inner = settings.get(key) or settings.get("layer")
+        made = {"module": "keras", "class_name": "", "config": {"trainable": settings.get("trainable", True)}}
+        yield from _ordered(groups[key], inner if isinstance(inner, Mapping) else made, f"{path}{key}.")
+
+
+def _is_keras_own(config: Mapping[str, Any]) -> bool:
+    return str(config.get("module")).partition(".")[0] == "keras"
 
 
 def _group_names(layers: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -166,57 +162,57 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     decay = float(settings.get("weight_decay") or 0.0)
     if kind not in ("Adam", "AdamW", "RMSprop", "Adagrad") or (decay and "Adam" not in kind):
         raise FileError(
-            f"it was trained with {kind}{' and weight decay' if decay else ''}, which is not read: train with Keras' Adam or "
-            "AdamW, or with its RMSprop or Adagrad without weight decay"
+            f"it was trained with {kind}{' and weight decay' if decay else ''}, which is not read: train with Keras' "
+            "Adam or AdamW, or with its RMSprop or Adagrad without weight decay"
         )
     group = {"eps": settings["epsilon"], "weight_decay": decay}
     if kind == "Adagrad":
         return group | {"initial_accumulator_value": settings["initial_accumulator_value"]}, [("sum",)]
     if kind == "RMSprop":
-        centered = bool(settings["centered"])
-        lists = [("square_avg",), ("momentum_buffer",), ("grad_avg",)]
-        group |= {"alpha": settings["rho"], "centered": centered}
-        return group, [
-            keys for keys, kept in zip(lists, (True, settings["momentum"] > 0, centered), strict=True) if kept
+        momentum, centered = settings["momentum"] > 0, bool(settings["centered"])
+        lists: list[tuple[str, ...]] = [
+            ("square_avg",),
+            *[("momentum_buffer",)] * momentum,
+            *[("grad_avg",)] * centered,
         ]
+        return group | {"alpha": settings["rho"], "centered": centered}, lists
     # Keras decays the weights apart from the gradient in its Adam, too.
     amsgrad, betas = bool(settings["amsgrad"]), (settings["beta_1"], settings["beta_2"])
     group |= {"betas": betas, "amsgrad": amsgrad, "decoupled_weight_decay": True}
-    return group, [("exp_avg", "exp_avg_sq"), *([("max_exp_avg_sq",)] if amsgrad else [])]
+    return group, [("exp_avg", "exp_avg_sq"), *[("max_exp_avg_sq",)] * amsgrad]
 
 
 def _states(tree: Tree, saved: Mapping[str, Any]) -> tuple[Recorded, dict[str, Any], list[dict[str, Tensor]]]:
-    """What the optimiser is, the entries of torch's group, and the states in the order of the variables that it trained."""
+    """What the optimiser is, the entries of torch's group, and the states in the order of the trained variables."""
     kind, settings = saved["class_name"], saved["config"]
     if kind == "LossScaleOptimizer":
         return _states(tree["inner_optimizer"], settings["inner_optimizer"])
-    if str(saved.get("module")).partition(".")[0] != "keras":
+    if not _is_keras_own(saved):
         raise FileError(f"it was trained with {kind}, an optimiser of your own: train with Keras' Adam or AdamW")
     group, lists = _layout(kind, settings)
+    # The weights' average and the gradients that are added up come before the moments, and are not read.
     batches = settings.get("gradient_accumulation_steps")
-    before = [(key,) for key, kept in zip(_NOT_READ, (settings.get("use_ema"), batches), strict=True) if kept]
-    lists = [*before, *lists]
+    lists = [("",)] * (bool(settings.get("use_ema")) + bool(batches)) + lists
     head = 1 if isinstance(settings["learning_rate"], Mapping) else 2
     values = [tree["vars"][str(number)] for number in range(len(tree["vars"].keys() - {_NAME}))]
     count, rest = divmod(len(values) - head, sum(map(len, lists)))
     if rest or count < 0 or any(value.dim() for value in values[:head]) or values[0].is_floating_point():
         raise FileError(
-            f"its {kind} has {len(values)} variables, where {head} numbers and {sum(map(len, lists))} for each variable that it "
-            f"trained are expected: the layout is not known. {_AGAIN}"
+            f"its {kind} has {len(values)} variables, where {head} numbers and {sum(map(len, lists))} for each trained "
+            f"variable are expected: the layout is not known. {_AGAIN}"
         )
+    steps = int(values[0]) // (batches or 1)
     states: list[dict[str, Tensor]] = [{} for _ in range(count)]
     kept = iter(values[head:])
-    for keys in lists:
-        for state in states:
-            state |= {key: next(kept) for key in keys}
-    mixed = next((state for state in states if len({value.shape for value in state.values()}) > 1), None)
-    if mixed is not None:
-        shapes = {key: tuple(value.shape) for key, value in mixed.items()}
-        raise FileError(f"its {kind} has {shapes} for one variable: the layout is not known. {_AGAIN}")
-    steps = int(values[0]) // (batches or 1)
-    read = [{key: value for key, value in state.items() if key not in _NOT_READ} for state in states]
-    counted = [{**state, "step": torch.tensor(float(steps))} for state in read]
-    return Recorded(step=steps, optimizer=kind), group, counted
+    for keys, state in itertools.product(lists, states):
+        state |= {key: next(kept) for key in keys}
+        if len({value.shape for value in state.values()}) > 1:
+            shapes = {key: tuple(value.shape) for key, value in state.items() if key}
+            raise FileError(f"its {kind} has {shapes} for one variable: the layout is not known. {_AGAIN}")
+    for state in states:
+        state.pop("", None)
+        state["step"] = torch.tensor(float(steps))
+    return Recorded(step=steps, optimizer=kind), group, states
 
 
 def _keys(states: Sequence[Mapping[str, Tensor]], variables: Sequence[_Variable], ordered: bool) -> Sequence[str | int]:
@@ -265,22 +261,14 @@ def _contents(config: Mapping[str, Any], tree: Tree) -> Contents:
     )
 
 
-@contextmanager
-def _parts(path: Path) -> Iterator[tuple[Part, Part]]:
-    if path.is_dir():
-        with Part.of(path / _CONFIG) as config, Part.of(path / _WEIGHTS) as weights:
-            yield config, weights
-    else:
-        with Part.of(path) as part:
-            members = zip_members(part)
-            yield members[_CONFIG], members[_WEIGHTS]
-
-
 def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "Keras saves one model and its optimiser", weights_key=weights_key, optimizer_key=optimizer_key)
     try:
-        with _parts(path) as (config, weights):
-            return _contents(json.loads(config.read().decode("utf-8")), _load(weights))
+        if path.is_dir():
+            members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
+        else:
+            members = zip_members(mapped(path))
+        return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
     except FileError as error:
         raise FileError(f"{path}: {error}") from None
     except DAMAGED as error:
@@ -290,20 +278,14 @@ def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) 
 def _is_keras(path: Path, head: bytes) -> bool:
     if path.is_dir():
         return (path / _CONFIG).is_file() and (path / _WEIGHTS).is_file()
-    if not head.startswith(b"PK\x03\x04"):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {_CONFIG, _WEIGHTS} <= set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
+    return names_in_zip(path, head) >= {_CONFIG, _WEIGHTS}
 
 
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     raise FileError(
-        f"{path} is an HDF5 file alone. Where Keras' model.save_weights wrote it, it has the optimiser's variables, but says "
-        "neither which optimiser it was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then "
-        "model.optimizer.build(model.trainable_variables), model.load_weights(…) and model.save('model.keras'): that is read"
+        f"{path} is an HDF5 file alone: where Keras' model.save_weights wrote it, it says neither which optimiser it "
+        "was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then model.load_weights(…) "
+        "after model.optimizer.build(model.trainable_variables), and model.save('model.keras'): that is read"
     )
 
 

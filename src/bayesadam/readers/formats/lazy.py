@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Lazy(Mapping[str, Any]):
-    """Tensors by name, each read from the disk whenever it is accessed, and never cached: hold on to what is needed twice.
+    """Tensors by name, read from the disk on every access and never cached: hold on to what is needed twice.
 
     Args:
         outline: the same dictionary, nested or not, with tensors on the meta device, so without values; what is known
@@ -33,9 +33,6 @@ class Lazy(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self.outline
-
-    def __repr__(self) -> str:
-        return f"Lazy({', '.join(self)})"
 
 
 def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:

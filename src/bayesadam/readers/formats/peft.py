@@ -1,8 +1,8 @@
-"""Folders of PEFT's adapters, and the model behind one: built without values, where its base model's `config.json` is at hand.
+"""Folders of PEFT's adapters, and the model behind one: built without values from its base model's `config.json`.
 
-An adapter's file keeps no order of its tensors, and the optimiser numbers them in the model's. That order follows from the
-base model's configuration and the adapter's. Nothing is fetched, and no code is run that a file names; what was built is
-used only if it has exactly the tensors of the file, in number, name and shape.
+An adapter's file keeps no order of its tensors, and the optimiser numbers them in the model's. That order follows from
+the base model's configuration and the adapter's. Nothing is fetched, and no code is run that a file names; what was
+built is used only if it has exactly the tensors of the file, in number, name and shape.
 """
 
 import itertools
@@ -17,34 +17,18 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
+from bayesadam.readers.formats import huggingface as hf
 from bayesadam.readers.formats.contents import Contents, Rules
-from bayesadam.readers.formats.huggingface import (
-    CHECKPOINT,
-    OPTIMIZERS,
-    STATE,
-    Orders,
-    build_model,
-    decay_orders,
-    distinct,
-    files_of,
-    folder_format,
-    names_more,
-    read_json,
-    read_weights,
-    recorded_in,
-    summary_of,
-)
 from bayesadam.readers.formats.pickles import said
 from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.reader import has_tensors, parameter_shape
 
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_ADAPTER_CONFIG = "adapter_config.json"
-_CONFIG = "config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
 # The Hub's own rule, as far as it matters.
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
@@ -56,16 +40,6 @@ _DECIDING = (
     *("layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "ensure_weight_tying"),
     *("task_type", "r", "rank_pattern", "bias", "lora_bias", "use_dora", "fan_in_fan_out"),
     *("decompose_both", "decompose_factor", "use_effective_conv2d"),
-)
-# Variants of LoRA with parameters of other shapes, or more of them.
-_VARIANTS = (
-    "arrow_config",
-    "kasa_config",
-    "megatron_config",
-    "monteclora_config",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
 )
 # transformers' tables of classes, by the adapter's task.
 _TABLES = {
@@ -80,36 +54,28 @@ _TABLES = {
 _RESIZED = ("num_labels", "vocab_size")
 _PASS_IT = "pass the model (Posterior.from_checkpoint), or param_names=[...]"
 
-Shapes = Mapping[str, torch.Size]
-# In the file and in the model.
+# A tensor's shape in the file and in the model; None where it is missing.
 Pair = tuple[torch.Size | None, torch.Size | None]
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What was saved: the folder that was asked for, the one that the adapter is in, its configuration, and its shapes."""
+    """The folder that was given, the one with the adapter, its name, its configuration, and its tensors' shapes."""
 
     path: Path
     folder: Path
+    name: str
     config: Mapping[str, Any]
-    shapes: Shapes
-
-    @property
-    def name(self) -> str:
-        """As PEFT calls it: an adapter of another name has a folder of that name."""
-        return "default" if self.folder == self.path else self.folder.name
+    shapes: Mapping[str, torch.Size]
 
 
 def _adapters_in(path: Path) -> list[Path]:
-    """The folders with an adapter: the one called 'default' is at the top, others in a folder with their name.
-
-    The latter only with what the Trainer wrote.
-    """
-    there = files_of(path)
+    """The folders with an adapter: 'default' is at the top; others, beside what the Trainer wrote, have their own."""
+    there = hf.files_of(path)
     own = [path] if _ADAPTER_CONFIG in there else []
-    if not own and there.isdisjoint({STATE, *OPTIMIZERS}):
+    if not own and there.isdisjoint({hf.STATE, *hf.OPTIMIZERS}):
         return []
-    inner = sorted(path / name for name in there if not CHECKPOINT.fullmatch(name))
+    inner = sorted(path / name for name in there if not hf.CHECKPOINT.fullmatch(name))
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
@@ -119,110 +85,105 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     if len(folders) > 1:
         described = ", ".join(repr("default" if folder == path else folder.name) for folder in folders)
         raise FileError(
-            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser for all: read them from the "
+            f"{path} holds {len(folders)} adapters, {described}, and one state of the optimiser: read them from the "
             "live model and optimiser (Posterior.from_optimizer), or train one at a time"
         )
-    config = read_json(folders[0] / _ADAPTER_CONFIG)
+    config = hf.read_json(folders[0] / _ADAPTER_CONFIG)
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
-    weights, _ = read_weights(folders[0], _ADAPTER_WEIGHTS)
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    told = optimizer is not None and _told_by_shapes(shapes, optimizer)
-    build = None if told else partial(_adapter_model, _Adapter(path, folders[0], config, shapes))
-    return Contents(
-        weights=weights,
-        optimizer=optimizer,
-        summary=summary_of(path, weights),
-        recorded=recorded_in(path),
-        rules=Rules(
-            model=build,
-            names=partial(_adapter_names, path, shapes),
-            orders=partial(_adapter_orders, path, shapes, optimizer),
-            partial=True,
-        ),
+    weights, _ = hf.read_weights(folders[0], _WEIGHTS)
+    # An adapter of another name than PEFT's first has a folder of that name.
+    name = "default" if folders[0] == path else folders[0].name
+    adapter = _Adapter(path, folders[0], name, config, {key: tensor.shape for key, tensor in weights.items()})
+    # No order is needed where every state has the shape of one tensor alone.
+    counts = Counter(adapter.shapes.values())
+    states = [] if optimizer is None else [parameter_shape(s) for s in optimizer["state"].values() if has_tensors(s)]
+    clear = optimizer is not None and all(shape is not None and counts[shape] == 1 for shape in states)
+    rules = Rules(
+        model=None if clear else partial(_adapter_model, adapter),
+        names=partial(_adapter_names, adapter),
+        orders=partial(_adapter_orders, adapter, optimizer),
+        partial=True,
     )
+    record, summary = hf.trainer_record(path), hf.summary_of(path, weights)
+    return Contents(weights, optimizer, summary, recorded=record, rules=rules)
 
 
-def _adapter_names(path: Path, shapes: Shapes, model: nn.Module) -> dict[str, str]:
+def _compared(adapter: _Adapter, model: nn.Module, name: str) -> tuple[dict[str, str], dict[str, Pair]]:
+    """The model's names by those under which PEFT saves its adapter `name`, and what differs from the file."""
+    own, shapes, peft = hf.tensors_of(model), adapter.shapes, require("peft")
+    try:
+        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
+        tensors = peft.get_peft_model_state_dict(model, dict(own), adapter_name=name, save_embedding_layers=False)
+    except Exception as error:
+        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {name!r} ({error})") from error
+    known = {id(tensor): key for key, tensor in own.items()}
+    known |= {id(parameter): key for key, parameter in model.named_parameters()}
+    saved = {key: known[id(tensor)] for key, tensor in tensors.items() if id(tensor) in known}
+    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
+    names = {key: key for key in own} | {f"base_model.model.{key}": held for key, held in saved.items()} | saved
+    both = {key: (shapes.get(key), own[names[key]].shape if key in names else None) for key in {**shapes, **saved}}
+    return names, {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+
+
+def _difference(key: str, pair: Pair) -> str:
+    stored, built = pair
+    if stored is None or built is None:
+        return f"{key!r} is {'not ' if stored is None else ''}in the adapter and {'not ' if built is None else ''}in"
+    return f"{key!r} has shape {tuple(stored)} in the adapter and {tuple(built)} in"
+
+
+def _adapter_names(adapter: _Adapter, model: nn.Module) -> dict[str, str]:
     """The model's name for each stored one: PEFT leaves out the name of the adapter."""
-    adapters = getattr(model, "peft_config", None)
-    if not isinstance(adapters, Mapping) or not adapters:
+    kind = type(model).__name__
+    load = f"peft.PeftModel.from_pretrained(model, {str(adapter.path)!r}, is_trainable=True)"
+    known = getattr(model, "peft_config", None)
+    if not isinstance(known, Mapping) or not known:
+        raise MatchError(f"{adapter.path} holds an adapter, and {kind} has none: pass the model with it, {load}")
+    fitting: dict[str, dict[str, str]] = {}
+    misfits: list[str] = []
+    for name in known:
+        names, differing = _compared(adapter, model, name)
+        wrong = [_difference(key, pair) for key, pair in differing.items() if key in adapter.shapes]
+        misfits += wrong[:1]
+        if not wrong:
+            fitting[name] = {key: names[key] for key in adapter.shapes}
+    if not fitting:
         raise MatchError(
-            f"{path} holds an adapter, and {type(model).__name__} has none: pass the model with it, "
-            f"peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+            f"{adapter.path} is another model's adapter: {misfits[0]} {kind}. Build it with the configuration in "
+            f"{_ADAPTER_CONFIG}"
         )
-    own = _tensors_of(model)
-    by_adapter = {adapter: _saved_names(model, own, adapter) for adapter in adapters}
-    fitting = {
-        adapter: {key: names[key] for key in shapes}
-        for adapter, names in by_adapter.items()
-        if all(key in names and own[names[key]].shape == shape for key, shape in shapes.items())
-    }
     if len(fitting) > 1:
         raise MatchError(
-            f"{path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: pass the "
-            f"model with that one alone, peft.PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
-        )
-    if not fitting:
-        names = next(iter(by_adapter.values()))
-        key = next(key for key, shape in shapes.items() if key not in names or own[names[key]].shape != shape)
-        described = f"shape {tuple(own[names[key]].shape)}" if key in names else "nothing of the kind"
-        raise MatchError(
-            f"{path} is another model's adapter: {key!r} has shape {tuple(shapes[key])} in the file, and the model has "
-            f"{described}. Build it with the configuration in {_ADAPTER_CONFIG}"
+            f"{adapter.path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: "
+            f"pass the model with that one alone, {load}"
         )
     return next(iter(fitting.values()))
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-
-
-def _saved(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
-    """The model's names by those under which PEFT saves the adapter, identified by the tensors themselves."""
-    peft = require("peft")
-    try:
-        # Embeddings, which PEFT may save as well, keep their names; to find out whether it does, it may go online.
-        saved = peft.get_peft_model_state_dict(model, dict(own), adapter_name=adapter, save_embedding_layers=False)
-    except Exception as error:
-        raise MatchError(f"PEFT cannot tell the weights of the model's adapter {adapter!r} ({error})") from error
-    names = {id(tensor): name for name, tensor in own.items()}
-    names |= {id(parameter): name for name, parameter in model.named_parameters()}
-    return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
-
-
-def _saved_names(model: nn.Module, own: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
-    """The same with every other tensor, which keeps its name."""
-    found = _saved(model, own, adapter)
-    # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
-    inside = {f"base_model.model.{key}": name for key, name in found.items()}
-    return {name: name for name in own} | inside | found
-
-
-def _adapter_orders(path: Path, shapes: Shapes, optimizer: Mapping[str, Any] | None, model: nn.Module) -> Orders:
+def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, model: nn.Module) -> hf.Orders:
     """The Trainer's orders of what the file holds: whatever else was trained is lost, and that is refused."""
-    held = set(_adapter_names(path, shapes, model).values())
+    held = set(_adapter_names(adapter, model).values())
     named = dict(model.named_parameters())
     stored = [name for name in named if name in held]
     trained = [name for name in stored if named[name].requires_grad]
-    answers = distinct([*decay_orders(model, trained), *decay_orders(model, stored), [list(named)]])
+    answers = hf.distinct([*hf.decay_orders(model, trained), *hf.decay_orders(model, stored), [list(named)]])
     if optimizer is None:
         return answers
     groups = [group["params"] for group in optimizer["param_groups"]]
-    keys = [key for group in groups for key in group]
-    idle = {place for place, key in enumerate(keys) if not has_tensors(optimizer["state"].get(key))}
+    keys = list(itertools.chain(*groups))
+    idle = {number for number, key in enumerate(keys) if not has_tensors(optimizer["state"].get(key))}
     answers = [
         answer
         for answer in answers
         if list(map(len, answer)) == list(map(len, groups))
-        and all(name in held or place in idle for place, name in enumerate(itertools.chain(*answer)))
+        and all(name in held or number in idle for number, name in enumerate(itertools.chain(*answer)))
     ]
     if not answers and not all(isinstance(key, str) for key in keys):
         raise MatchError(
-            f"{path}: the optimiser has groups of {' and '.join(str(len(group)) for group in groups)} parameters, the "
-            f"adapter {len(stored)} tensors: something was trained that is not in the file, or the optimiser was not "
-            "the Trainer's own. Pass param_names=[...], the parameter names in the optimiser's order, or read it from "
-            "the live model and optimiser (Posterior.from_optimizer)"
+            f"{adapter.path}: the optimiser has {len(keys)} parameters, the adapter {len(stored)} tensors: something "
+            "was trained that is not in the file, or the optimiser was not the Trainer's own. Pass param_names=[...] "
+            "in the optimiser's order, or read it from the live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
 
@@ -230,38 +191,33 @@ def _adapter_orders(path: Path, shapes: Shapes, optimizer: Mapping[str, Any] | N
 def _adapter_model(adapter: _Adapter) -> nn.Module:
     """The model that was trained, on the meta device; of the classes that may be meant, the first that fits."""
     kind = adapter.config["peft_type"]
-    special = [key for key in _VARIANTS if adapter.config.get(key)]
-    if kind not in _KINDS or special:
-        described = f"{kind} with {special[0]}" if kind in _KINDS else said(kind)
-        raise MatchError(
-            f"{adapter.path} holds an adapter of the kind {described}, which is not built here: {_PASS_IT}"
-        )
+    if kind not in _KINDS:
+        raise MatchError(f"{adapter.path} holds an adapter of kind {said(kind)}, which is not built here: {_PASS_IT}")
     for package in ("transformers", "peft"):
         require(package)
     source = _base_config(adapter)
-    config = read_json(source)
-    if names_more(config):
+    config = hf.read_json(source)
+    if hf.names_more(config):
         raise MatchError(
             f"{source} names code of its own or a backbone, and neither is loaded: build the model as it was built for "
             f"training, and {_PASS_IT}"
         )
-    classes = _classes(adapter.config, config)
-    if not classes:
-        raise MatchError(
-            f"neither {source} nor {adapter.folder / _ADAPTER_CONFIG} says which class of transformers the model is of: "
-            f"{_PASS_IT}"
-        )
     refusals: list[MatchError] = []
-    for name in classes:
+    for name in _classes(adapter.config, config):
         try:
             return _fitted(adapter, source, name, config)
         except MatchError as refusal:
             refusals.append(refusal)
-    raise refusals[0]
+    if refusals:
+        raise refusals[0]
+    raise MatchError(
+        f"neither {source} nor {adapter.folder / _ADAPTER_CONFIG} says which class of transformers the model is of: "
+        f"{_PASS_IT}"
+    )
 
 
 def _base_config(adapter: _Adapter) -> Path:
-    """The base model's `config.json`: beside the adapter, where its configuration says, above it, or in the Hub's cache.
+    """The base model's `config.json`: beside the adapter, where that says, above it, or in the Hub's cache.
 
     The adapter's own folder is first, so that a file put there is the one that counts.
     """
@@ -269,16 +225,23 @@ def _base_config(adapter: _Adapter) -> Path:
     # A share would be looked for on the network.
     base = named if isinstance(named, str) and not PureWindowsPath(named).drive.startswith("\\") else ""
     above = Path(os.path.abspath(adapter.path)).parent
-    places = [adapter.folder, adapter.path]
-    if base:
-        places += [Path(base), *(place / PureWindowsPath(base).name for place in (adapter.path, above))]
-    for place in [*places, above]:
-        if os.path.isfile(place / _CONFIG) and _is_model(read_json(place / _CONFIG)):
-            return place / _CONFIG
+    last = PureWindowsPath(base).name
+    beside = [Path(base), adapter.path / last, above / last] if base else []
+    candidates = [folder / _CONFIG for folder in (adapter.folder, adapter.path, *beside, above)]
     in_hub = _REPOSITORY.fullmatch(base) is not None
-    cached = _in_cache(base, revision if isinstance(revision, str) else None) if in_hub else None
-    if cached is not None and _is_model(read_json(cached)):
-        return cached
+    if in_hub:
+        try:
+            cached = require("huggingface_hub").try_to_load_from_cache(
+                base, _CONFIG, revision=revision if isinstance(revision, str) else None
+            )
+        except ValueError:
+            # No name of a repository.
+            cached = None
+        candidates += [Path(cached)] if isinstance(cached, str) else []
+    for path in candidates:
+        # Other things are called config.json, too.
+        if os.path.isfile(path) and isinstance(hf.read_json(path).get("model_type"), str):
+            return path
     fetch = f", or fetch it into the cache with `hf download {base} {_CONFIG}`" if in_hub else ""
     raise MatchError(
         f"{adapter.path} holds an adapter, whose optimiser has the parameters in the order of the base model, and the "
@@ -287,60 +250,35 @@ def _base_config(adapter: _Adapter) -> Path:
     )
 
 
-def _is_model(config: Mapping[str, Any]) -> bool:
-    """Whether it is transformers', and not what else is called so."""
-    return isinstance(config.get("model_type"), str)
-
-
-def _in_cache(repository: str, revision: str | None) -> Path | None:
-    """What was fetched from the Hub before; nothing is fetched now."""
-    hub = require("huggingface_hub")
-    try:
-        found = hub.try_to_load_from_cache(repository, _CONFIG, revision=revision)
-    except ValueError:
-        # No name of a repository.
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
 def _classes(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The names of transformers' classes that the base model may be of: as PEFT noted, by the task, as in `config.json`."""
-    noted = adapter.get("auto_mapping")
+    """The classes of transformers that the base model may be of: as PEFT noted, by the task, as in `config.json`."""
+    noted, task, own = adapter.get("auto_mapping"), adapter.get("task_type"), config.get("architectures")
     if isinstance(noted, Mapping) and isinstance(noted.get("base_model_class"), str):
         return [noted["base_model_class"]]
-    task = adapter.get("task_type")
-    table = getattr(
-        require("transformers.models.auto.modeling_auto"), _TABLES.get(task, "") if isinstance(task, str) else "", {}
-    )
-    own = config.get("architectures")
+    tables = require("transformers.models.auto.modeling_auto")
+    table = getattr(tables, _TABLES.get(task, "") if isinstance(task, str) else "", {})
     found = [table.get(config["model_type"]), *(own if isinstance(own, list) and len(own) == 1 else [])]
     return list(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
 def _fitted(adapter: _Adapter, source: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of this class with the adapter, if it has exactly the tensors that the file has."""
-
-    def made(wanted: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Pair]]:
-        model = _with_adapter(build_model(source, name, wanted), adapter)
-        return model, _differing(model, adapter)
-
-    model, differing = made(config)
-    changes = _resized(model, differing)
+    model = _with_adapter(hf.build_model(source, name, config), adapter)
+    differing = _compared(adapter, model, adapter.name)[1]
+    sizes = {entry: getattr(getattr(model, "config", None), entry, None) for entry in _RESIZED}
+    alike = [(one[0], other[0]) for one, other in differing.values() if one and other and one[1:] == other[1:]]
+    changes = {entry: new for new, old in reversed(alike) for entry, size in sizes.items() if size == old}
     if changes:
         replaced = {"id2label", "label2id"} if "num_labels" in changes else set()
-        model, differing = made({key: value for key, value in config.items() if key not in replaced} | changes)
-    if not differing:
-        return model
-    key, (stored, built) = next(iter(differing.items()))
-    described = f"{key!r} has shape {tuple(stored or ())} in the adapter and {tuple(built or ())} in"
-    if stored is None or built is None:
-        described = (
-            f"{key!r} is {'not ' if stored is None else ''}in the adapter and {'not ' if built is None else ''}in"
+        changed = {key: value for key, value in config.items() if key not in replaced} | changes
+        model = _with_adapter(hf.build_model(source, name, changed), adapter)
+        differing = _compared(adapter, model, adapter.name)[1]
+    if differing:
+        raise MatchError(
+            f"{source} is not the {_CONFIG} of this adapter's base model: {_difference(*next(iter(differing.items())))}"
+            f" the {name} that it describes. Copy the right one into {adapter.folder}; or {_PASS_IT}"
         )
-    raise MatchError(
-        f"{source} is not the {_CONFIG} of this adapter's base model: {described} the {name} that it describes. Copy the "
-        f"right one into {adapter.folder}; or {_PASS_IT}"
-    )
+    return model
 
 
 def _with_adapter(model: nn.Module, adapter: _Adapter) -> nn.Module:
@@ -364,30 +302,4 @@ def _with_adapter(model: nn.Module, adapter: _Adapter) -> nn.Module:
     return made
 
 
-def _differing(model: nn.Module, adapter: _Adapter) -> dict[str, Pair]:
-    """What differs between the file and what PEFT would save of the model: the shape in either, None where it is missing."""
-    own = _tensors_of(model)
-    shapes, saved = adapter.shapes, _saved(model, own, adapter.name)
-    # Embeddings, which PEFT may have saved as well, keep their names.
-    built = {name: tensor.shape for name, tensor in own.items()} | {key: own[name].shape for key, name in saved.items()}
-    both = ((key, (shapes.get(key), built.get(key))) for key in {**shapes, **saved})
-    return {key: pair for key, pair in both if pair[0] != pair[1]}
-
-
-def _resized(model: nn.Module, differing: Mapping[str, Pair]) -> dict[str, int]:
-    """The entries of `config.json` that were set for training, as what differs tells them."""
-    sizes = {entry: getattr(getattr(model, "config", None), entry, None) for entry in _RESIZED}
-    alike = [
-        (stored[0], built[0]) for stored, built in differing.values() if stored and built and stored[1:] == built[1:]
-    ]
-    return {entry: new for new, old in reversed(alike) for entry, size in sizes.items() if size == old}
-
-
-def _told_by_shapes(shapes: Shapes, optimizer: Mapping[str, Any]) -> bool:
-    """Whether no order is needed: every state has the shape of one tensor alone."""
-    counts = Counter(shapes.values())
-    states = [state for state in optimizer["state"].values() if has_tensors(state)]
-    return all((shape := parameter_shape(state)) is not None and counts[shape] == 1 for state in states)
-
-
-ADAPTER = folder_format("PEFT adapter", lambda path, head: path.is_dir() and bool(_adapters_in(path)), _adapter_with)
+ADAPTER = hf.folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _adapter_with)

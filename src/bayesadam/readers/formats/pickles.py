@@ -1,78 +1,73 @@
-"""Pickles as data: what a file says is built, read without importing or calling anything it names.
+"""Pickles as data: Python's own unpickler, closed, so that nothing a file names is imported or called.
 
-A name that is not known here becomes a `Name`, and what the file would build by it a `StandIn`, which holds the name and
-all that was given to it. The few known names, in the table that `load` is given, are functions of ours.
+A class or function in a pickle becomes a `Name`, and what the file would build with it a `StandIn`, which records the
+name and all that was given to it. The few names that build tensors, numbers and containers call functions of this
+module.
+
+`torch.load(pickle_module=...)` is not enough: it runs TorchScript, allocates what a file declares before it compares
+that with the file's size, does not report where in the file a storage lies, and Python's fast unpickler crashes on
+hashes of deep keys and allocates the memo that a file asks for. So the unpickler is the one written in Python, with
+checked keys.
 """
 
 from __future__ import annotations
 
-import pickletools
+import math
+import pickle
+import re
+import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
 
 # A pickle of a model with a hundred thousand tensors has a few million.
 _MOST_OPCODES = 20_000_000
 _LONGEST_LINE = 1 << 20
-# Larger ones could be made to have equal hashes.
+# Larger keys could be made to have equal hashes.
 _LARGEST_KEY = 1 << 60
-# A tuple of tuples of one tuple has many in a few bytes, and its hash takes each.
+# A tuple of tuples of one tuple has many parts in a few bytes, and its hash visits each.
 _MOST_PARTS_OF_KEY = 32
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_MAKES = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-_GETS = ("GET", "BINGET", "LONG_BINGET")
-_NOTHING = ("PROTO", "FRAME", "READONLY_BUFFER")
-# Calls by which a file acts on the machine that unpickles it; in data there is no use for them.
-# In old protocols `subprocess` is called `commands`.
-_ACTING_MODULES = frozenset(
-    [
-        "os",
-        "posix",
-        "nt",
-        "subprocess",
-        "commands",
-        "shutil",
-        "socket",
-        "sys",
-        "runpy",
-        "pty",
-        "ctypes",
-        "importlib",
-        "webbrowser",
-    ]
+# An expanded tensor has more entries than its storage; none that anybody saves has more than this.
+_MOST_EXPANDED = 1 << 24
+# What acts on the machine that unpickles; data has no use for it. Python 2 calls `subprocess` `commands`.
+_MODULES = "os|posix|nt|subprocess|commands|shutil|socket|sys|runpy|pty|ctypes|importlib|webbrowser"
+_FUNCTIONS = "eval|exec|execfile|compile|open|__import__|input|breakpoint|print"
+_ACTING = re.compile(rf"({_MODULES})\..*|(builtins|__builtin__|io|_io)\.({_FUNCTIONS})", re.DOTALL)
+_SAME_NAME = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
+_STORAGES: dict[str, torch.dtype] = {name: getattr(torch, name.lower()) for name in _SAME_NAME}
+_STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Untyped": torch.uint8}
+_STORAGES |= {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError),
+    *(struct.error, OverflowError, MemoryError),
 )
-_ACTING = frozenset(
-    f"{module}.{name}"
-    for module in ("builtins", "__builtin__", "io", "_io")
-    for name in ("eval", "exec", "execfile", "compile", "open", "__import__", "input", "breakpoint", "print")
-)
+_NEW = ("copyreg.__newobj__", "copy_reg.__newobj__", "copyreg._reconstructor", "copy_reg._reconstructor")
 
 
 class BadPickle(ValueError):
-    """What a pickle says makes no sense."""
+    """The pickle makes no sense."""
 
 
 class HostilePickle(BadPickle):
-    """What a pickle says is to act on the machine."""
+    """The pickle would act on the machine."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name in a pickle, of a class or a function, that was not imported."""
+    """A class or function named in a pickle; it was not imported."""
 
     full: str
-
-    def __repr__(self) -> str:
-        return f"<{self.full}>"
 
 
 @dataclass(eq=False)
 class StandIn:
-    """What would have been built: by which name, from which arguments, with which state, items and pairs."""
+    """An object that was not built: its class or function, arguments, state, items and pairs."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -83,303 +78,188 @@ class StandIn:
     def __repr__(self) -> str:
         return f"<{self.name} object>"
 
-    def __getitem__(self, key: str) -> Any:
-        return self.state[key]
 
-    def get(self, key: str) -> Any:
-        """An entry of its state; None where there is none."""
-        return self.state.get(key)
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Memory of tensors, and the type of its entries."""
+
+    memory: torch.UntypedStorage
+    dtype: torch.dtype
+
+    def part(self, offset: int, count: int) -> Storage:
+        """Some of the entries."""
+        width = self.dtype.itemsize
+        return Storage(self.memory[offset * width : (offset + count) * width], self.dtype)
 
 
 Builders = Mapping[str, Callable[..., Any]]
 
 
 class Window:
-    """A part of a file for `load`: reads no further than its end, and no line that is absurdly long."""
+    """A file up to some position: reading beyond it, or a line that is absurdly long, is an error."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         self._file, self._end = file, end
-
-    def tell(self) -> int:
-        """Where it is, in the file."""
-        return self._file.tell()
+        self.tell = file.tell
 
     def read(self, count: int) -> bytes:
-        """So many bytes; none where there are fewer."""
-        return self._file.read(count) if 0 <= count <= self._end - self._file.tell() else b""
+        """Exactly this many bytes."""
+        if not 0 <= count <= self._end - self.tell():
+            raise BadPickle("it ends too early")
+        return self._file.read(count)
 
     def readline(self) -> bytes:
         """Up to the end of a line."""
-        return self._file.readline(min(_LONGEST_LINE, max(0, self._end - self._file.tell())))
+        return self._file.readline(min(_LONGEST_LINE, max(0, self._end - self.tell())))
 
 
-def load(
-    window: Window,
-    builders: Builders,
-    persistent: Callable[[Any], Any] | None = None,
-    constants: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
-    """What a pickle holds.
+def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The content of the pickle at the window's position.
 
-    Args:
-        window: where it begins.
-        builders: full name → what is made of the arguments, by a function of ours; one that raises `BadPickle` says that
-            it cannot be, and leaves a stand-in.
-        persistent: (id) → what the pickle refers to outside of itself.
-        constants: full name → the value that it stands for.
+    `builders` are functions of the pickled arguments by full name; where one fails, a stand-in is left.
+    `persistent` gives what the pickle refers to outside of itself, by its id.
     """
-    return _Machine(builders, persistent, constants).run(window)
-
-
-def _opcodes(window: Window) -> Iterator[tuple[str, Any]]:
     try:
-        for number, (code, argument, _) in enumerate(pickletools.genops(window)):  # type: ignore[arg-type]
-            if number == _MOST_OPCODES:
-                raise BadPickle(f"a pickle of more than {_MOST_OPCODES:,} steps")
-            yield code.name, argument
-    except (ValueError, IndexError, UnicodeDecodeError, OverflowError) as error:
-        raise BadPickle(str(error)) from None
+        return _Unpickler(window, builders, persistent).load()
+    except BadPickle:
+        raise
+    except _DAMAGE as error:
+        raise BadPickle(f"{type(error).__name__}: {error}") from None
 
 
-class _Machine:
-    """The stack, the marks and the memo of one pickle."""
+class _Counted(dict[int, Any]):
+    """The functions behind opcodes, for a limited number of steps."""
 
-    def __init__(
-        self, builders: Builders, persistent: Callable[[Any], Any] | None, constants: Mapping[str, Any]
-    ) -> None:
-        self._builders, self._persistent, self._constants = builders, persistent, constants
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    def __init__(self, opcodes: Mapping[int, Any]) -> None:
+        super().__init__(opcodes)
+        self._left = _MOST_OPCODES
 
-    def run(self, window: Window) -> Any:
-        try:
-            for name, argument in _opcodes(window):
-                if name == "STOP":
-                    return self._stack.pop()
-                self._step(name, argument)
-        except (IndexError, KeyError, TypeError, AttributeError) as error:
-            raise BadPickle(f"{type(error).__name__}: {error}") from None
-        raise BadPickle("it has no end")
+    def __getitem__(self, opcode: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise BadPickle(f"a pickle of more than {_MOST_OPCODES:,} steps")
+        return super().__getitem__(opcode)
 
-    def _step(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if argument is not None and name not in _NAMED_STEPS:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _MAKES:
-            stack.append(_MAKES[name]())
-        elif name in _PUTS:
-            self._memo[argument] = stack[-1]
-        elif name in _GETS:
-            stack.append(self._memo[argument])
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            made = tuple(stack[-count:])
-            if len(made) < count:
-                raise BadPickle("a tuple of more than there is")
-            stack[-count:] = [made]
-        elif name not in _NOTHING:
-            step = _STEPS.get(name)
-            if step is None:
-                raise BadPickle(f"opcode {name}, which no file of torch has")
-            step(self, argument)
 
-    def _marked(self) -> list[Any]:
-        """What lies above the last mark, off the stack."""
-        place = self._marks.pop()
-        found = self._stack[place:]
-        del self._stack[place:]
-        return found
+# Extensions are a registry of the process, not of the file; buffers lie outside of it.
+_REFUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
 
-    def _memoize(self, _: Any) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
 
-    def _mark(self, _: Any) -> None:
-        self._marks.append(len(self._stack))
+class _Unpickler(pickle._Unpickler):
+    """Replaces every opcode that calls something, changes an object, or takes a hash."""
 
-    def _pop(self, _: Any) -> None:
-        if self._marks and self._marks[-1] == len(self._stack):
-            self._marks.pop()
-        else:
-            self._stack.pop()
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
 
-    def _pop_mark(self, _: Any) -> None:
-        self._marked()
+    def __init__(self, window: Window, builders: Builders, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(window, encoding="latin1")
+        self._builders, self._persistent = builders, persistent
+        self.dispatch = _Counted(self.opcodes)  # type: ignore[misc]
 
-    def _dup(self, _: Any) -> None:
-        self._stack.append(self._stack[-1])
-
-    def _list(self, _: Any) -> None:
-        self._stack.append(self._marked())
-
-    def _tuple(self, _: Any) -> None:
-        self._stack.append(tuple(self._marked()))
-
-    def _frozenset(self, _: Any) -> None:
-        self._stack.append(frozenset(_key(item) for item in self._marked()))
-
-    def _dict(self, _: Any) -> None:
-        made: dict[Any, Any] = {}
-        _set(made, self._marked())
-        self._stack.append(made)
-
-    def _append(self, _: Any) -> None:
-        _extend(self._stack[-2], [self._stack.pop()])
-
-    def _appends(self, _: Any) -> None:
-        found = self._marked()
-        _extend(self._stack[-1], found)
-
-    def _additems(self, _: Any) -> None:
-        found = self._marked()
-        held = self._stack[-1]
-        if isinstance(held, set):
-            held.update(_key(item) for item in found)
-        else:
-            _extend(held, found)
-
-    def _setitem(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        _set(self._stack[-1], [key, value])
-
-    def _setitems(self, _: Any) -> None:
-        found = self._marked()
-        _set(self._stack[-1], found)
-
-    def _global(self, argument: Any) -> None:
-        module, _, name = argument.partition(" ")
-        self._stack.append(self._named(module, name))
-
-    def _stack_global(self, _: Any) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._named(module, name))
-
-    def _named(self, module: Any, name: Any) -> Any:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise BadPickle("a name that is no text")
+    def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        return self._constants.get(full, Name(full))
+        return _DTYPES.get(full, Name(full))
 
-    def _reduce(self, _: Any) -> None:
-        arguments, made = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._made(made, arguments))
-
-    def _newobj_ex(self, _: Any) -> None:
-        keywords, arguments, made = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        found = self._made(made, arguments)
-        if isinstance(found, StandIn) and isinstance(keywords, dict):
-            found.state = keywords
-        self._stack.append(found)
-
-    def _obj(self, _: Any) -> None:
-        made, *arguments = self._marked()
-        self._stack.append(self._made(made, tuple(arguments)))
-
-    def _inst(self, argument: Any) -> None:
-        module, _, name = argument.partition(" ")
-        self._stack.append(self._made(self._named(module, name), tuple(self._marked())))
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise BadPickle("it refers to something outside of itself")
+        return self._persistent(pid)
 
     def _made(self, what: Any, arguments: Any) -> Any:
-        """What a name makes of arguments: by one of ours, or a stand-in."""
+        """What a call gives: the result of a builder, or a stand-in."""
         if not isinstance(arguments, tuple):
             raise BadPickle(f"arguments that are no tuple but {type(arguments).__name__}")
         if isinstance(what, StandIn):
             return StandIn(f"what {what.name} returns", (what, *arguments))
         if not isinstance(what, Name):
             raise BadPickle(f"a call of {type(what).__name__}")
-        if what.full in _ACTING or what.full.partition(".")[0] in _ACTING_MODULES:
+        if _ACTING.fullmatch(what.full):
             raise HostilePickle(what.full)
-        if what.full in (
-            "copyreg.__newobj__",
-            "copy_reg.__newobj__",
-            "copyreg._reconstructor",
-            "copy_reg._reconstructor",
-        ):
-            # How an object of a class begins in old protocols.
-            made, *rest = arguments
-            return self._made(made, tuple(rest) if "newobj" in what.full else ())
-        builder = self._builders.get(what.full)
-        if builder is not None:
-            try:
-                return builder(*arguments)
-            except BadPickle:
-                pass
-        return StandIn(what.full, arguments)
+        if what.full in _NEW:
+            return self._made(arguments[0], arguments[1:] if "newobj" in what.full else ())
+        try:
+            return self._builders[what.full](*arguments)
+        except BadPickle:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError):
+            return StandIn(what.full, arguments)
 
-    def _build(self, _: Any) -> None:
-        state = self._stack.pop()
-        held = self._stack[-1]
+    def _call(self) -> None:
+        arguments, what = self.stack.pop(), self.stack.pop()
+        self.append(self._made(what, arguments))
+
+    def _call_with_keywords(self) -> None:
+        keywords, arguments = self.stack.pop(), self.stack.pop()
+        self.append((*arguments, keywords))
+        self._call()
+
+    def _instantiate(self, klass: Any, args: list[Any]) -> None:
+        self.append(self._made(klass, tuple(args)))
+
+    def _bytearray(self) -> None:
+        # Python's own allocates before it reads.
+        (count,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(count)))
+
+    def _build(self) -> None:
+        state, held = self.stack.pop(), self.stack[-1]
         if isinstance(held, StandIn):
             held.state = state
         elif isinstance(held, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
             # torch notes the modules' names with a state dict.
             held._metadata = state["_metadata"]  # type: ignore[attr-defined]
-        elif hasattr(held, "built"):
-            held.built(state)
 
-    def _persid(self, argument: Any) -> None:
-        self._refer(argument)
+    def _dict(self) -> None:
+        # `pop_mark` replaces the stack.
+        found = self.pop_mark()
+        self.append({})
+        self._set(found)
 
-    def _binpersid(self, _: Any) -> None:
-        self._refer(self._stack.pop())
+    def _frozenset(self) -> None:
+        found = self.pop_mark()
+        self.append(frozenset(map(_key, found)))
 
-    def _refer(self, found: Any) -> None:
-        if self._persistent is None:
-            raise BadPickle("it refers to something outside of itself")
-        self._stack.append(self._persistent(found))
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
 
+    def _set(self, found: list[Any]) -> None:
+        held = self.stack[-1]
+        pairs = held.pairs if isinstance(held, StandIn) else held
+        if not isinstance(pairs, dict) or len(found) % 2:
+            raise BadPickle(f"pairs for {type(held).__name__}")
+        for key, value in zip(found[::2], found[1::2], strict=True):
+            pairs[_key(key)] = value
 
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MEMOIZE": _Machine._memoize,
-    "MARK": _Machine._mark,
-    "POP": _Machine._pop,
-    "POP_MARK": _Machine._pop_mark,
-    "DUP": _Machine._dup,
-    "LIST": _Machine._list,
-    "TUPLE": _Machine._tuple,
-    "FROZENSET": _Machine._frozenset,
-    "DICT": _Machine._dict,
-    "APPEND": _Machine._append,
-    "APPENDS": _Machine._appends,
-    "ADDITEMS": _Machine._additems,
-    "SETITEM": _Machine._setitem,
-    "SETITEMS": _Machine._setitems,
-    "GLOBAL": _Machine._global,
-    "STACK_GLOBAL": _Machine._stack_global,
-    "REDUCE": _Machine._reduce,
-    "NEWOBJ": _Machine._reduce,
-    "NEWOBJ_EX": _Machine._newobj_ex,
-    "OBJ": _Machine._obj,
-    "INST": _Machine._inst,
-    "BUILD": _Machine._build,
-    "PERSID": _Machine._persid,
-    "BINPERSID": _Machine._binpersid,
-}
-# What has an argument that is not the value itself.
-_NAMED_STEPS = frozenset((*_STEPS, *_PUTS, *_GETS, *_NOTHING, "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"))
+    def _extend(self, found: list[Any]) -> None:
+        held = self.stack[-1]
+        if isinstance(held, set):
+            held.update(map(_key, found))
+        elif isinstance(held, StandIn | list):
+            (held.items if isinstance(held, StandIn) else held).extend(found)
+        else:
+            raise BadPickle(f"items for {type(held).__name__}")
 
-
-def _extend(held: Any, found: list[Any]) -> None:
-    if isinstance(held, StandIn):
-        held.items.extend(found)
-    elif isinstance(held, list):
-        held.extend(found)
-    else:
-        raise BadPickle(f"items for {type(held).__name__}")
-
-
-def _set(held: Any, found: list[Any]) -> None:
-    pairs = held.pairs if isinstance(held, StandIn) else held
-    if not isinstance(pairs, dict) or len(found) % 2:
-        raise BadPickle(f"pairs for {type(held).__name__}")
-    for key, value in zip(found[::2], found[1::2], strict=True):
-        pairs[_key(key)] = value
+    opcodes = {key: step for key, step in pickle._Unpickler.dispatch.items() if bytes([key]) not in _REFUSED} | {
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.NEWOBJ_EX[0]: _call_with_keywords,
+        pickle.BYTEARRAY8[0]: _bytearray,
+        pickle.BUILD[0]: _build,
+        pickle.DICT[0]: _dict,
+        pickle.FROZENSET[0]: _frozenset,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._extend(self.pop_mark()),
+    }
 
 
 def _key(value: Any) -> Any:
-    """A value that may be a key: a plain one, an object by its identity, or a small tuple of these."""
+    """A value whose hash is cheap: a plain one, an object by its identity, or a small tuple of these."""
     parts = [value]
     for part in parts:
         if isinstance(part, int) and abs(part) >= _LARGEST_KEY:
@@ -393,8 +273,84 @@ def _key(value: Any) -> Any:
     return value
 
 
+def storage_type(named: Any) -> torch.dtype:
+    """The type behind `torch.FloatStorage`.
+
+    >>> storage_type(Name("torch.FloatStorage")), storage_type(Name("torch.storage.UntypedStorage"))
+    (torch.float32, torch.uint8)
+    """
+    full = named.full if isinstance(named, Name) else ""
+    kind = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?_?(\w+)Storage", full)
+    if kind is None or kind[1] not in _STORAGES:
+        raise BadPickle(f"a storage of type {said(named)}")
+    return _STORAGES[kind[1]]
+
+
+def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
+    """A view of a storage, if it lies inside; torch itself would enlarge the storage."""
+    if isinstance(storage, Tensor):
+        raise TypeError("a tensor of a tensor")
+    if not isinstance(storage, Storage):
+        raise BadPickle(f"a tensor of {type(storage).__name__}")
+    shape, steps = tuple(size), tuple(stride)
+    numbers = (offset, *shape, *steps)
+    if len(shape) != len(steps) or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 64:
+        raise BadPickle("a tensor of an impossible size or stride")
+    kind = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
+    held = storage.memory.nbytes() // kind.itemsize
+    entries = math.prod(shape)
+    last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if entries else offset
+    if last > held or entries > max(held, _MOST_EXPANDED):
+        raise BadPickle(f"a tensor of size {shape!r} that needs {last} entries of a storage of {held}")
+    return torch.empty(0, dtype=kind).set_(storage.memory, offset, shape, steps)
+
+
+def _of_type(function: Name, _: Any, arguments: tuple[Any, ...], *__: Any) -> Tensor:
+    """A subclass of Tensor is read as the tensor that it is."""
+    return _TENSORS[function.full](*arguments)
+
+
+def _ordered(pairs: Any = (), *_: Any) -> OrderedDict[Any, Any]:
+    return OrderedDict((_key(key), value) for key, value in pairs)
+
+
+def _encoded(text: str, coding: str = "latin1") -> bytes:
+    """Bytes, which old protocols write as text."""
+    if coding not in ("latin1", "latin-1"):
+        raise TypeError("bytes in another coding")
+    return text.encode("latin1")
+
+
+def _scalar(kind: StandIn, raw: bytes) -> Any:
+    """A number or text of numpy's, as Python's."""
+    code, order = kind.arguments[0], kind.state[1]
+    if kind.name != "numpy.dtype" or order not in tuple("<>=|") or not re.fullmatch(r"[biufcSU]\d{1,4}", code):
+        raise TypeError(f"a number of {said(code)}")
+    return np.ndarray((), np.dtype(code).newbyteorder(order), raw)[()].item()
+
+
+_TENSORS: dict[str, Callable[..., Tensor]] = {
+    f"torch._utils._rebuild_tensor{version}": tensor for version in ("", "_v2", "_v3")
+}
+BUILDERS: Builders = {
+    **_TENSORS,
+    **{f"torch._utils._rebuild_parameter{end}": lambda data, *_: data for end in ("", "_with_state")},
+    **{f"torch.nn.parameter.{kind}": lambda data, *_: data for kind in ("Parameter", "Buffer")},
+    "torch.autograd.variable.Variable": lambda data, *_: data,
+    **{f"torch._tensor._rebuild_from_type{version}": _of_type for version in ("", "_v2")},
+    "torch.Size": torch.Size,
+    "collections.OrderedDict": _ordered,
+    "collections.defaultdict": lambda *_: OrderedDict(),
+    "_codecs.encode": _encoded,
+    # Empty bytes of old protocols.
+    **{f"{module}.bytes": lambda: b"" for module in ("builtins", "__builtin__")},
+    # The names of numpy's module in its version 2 and before.
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("_core", "core")},
+}
+
+
 def classes_in(tree: Any) -> tuple[str, ...]:
-    """The names of all stand-ins in what was read, in alphabetical order.
+    """The names of all stand-ins in a tree, sorted.
 
     >>> classes_in({"args": StandIn("argparse.Namespace", state={"lr": StandIn("omegaconf.FloatNode")}), "epoch": 3})
     ('argparse.Namespace', 'omegaconf.FloatNode')
@@ -410,10 +366,8 @@ def classes_in(tree: Any) -> tuple[str, ...]:
         if isinstance(value, StandIn):
             found.add(value.name)
             left += [value.arguments, value.state, value.items, value.pairs]
-        elif isinstance(value, Mapping):
-            left += value.values()
         else:
-            left += value
+            left += value.values() if isinstance(value, Mapping) else value
     return tuple(sorted(found))
 
 
@@ -421,7 +375,7 @@ def said(value: Any) -> str:
     """A value of a pickle for a message: itself where it is plain and short, else its type.
 
     >>> said(3), said(Name("torch.FloatStorage")), said([[1], [2]])
-    ('3', '<torch.FloatStorage>', 'a list')
+    ('3', "Name(full='torch.FloatStorage')", 'a list')
     """
     plain = value is None or isinstance(value, str | int | float | Name | StandIn)
     shown = f"{value!r}" if plain and not (isinstance(value, int) and abs(value) >= _LARGEST_KEY) else ""

@@ -1,118 +1,81 @@
-"""Files of `torch.save`, of all its formats, as data: tensors mapped or read, everything else a value or a stand-in.
+"""Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
-Since 1.6 torch writes a zip archive: a pickle, and a member for every storage, not compressed, so that it can be mapped.
-Before, it wrote five pickles one after the other, then the storages with their lengths; before 0.1.10 a tar archive.
-`pickle.dump` of tensors puts a file of the second kind into the pickle for every storage.
+Since 1.6 torch writes a zip archive: a pickle, and a member for every storage, not compressed, so that it can be
+mapped. Before, it wrote five pickles one after the other, then the storages with their lengths; before 0.1.10 a tar
+archive. `pickle.dump` of tensors puts a file of the second kind into the pickle for every storage.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import shutil
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
-from bayesadam.readers.formats.pickles import BadPickle, Window, load, said
-from bayesadam.readers.formats.torch_pickles import BUILDERS, CONSTANTS, Storage, storage_type, tensor
+from bayesadam.errors import FileError
+from bayesadam.readers.formats import pickles
+from bayesadam.readers.formats.contents import Contents, contents_of
+from bayesadam.readers.formats.modules import as_weights
+from bayesadam.readers.formats.networks import Keys
+from bayesadam.readers.formats.pickles import BUILDERS, BadPickle, HostilePickle, Storage, Window, unpickle
+from bayesadam.readers.formats.registry import Format
 
-_MAGIC = 0x1950A86A20F9469CFC6C
-_PROTOCOL = 1001
-_LOCAL_HEADER = 30
-_ALIGNED = 64
-_CHUNK = 1 << 20
+# What reading a damaged file may raise.
+DAMAGED = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(OverflowError, MemoryError, struct.error),
+)
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+# The first as pickle writes it.
+_MAGIC_BYTES = (b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"L1195470371460388013333")
+# How a dictionary begins in the protocols that have no mark of their own.
+_PICKLED = (b"\x80", b"(d", b"}", b"ccollections\n", b"(i", b"ccopy_reg\n")
+_LOCAL_HEADER, _ALIGNED, _CHUNK = 30, 64, 1 << 20
 # A storage may hold a pickle with a storage; nothing that anybody saves goes deeper.
 _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
-MOST_UNPACKED = 64
-# What reading an archive may raise, whichever kind it is.
-_UNREADABLE = (EOFError, OSError, OverflowError, struct.error, zlib.error)
-_OLD_NAMES = ("sys_info", "pickle", "storages", "tensors")
+_MOST_UNPACKED = 64
+_BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
+_UNREADABLE = (
+    *(EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError),
+    *(zipfile.BadZipFile, tarfile.TarError),
+)
+_OLD_NAMES = {"sys_info", "pickle", "storages", "tensors"}
 
 
-class Mapped:
-    """A file as memory, mapped when it is first asked for."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path, self._size = path, size
-        self._whole: Any = None
-
-    def memory(self, start: int, stop: int) -> torch.UntypedStorage:
-        """Some of its bytes."""
-        if self._whole is None:
-            self._whole = torch.UntypedStorage.from_file(str(self._path), False, self._size)
-        found: torch.UntypedStorage = self._whole[start:stop]
-        return found
+def mapped(path: Path) -> memoryview:
+    """A file as memory; writing to it does not change the file."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some bytes of a file; `mapped` is None where they are in memory already."""
-
-    file: BinaryIO
-    start: int
-    length: int
-    mapped: Mapped | None
-
-    @classmethod
-    @contextmanager
-    def of(cls, path: Path) -> Iterator[Part]:
-        """A whole file."""
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            yield cls(file, 0, size, Mapped(path, size))
-
-    @classmethod
-    def of_bytes(cls, content: bytes) -> Part:
-        """What is in memory already."""
-        return cls(io.BytesIO(content), 0, len(content), None)
-
-    def inside(self, start: int, length: int) -> Part:
-        """A part of this part."""
-        if start < 0 or length < 0 or start + length > self.length:
-            raise BadPickle(f"bytes {start} to {start + length} of {self.length}")
-        return Part(self.file, self.start + start, length, self.mapped)
-
-    def window(self) -> Window:
-        """For a pickle at its beginning."""
-        self.file.seek(self.start)
-        return Window(self.file, self.start + self.length)
-
-    def read(self) -> bytes:
-        """All of it."""
-        self.file.seek(self.start)
-        return self.file.read(self.length)
-
-    def as_file(self) -> BinaryIO:
-        """A file of these bytes alone."""
-        return io.BufferedReader(_Slice(self.file, self.start, self.length))
-
-    def memory(self, itemsize: int) -> torch.UntypedStorage:
-        """The bytes as memory of tensors: mapped where they are at a multiple of an entry's size, else read."""
-        if not self.length:
-            return torch.empty(0, dtype=torch.uint8).untyped_storage()
-        if self.mapped is not None and self.start % itemsize == 0:
-            return self.mapped.memory(self.start, self.start + self.length)
-        made = torch.empty(self.length, dtype=torch.uint8)
-        self.file.seek(self.start)
-        if self.file.readinto(made.numpy()) != self.length:  # type: ignore[attr-defined]
-            raise BadPickle("fewer bytes than it should have")
-        return made.untyped_storage()
+def inside(view: memoryview, start: int, length: int) -> memoryview:
+    """Some of the bytes, all of which are there."""
+    if start < 0 or length < 0 or start + length > len(view):
+        raise BadPickle(f"bytes {start} to {start + length} of {len(view)}")
+    return view[start : start + length]
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
+    """Bytes as the memory of tensors, copied where they do not start at a multiple of an entry's size."""
+    if not view:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    found = torch.frombuffer(view, dtype=torch.uint8)
+    return (found.clone() if found.data_ptr() % itemsize else found).untyped_storage()
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._place = file, start, length, 0
+
+class _File(io.RawIOBase):
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._position = view, 0
 
     def readable(self) -> bool:
         return True
@@ -121,269 +84,286 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, (0, self._place, self._length)[whence] + offset)
-        return self._place
+        self._position = max(0, (0, self._position, len(self._view))[whence] + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
-        self._file.seek(self._start + self._place)
-        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined]
-        self._place += count
-        return count
+        found = self._view[self._position : self._position + len(buffer)]
+        buffer[: len(found)] = found
+        self._position += len(found)
+        return len(found)
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """What a file holds, and where in the file each storage is.
-
-    Attributes:
-        tree: the dictionary, or what else was saved.
-        parts: the bytes of each storage, by the address of its memory.
-        members: of an archive, the member behind each of these addresses.
-    """
-
-    tree: Any
-    parts: Mapping[int, Part]
-    members: Mapping[int, str]
+def as_file(view: memoryview) -> BinaryIO:
+    """Bytes as a file, without a copy of them."""
+    return io.BufferedReader(_File(view))
 
 
-def load_torch(part: Part, deep: int = 0) -> Loaded:
-    """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    head = part.inside(0, min(part.length, 4)).read()
-    if head == b"PK\x03\x04":
-        return _load_zip(part, deep)
-    if head[:1] != b"\x80" and is_tar(part):
-        return _load_tar(part)
-    return _load_pickles(part, deep)
-
-
-def is_tar(part: Part) -> bool:
-    """Whether it is a tar archive as torch wrote before 0.1.10."""
+def zip_members(view: memoryview) -> dict[str, memoryview]:
+    """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
+    found: dict[str, memoryview] = {}
+    left = _CHUNK + _MOST_UNPACKED * len(view)
     try:
-        named = part.length > 512 and part.inside(257, 5).read() == b"ustar"
-        return named and set(_OLD_NAMES) <= set(tar_members(part))
-    except BadPickle:
-        return False
-
-
-# --- zip, since 1.6 -------------------------------------------------------------------------------------------------
-
-
-def zip_members(part: Part) -> dict[str, Part]:
-    """The members of an archive that are not compressed, where they lie; compressed ones are read, if it is not a bomb."""
-    found: dict[str, Part] = {}
-    most = 2**20 + MOST_UNPACKED * part.length
-    try:
-        with zipfile.ZipFile(part.as_file()) as archive:
+        with zipfile.ZipFile(as_file(view)) as archive:
             for info in archive.infolist():
                 if info.is_dir():
                     continue
                 if info.compress_type == zipfile.ZIP_STORED:
-                    header = part.inside(info.header_offset, _LOCAL_HEADER).read()
-                    skipped = sum(struct.unpack("<HH", header[26:]))
-                    start = info.header_offset + _LOCAL_HEADER + skipped
-                    found[info.filename] = part.inside(start, info.file_size)
-                else:
-                    most -= info.file_size
-                    if most < 0:
-                        raise BadPickle(f"the archive unpacks to more than {MOST_UNPACKED} times its size")
-                    found[info.filename] = Part.of_bytes(archive.read(info))
-    except (*_UNREADABLE, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+                    header = inside(view, info.header_offset, _LOCAL_HEADER)
+                    start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+                    found[info.filename] = inside(view, start, info.file_size)
+                    continue
+                left -= info.file_size
+                if left < 0:
+                    raise BadPickle(_BOMB)
+                found[info.filename] = memoryview(bytearray(archive.read(info)))
+    except _UNREADABLE as error:
         raise BadPickle(f"no whole zip archive: {error}") from None
     return found
 
 
-def _load_zip(part: Part, deep: int) -> Loaded:
-    members = zip_members(part)
+def tar_members(view: memoryview) -> dict[str, memoryview]:
+    """The files of a tar archive by name; of one compressed by gzip in memory, unless that takes absurdly much."""
+    packed = bytes(view[:2]) == b"\x1f\x8b"
+    found: dict[str, memoryview] = {}
+    left = _CHUNK + _MOST_UNPACKED * len(view)
+    try:
+        with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
+            for member in archive:
+                left -= member.size if packed else 0
+                if left < 0:
+                    raise BadPickle(_BOMB)
+                if not member.isfile() or member.issparse():
+                    continue
+                file = archive.extractfile(member) if packed else None
+                content = memoryview(bytearray(file.read())) if file else inside(view, member.offset_data, member.size)
+                found[member.name.removeprefix("./")] = content
+    except BadPickle:
+        raise
+    except (*_UNREADABLE, ValueError) as error:
+        raise BadPickle(f"no whole tar archive: {error}") from None
+    return found
+
+
+class Loaded(NamedTuple):
+    """What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset."""
+
+    tree: Any
+    stored: Mapping[int, str | int]
+
+
+def load_torch(view: memoryview, depth: int = 0) -> Loaded:
+    """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
+    if bytes(view[:4]) == b"PK\x03\x04":
+        return _load_zip(view, depth)
+    if is_old_archive(view):
+        return _load_tar(view)
+    return _load_pickles(view, depth)
+
+
+def load_view(view: memoryview, name: str) -> Any:
+    """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
+    try:
+        return as_weights(load_torch(view).tree)
+    except HostilePickle as error:
+        raise FileError(
+            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+            "load it with torch.load(weights_only=False)"
+        ) from None
+    except DAMAGED as error:
+        raise damaged(name, "torch.save", error) from error
+
+
+def load_tree(path: Path) -> Any:
+    """What is in a file of `torch.save`; nothing that it names is imported or called."""
+    return load_view(mapped(path) if path.stat().st_size else memoryview(b""), str(path))
+
+
+def damaged(name: object, writer: str, error: BaseException) -> FileError:
+    """The error to raise for a file that cannot be read."""
+    reason = " ".join(str(error).split())[:160] or type(error).__name__
+    return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
+
+
+class _Reader:
+    """Pickles that follow each other in some bytes."""
+
+    def __init__(self, view: memoryview, depth: int = 0) -> None:
+        self.view, self._depth, self.file = view, depth, as_file(view)
+        self._window = Window(self.file, len(view))
+        self.read = self._window.read
+
+    def pickled(self, persistent: Callable[[Any], Any] | None = None, *, built: bool = True) -> Any:
+        """The next pickle; with `built=False` everything in it is a stand-in."""
+        builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested} if built else {}
+        return unpickle(self._window, builders, persistent)
+
+    def _nested(self, content: Any = b"", *_: Any) -> Any:
+        if not isinstance(content, bytes) or self._depth == _DEEPEST:
+            raise BadPickle("a storage in a storage in a storage")
+        return load_torch(memoryview(bytearray(content)), self._depth + 1).tree
+
+    def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
+        """The next storage, after its number of entries, and where it begins."""
+        (count,) = struct.unpack("<q", self.read(8))
+        start = self.file.tell()
+        held = inside(self.view, start, count * dtype.itemsize)
+        self.file.seek(start + len(held))
+        return Storage(as_memory(held, dtype.itemsize), dtype), start
+
+
+def _load_zip(view: memoryview, depth: int) -> Loaded:
+    members = zip_members(view)
     roots = [name.removesuffix("data.pkl") for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise BadPickle(f"an archive with {len(roots)} members data.pkl")
     root = roots[0]
-    order = members.get(f"{root}byteorder")
-    if order is not None and order.read() != b"little":
+    if bytes(members.get(f"{root}byteorder", b"little")) != b"little":
         raise BadPickle("its numbers are of a big-endian machine")
-    storages: dict[str, Storage] = {}
-    parts: dict[int, Part] = {}
-    behind: dict[int, str] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
 
-    def persistent(found: Any) -> Any:
+    def persistent(found: Any) -> Storage:
         kind, key = _described(found)
-        if key not in storages:
-            name = f"{root}data/{key}"
-            if name not in members:
-                raise BadPickle(f"it has no {name}")
-            memory = members[name].memory(kind.itemsize)
-            storages[key] = Storage(memory, kind)
-            parts[memory.data_ptr()], behind[memory.data_ptr()] = members[name], name
-        return Storage(storages[key].memory, kind)
+        name = f"{root}data/{key}"
+        if name not in members:
+            raise BadPickle(f"it has no {name}")
+        if name not in storages:
+            storages[name] = as_memory(members[name], kind.itemsize)
+        return Storage(storages[name], kind)
 
-    # In memory: storages are read from the same file meanwhile.
-    pickled = Part.of_bytes(members[f"{root}data.pkl"].read())
-    return Loaded(_pickled(pickled.window(), persistent, deep), parts, behind)
+    tree = _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
+    return Loaded(tree, {memory.data_ptr(): name for name, memory in storages.items()})
 
 
 def _described(found: Any) -> tuple[torch.dtype, str]:
-    """The type and the key that a file refers to a storage by."""
+    """The type and the key by which a file refers to a storage."""
     if not isinstance(found, tuple) or len(found) < 5 or found[0] not in ("storage", b"storage"):
         raise BadPickle("a reference to something else than a storage")
     _, kind, key = found[:3]
     if not isinstance(key, str | int):
         raise BadPickle("a storage without a key")
-    return storage_type(kind), str(key)
+    return pickles.storage_type(kind), str(key)
 
 
-def _pickled(window: Window, persistent: Callable[[Any], Any] | None, deep: int) -> Any:
-    def nested(content: Any = b"", *_: Any) -> Any:
-        if not isinstance(content, bytes) or deep == _DEEPEST:
-            raise BadPickle("a storage in a storage in a storage")
-        return load_torch(Part.of_bytes(content), deep + 1).tree
-
-    return load(window, {**BUILDERS, "torch.storage._load_from_bytes": nested}, persistent, CONSTANTS)
-
-
-# --- one pickle after the other, before 1.6 -------------------------------------------------------------------------
-
-
-def _load_pickles(part: Part, deep: int) -> Loaded:
-    window = part.window()
-    first = _pickled(window, None, deep)
-    if first != _MAGIC:
-        return Loaded(first, {}, {})
-    version, system = _pickled(window, None, deep), _pickled(window, None, deep)
+def _load_pickles(view: memoryview, depth: int) -> Loaded:
+    reader = _Reader(view, depth)
+    first = reader.pickled()
+    if not isinstance(first, int) or first != _MAGIC:
+        return Loaded(first, {})
+    version, system = reader.pickled(), reader.pickled()
     if version != _PROTOCOL:
-        raise BadPickle(f"a file of version {said(version)}")
+        raise BadPickle("a file of another version")
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
-    begin = window.tell()
     kinds: dict[str, torch.dtype] = {}
-    # Nothing is built in a first pass: the storages, whose types it has, come behind it.
-    load(window, {}, lambda found: _noted(found, kinds))
-    keys = _pickled(window, None, deep)
-    if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
-        raise BadPickle("no list of storages")
-    storages: dict[str, Storage] = {}
-    parts: dict[int, Part] = {}
-    place = window.tell() - part.start
-    for key in map(str, keys):
-        kind = kinds.get(key)
-        if kind is None:
-            raise BadPickle(f"storage {key!r}, to which nothing refers")
-        (count,) = struct.unpack("<q", part.inside(place, 8).read())
-        held = part.inside(place + 8, count * kind.itemsize)
-        storages[key] = Storage(held.memory(kind.itemsize), kind)
-        parts[storages[key].memory.data_ptr()] = held
-        place += 8 + held.length
+    storages: dict[str, tuple[Storage, int]] = {}
 
     def persistent(found: Any) -> Any:
         if isinstance(found, tuple) and found[:1] == ("module",):
             return found[1]
         kind, key = _described(found)
+        kinds[key] = kind
         if key not in storages:
-            raise BadPickle(f"it has no storage {key!r}")
-        view = found[5] if len(found) > 5 else None
-        memory = storages[key].memory
-        if view is not None:
-            _, offset, size = view
-            memory = memory[offset * kind.itemsize : (offset + size) * kind.itemsize]
-        return Storage(memory, kind)
+            return None
+        held = Storage(storages[key][0].memory, kind)
+        return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
-    part.file.seek(begin)
-    return Loaded(_pickled(Window(part.file, part.start + part.length), persistent, deep), parts, {})
-
-
-def _noted(found: Any, kinds: dict[str, torch.dtype]) -> Any:
-    """The type of a storage, by its key."""
-    if isinstance(found, tuple) and found[:1] == ("module",):
-        return found[1]
-    kind, key = _described(found)
-    kinds[key] = kind
-    return None
+    # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
+    begin = reader.file.tell()
+    reader.pickled(persistent, built=False)
+    for key in map(str, reader.pickled()):
+        storages[key] = reader.storage(kinds[key])
+    reader.file.seek(begin)
+    tree = reader.pickled(persistent)
+    return Loaded(tree, {held.memory.data_ptr(): start for held, start in storages.values()})
 
 
-# --- tar, before 0.1.10 ---------------------------------------------------------------------------------------------
-
-
-def tar_members(part: Part) -> dict[str, Part]:
-    """The files of a tar archive that is not compressed, where they lie."""
+def is_old_archive(view: memoryview) -> bool:
+    """Whether it is a tar archive with the four members that torch wrote before 0.1.10."""
     try:
-        with tarfile.open(fileobj=part.as_file(), mode="r:") as archive:
-            files = [member for member in archive if member.isfile() and not member.issparse()]
-            return {file.name.removeprefix("./"): part.inside(file.offset_data, file.size) for file in files}
-    except (*_UNREADABLE, tarfile.TarError, ValueError) as error:
-        raise BadPickle(f"no whole tar archive: {error}") from None
+        return bytes(view[257:262]) == b"ustar" and set(tar_members(view)) >= _OLD_NAMES
+    except BadPickle:
+        return False
 
 
-def _load_tar(part: Part) -> Loaded:
-    members = tar_members(part)
-    held, storages = members["storages"], {}
-    window = held.window()
-    parts: dict[int, Part] = {}
-    for _ in range(_count(_pickled(window, None, 0))):
-        key, _, kind = _pickled(window, None, 0)
-        dtype = storage_type(kind)
-        place = window.tell() - held.start
-        (count,) = struct.unpack("<q", held.inside(place, 8).read())
-        found = held.inside(place + 8, count * dtype.itemsize)
-        storages[key] = Storage(found.memory(dtype.itemsize), dtype)
-        parts[storages[key].memory.data_ptr()] = found
-        held.file.seek(found.start + found.length)
-    for target, root, offset, size in _pickled(window, None, 0):
-        kind = storages[root].dtype
-        memory = storages[root].memory[offset * kind.itemsize : (offset + size) * kind.itemsize]
-        storages[target] = Storage(memory, kind)
-    tensors: dict[Any, Any] = {}
-    listed = members["tensors"]
-    window = listed.window()
-    for _ in range(_count(_pickled(window, None, 0))):
-        key, storage, _ = _pickled(window, None, 0)
-        dims, _ = struct.unpack("<ii", window.read(8))
-        if not 0 <= dims <= 64:
-            raise BadPickle(f"a tensor of {dims} dimensions")
-        *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", window.read(8 * (2 * dims + 1)))
-        tensors[key] = tensor(storages[storage], offset, sizes[:dims], sizes[dims:])
-    known = {**storages, **tensors}
-    return Loaded(_pickled(members["pickle"].window(), lambda found: known[int(found)], 0), parts, {})
+def _load_tar(view: memoryview) -> Loaded:
+    members = tar_members(view)
+    known: dict[int, Any] = {}
+    reader = _Reader(members["storages"])
+    for _ in range(int(reader.pickled())):
+        key, _, kind = reader.pickled()
+        known[int(key)], _ = reader.storage(pickles.storage_type(kind))
+    for key, root, offset, size in reader.pickled():
+        known[int(key)] = known[int(root)].part(offset, size)
+    reader = _Reader(members["tensors"])
+    for _ in range(int(reader.pickled())):
+        key, storage, _ = reader.pickled()
+        (dims,) = struct.unpack("<I4x", reader.read(8))
+        *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
+        known[int(key)] = pickles.tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
+    return Loaded(_Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {})
 
 
-def _count(found: Any) -> int:
-    if not isinstance(found, int):
-        raise BadPickle("no number of storages or tensors")
-    return found
+def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
+    """Write the same file with other values for some weights; everything else is copied, byte for byte."""
+    view = mapped(source)
+    loaded = load_torch(view)
+    tree = as_weights(loaded.tree)
+    changed: dict[str | int, Tensor] = {}
+    for keys in positions:
+        old = tree
+        for part in keys:
+            old = next(old[key] for key in old if str(key) == part)
+        if not old.numel():
+            continue
+        memory = old.untyped_storage()
+        if memory.data_ptr() not in loaded.stored:
+            raise FileError(
+                f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
+                ".safetensors"
+            )
+        position = loaded.stored[memory.data_ptr()]
+        if position not in changed:
+            changed[position] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
+        held = changed[position].untyped_storage()
+        new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
+        new.copy_(weights(keys))
+    if bytes(view[:2]) == b"PK":
+        _rewrite_zip(view, changed, target)
+        return
+    shutil.copyfile(source, target)
+    with target.open("rb+") as file:
+        for start, content in changed.items():
+            file.seek(int(start))
+            file.write(content.numpy().tobytes())
 
 
-# --- written again --------------------------------------------------------------------------------------------------
-
-
-def rewrite(source: Path, changed: Callable[[Loaded], Mapping[int, bytes]], target: Path) -> None:
-    """The same file with other bytes in some of its storages, by the address of their memory; all else stays, to the byte."""
-    with Part.of(source) as part:
-        loaded = load_torch(part)
-        new = changed(loaded)
-        if loaded.members:
-            _rewrite_zip(part, {loaded.members[address]: content for address, content in new.items()}, target)
-            return
-        with target.open("wb") as file:
-            part.file.seek(0)
-            shutil.copyfileobj(part.file, file, _CHUNK)
-            for address, content in new.items():
-                file.seek(loaded.parts[address].start)
-                file.write(content)
-
-
-def _rewrite_zip(part: Part, changed: Mapping[str, bytes], target: Path) -> None:
-    with zipfile.ZipFile(part.as_file()) as old, target.open("wb") as file, zipfile.ZipFile(file, "w") as new:
+def _rewrite_zip(view: memoryview, changed: Mapping[str | int, Tensor], target: Path) -> None:
+    with zipfile.ZipFile(as_file(view)) as old, target.open("wb") as file, zipfile.ZipFile(file, "w") as new:
         for info in old.infolist():
-            content = changed.get(info.filename)
             large = info.file_size >= zipfile.ZIP64_LIMIT
             made = zipfile.ZipInfo(info.filename, info.date_time)
             # torch begins every member at a multiple of 64 bytes, so that it can be mapped.
-            begin = file.tell() + _LOCAL_HEADER + len(info.filename.encode()) + 4 + 20 * large
-            padding = -begin % _ALIGNED
+            padding = -(file.tell() + _LOCAL_HEADER + len(info.filename.encode()) + 4 + 20 * large) % _ALIGNED
             made.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
             made.file_size = info.file_size
             with new.open(made, "w", force_zip64=large) as out:
-                if content is not None:
-                    out.write(content)
+                if info.filename in changed:
+                    out.write(changed[info.filename].numpy().tobytes())
                 else:
                     with old.open(info) as member:
                         shutil.copyfileobj(member, out, _CHUNK)
+
+
+def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
+
+
+def _is_old(path: Path, head: bytes) -> bool:
+    named = head.rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
+    return any(magic in head for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
+
+
+TORCH = Format("torch", lambda path, head: head.startswith(b"PK\x03\x04"), _read, rewrite)
+OLD_TORCH = Format("torch before 1.6", _is_old, _read, rewrite)
+PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)

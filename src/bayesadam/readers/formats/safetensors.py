@@ -1,0 +1,169 @@
+"""Safetensors files: weights alone, or a saved posterior as a checkpoint; and checkpoints written with pruned weights.
+
+A posterior's second moments are the optimiser's state, its mode the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam._files import replacing
+from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tensors
+from bayesadam.errors import FileError, MatchError
+from bayesadam.readers.compression import expanded, moment, moment_shape
+from bayesadam.readers.formats.checkpoint import Checkpoint
+from bayesadam.readers.formats.contents import Contents, Recorded
+from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.names import identities
+from bayesadam.readers.formats.networks import Keys
+from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
+from bayesadam.readers.origin import RECORDED_MARK, Origin
+from bayesadam.readers.probes import PROBE_KEY, probe
+from bayesadam.readers.published import BETA_KEY, MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
+from bayesadam.readers.rotated import LEFT_KEY, RIGHT_KEY
+
+_ROLE = "second_moment"
+_SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
+_MARKS = {"diagonal": PLAIN_MARK, "kronecker": ROTATED_MARK}
+
+
+def _is_safetensors(path: Path, head: bytes) -> bool:
+    """Eight bytes of length, then JSON."""
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 100_000_000
+
+
+def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    refuse_keys(path, "a safetensors file has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+    weights, _ = map_tensors(path)
+    # The file is sorted: the order of the model's modules is lost.
+    return Contents(weights or None, None, f"{len(weights)} tensors in a safetensors file")
+
+
+def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
+    old, metadata = map_tensors(source)
+    write_tensors(target, old, lambda name: weights((name,)) if (name,) in positions else old[name], metadata)
+
+
+def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
+    refuse_keys(path, "a saved posterior has no levels", weights_key=weights_key, optimizer_key=optimizer_key)
+    tensors, header = read_mapped(path)
+    kind = header.get("structure")
+    if kind not in _MARKS:
+        raise FileError(
+            f"{path} holds a {kind} posterior, which has no second moment for each weight: read it with "
+            f"{'Mixture' if kind == 'mixture' else 'Posterior'}.load"
+        )
+    try:
+        names: list[str] = header["parameters"]
+        settings = header["settings"]
+        n_data, prior = settings["n_data"], settings["prior_precision"]
+        origin = Origin.of_header(header)
+        groups: dict[float, list[str]] = {}
+        for name in names:
+            if name not in prior:
+                raise FileError(
+                    f"{path} has a prior precision for each weight of {name!r}, which no weight decay is: read it with "
+                    "Posterior.load"
+                )
+            groups.setdefault(prior[name] / n_data, []).append(name)
+        states = {name: _state(path, tensors, name, origin.fewest) for name in names}
+        stored = {name: tensors[f"mode.{name}"] for name in names} if header.get("has_weights", True) else None
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
+    # An average without memory has β = 0.
+    marks = {_MARKS[kind]: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
+    summary = f"the posterior of {len(names)} parameters"
+    if stored is None:
+        summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
+    known = [", ".join(origin.optimizers)] if origin.optimizers else []
+    if origin.steps:
+        counts = " to ".join(f"{steps:g}" for steps in dict.fromkeys(origin.steps))
+        known += [f"{counts} {'recorded gradients' if origin.recorded else 'steps'}"]
+    known += [f"kept as {header['compress']}"] if header.get("compress") else []
+    return Contents(
+        weights=stored,
+        optimizer={
+            "state": states,
+            "param_groups": [{"params": held, "weight_decay": decay, **marks} for decay, held in groups.items()],
+        },
+        summary=summary,
+        recorded=Recorded(
+            step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
+        ),
+        notes=("the second moments are a saved posterior's" + (f" ({'; '.join(known)})" if known else ""),),
+    )
+
+
+def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | None) -> Lazy:
+    """The state of one parameter, decoded when it is accessed, and a few of the weights that it belongs to."""
+    held = {key: tensors[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in tensors}
+    key = ROTATED_MOMENT_KEY if held else MOMENT_KEY
+    shape = moment_shape(tensors, f"{_ROLE}.{name}")
+    known = tensors[f"probe.{name}"] if f"probe.{name}" in tensors else probe(tensors[f"mode.{name}"])
+    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: known}
+    outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in held.items()}
+    outline |= {} if steps is None else {"step": steps}
+
+    def read(wanted: str) -> Tensor:
+        if wanted == key:
+            return moment(tensors, f"{_ROLE}.{name}", str(path))
+        stored = f"{_SIDES[wanted]}.{name}"
+        return expanded({stored: tensors[stored]}, str(path))[stored]
+
+    return Lazy(outline, read)
+
+
+def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
+    """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
+
+    To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
+    they nor masks that are made on access need fit into memory together.
+
+    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
+    again, and may be the one written to.
+    """
+    out, weights = Path(out), checkpoint.weights
+    unknown = sorted(masks.keys() - weights.keys())
+    if unknown:
+        raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
+    memory = identities(weights)
+    sharing: dict[tuple[Any, ...], list[str]] = {}
+    for name in masks:
+        sharing.setdefault(memory[name], []).append(name)
+
+    def pruned(name: str) -> Tensor:
+        weight = weights[name].detach()
+        for masked in sharing.get(memory[name], ()):
+            mask = masks[masked]
+            if mask.dtype != torch.bool or mask.shape != weight.shape:
+                raise MatchError(
+                    f"the mask of {masked!r} is {mask.dtype} of shape {tuple(mask.shape)}: it must be torch.bool of "
+                    f"shape {tuple(weight.shape)}, True where a weight stays"
+                )
+            weight = weight.masked_fill(~mask.cpu(), 0)
+        return weight
+
+    known = format_of(checkpoint.path)
+    if out.suffix == ".safetensors" and known.name != "safetensors":
+        with replacing(out) as temporary:
+            write_tensors(temporary, weights, pruned)
+        return
+    if known.name == "safetensors" and out.suffix != ".safetensors":
+        raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
+    if known.rewrite is None:
+        raise FileError(
+            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
+        )
+    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in sharing}
+    with replacing(out) as temporary:
+        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
+
+
+SAFETENSORS = Format("safetensors", _is_safetensors, _read, _rewrite)
+POSTERIOR = Format("posterior", lambda path, head: _is_safetensors(path, head) and is_of_kind(path), _read_posterior)
