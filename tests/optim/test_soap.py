@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.optim.soap import SOAP
 from bayesadam.posterior import Posterior
-from bayesadam.readers import read_optimizer
-from bayesadam.readers.match import match_optimizers, match_state_dict
-from bayesadam.readers.rotated import SOAP_READER, Rotated
+from bayesadam.readers import Rotated, match_optimizers, match_state_dict, read_optimizer, reader_named
 from cases import mlp
 from floats import assert_close, close
+
+SOAP_READER = reader_named("soap")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

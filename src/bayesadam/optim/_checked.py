@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.readers.read import working_dtype
+from bayesadam.readers import working_dtype
 
 Group = Mapping[str, Any]
 

@@ -13,9 +13,7 @@ from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import CheckedOptimizer, Group, loss_of, not_negative, two_betas
 from bayesadam.posterior import Posterior
-from bayesadam.readers import StateReader
-from bayesadam.readers.match import match_optimizers
-from bayesadam.readers.read import working_dtype
+from bayesadam.readers import StateReader, match_optimizers, working_dtype
 
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser
 # saves those: the seed and the number of passes so far are the whole state of the noise.

@@ -10,8 +10,7 @@ from bayesadam.engine.rules.ivon import ivon_update
 from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import Group, not_negative
 from bayesadam.optim._perturbed import PerturbedOptimizer
-from bayesadam.readers import StateReader
-from bayesadam.readers.reader import State
+from bayesadam.readers import State, StateReader
 
 
 def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:

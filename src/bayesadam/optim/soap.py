@@ -22,17 +22,8 @@ from bayesadam.optim._orthonormal import (
     orthonormal_columns,
     split_product,
 )
-from bayesadam.readers.read import working_dtype
-from bayesadam.readers.rotated import (
-    LEFT_KEY,
-    PLAIN_KEY,
-    RIGHT_KEY,
-    ROTATED_KEY,
-    SOAP_READER,
-    eigenbasis,
-    into_basis,
-    out_of_basis,
-)
+from bayesadam.readers import eigenbasis, reader_named, working_dtype
+from bayesadam.readers.rotated import LEFT_KEY, PLAIN_KEY, RIGHT_KEY, ROTATED_KEY, into_basis, out_of_basis
 
 _PLAIN_MOMENTUM = "exp_avg"
 _ROTATED_MOMENTUM = "rotated_exp_avg"
@@ -187,7 +178,7 @@ class SOAP(CheckedOptimizer):
             2.10. Elsewhere True gives the same roundings at no gain.
     """
 
-    reader = SOAP_READER
+    reader = reader_named("soap")
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One record per optimiser: where its second moment is. `register` adds a user's own."""
+"""One record an optimiser: where its second moment is. `register` adds a user's own."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,24 +6,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 from bayesadam.errors import SettingError
-from bayesadam.readers.packages import PACKAGE_READERS
-from bayesadam.readers.published import PUBLISHED_READERS
-from bayesadam.readers.reader import StateReader
-from bayesadam.readers.rotated import SOAP_READER, RotatedReader
+from bayesadam.readers.rotated import ROTATED_READERS
+from bayesadam.readers.state import StateReader
 
 _BETA2 = ("betas", 1)
 _TRAIN_WITH = "train with Adam, AdamW, RMSprop or Adagrad for a posterior"
 
 
-def _average(name: str, *classes: str, key: str = "exp_avg_sq", note: str = "", **fields: Any) -> StateReader:
-    """A moving average of squared gradients from 0, to be corrected for its bias."""
-    return StateReader(name, classes, key=key, note=note, **{"decay": _BETA2, "bias_correction": True, **fields})
+def _average(name: str, *classes: str, key: str = "exp_avg_sq", **fields: Any) -> StateReader:
+    """A moving average of squared gradients from 0 that needs its bias corrected."""
+    return StateReader(name, classes, key=key, **{"decay": _BETA2, "bias_correction": True, **fields})
 
 
-def _adam(name: str, *classes: str, coupled_decay: bool = False, mark: str | None = None) -> StateReader:
-    decay: dict[str, Any] = {"coupled_decay": coupled_decay}
-    decay["decoupled_flag"] = "decoupled_weight_decay" if coupled_decay else None
-    return _average(name, *classes, maximum_key="max_exp_avg_sq", mark=mark, **decay)
+def _adam(name: str, *classes: str, **fields: Any) -> StateReader:
+    return _average(name, *classes, maximum_key="max_exp_avg_sq", **fields)
 
 
 def _eight_bit(name: str, stem: str, module: str) -> StateReader:
@@ -42,15 +38,15 @@ def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None 
     return StateReader(name, classes, statistic="none", advice=advice, mark=mark)
 
 
-_BUILT_IN: tuple[StateReader, ...] = (
-    _adam("adam", "torch.optim.adam.Adam", coupled_decay=True),
+_COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
+
+READERS: tuple[StateReader, ...] = (
+    _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
     _adam("adamw", "torch.optim.adamw.AdamW", "timm.optim.adamw.AdamWLegacy"),
-    _adam("nadam", "torch.optim.nadam.NAdam", coupled_decay=True, mark="momentum_decay"),
-    _adam("radam", "torch.optim.radam.RAdam", coupled_decay=True),
+    _adam("nadam", "torch.optim.nadam.NAdam", **_COUPLED, mark="momentum_decay"),
+    _adam("radam", "torch.optim.radam.RAdam", **_COUPLED),
     _adam("sparseadam", "torch.optim.sparse_adam.SparseAdam"),
-    SOAP_READER,
-    *PACKAGE_READERS,
-    *PUBLISHED_READERS,
+    *ROTATED_READERS,
     StateReader(
         "adagrad",
         ("torch.optim.adagrad.Adagrad",),
@@ -66,8 +62,8 @@ _BUILT_IN: tuple[StateReader, ...] = (
         decay=("alpha", None),
         centre_key="grad_avg",
         coupled_decay=True,
-        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights would "
-        "look flat.",
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights "
+        "would look flat.",
     ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
@@ -84,7 +80,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
         ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor"),
         statistic="factored",
         key="row_var, col_var or variance",
-        note="Rank-one per matrix. Its average starts from the first gradient, so nothing is to be corrected.",
+        note="Rank-one per matrix. Its average starts from the first gradient, so it has no bias to correct.",
     ),
     _average(
         "lamb",
@@ -160,7 +156,7 @@ _BUILT_IN: tuple[StateReader, ...] = (
     ),
 )
 
-_registry: dict[str, StateReader] = {reader.name: reader for reader in _BUILT_IN}
+_registry: dict[str, StateReader] = {reader.name: reader for reader in READERS}
 
 
 def registered() -> tuple[StateReader, ...]:
@@ -190,13 +186,12 @@ def register(reader: StateReader, *, replace: bool = False) -> StateReader:
 
 def reader_named(name: str) -> StateReader:
     """The reader called `name`, in any case: `"adam"`, `"AdamW"`."""
-    try:
-        return _registry[name.lower()]
-    except KeyError:
+    if name.lower() not in _registry:
         raise SettingError(
             f"no reader is named {name!r}; known: {', '.join(sorted(_registry))}. "
             "Add your own with bayesadam.readers.register(StateReader(...))"
-        ) from None
+        )
+    return _registry[name.lower()]
 
 
 def reader_of(optimizer: Optimizer) -> StateReader | None:
@@ -210,5 +205,4 @@ def readers_with_key(keys: Iterable[str]) -> list[str]:
     """Names of the readers whose key is among `keys`, or of those whose bases are too: a hint for error messages."""
     present = set(keys)
     fitting = [r for r in _registry.values() if present & set(r.key.replace(" or ", ", ").split(", "))]
-    rotated = [r for r in fitting if isinstance(r, RotatedReader) and present & set(r.bases)]
-    return [r.name for r in rotated or fitting]
+    return [r.name for r in [r for r in fitting if present & set(r.bases)] or fitting]

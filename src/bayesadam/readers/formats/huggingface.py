@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from bayesadam._extras import require
 from bayesadam._storage import map_tensors
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats.checkpoint import clean_names
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules, contents_of
 from bayesadam.readers.formats.files import is_safetensors, load_tree
-from bayesadam.readers.formats.names import keeps_order
 from bayesadam.readers.formats.registry import Format, head_of, refuse_keys
+from bayesadam.readers.pairing import clean_names, keeps_order
 
 # In the order in which transformers itself looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -1,21 +1,44 @@
-"""The networks and the optimisers' states in a saved dictionary, and whether the one may have been trained by the other."""
+"""The networks and the optimisers' states in a saved dictionary, and which of them belong together.
+
+The usual keys are taken as long as no shape contradicts them, else the one pair that fits.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.formats.fastai import ONE_LIST, torch_layout
-from bayesadam.readers.formats.groups import Matched, matched
-from bayesadam.readers.formats.identify import identify_reader, shape_behind
-from bayesadam.readers.formats.names import REMEDY, AmbiguousError, Slot, parameter_names, shapes_of, without_copies
-from bayesadam.readers.reader import StateReader, as_number, has_tensors, parameter_shape
+from bayesadam.errors import FileError, MatchError, StateError
+from bayesadam.readers.formats.fastai import torch_layout
+from bayesadam.readers.groups import pair_weights
+from bayesadam.readers.identify import identify_reader
+from bayesadam.readers.pairing import (
+    AmbiguousError,
+    Slot,
+    keeps_order,
+    memory_of,
+    names_in,
+    parameter_names,
+    shapes_of,
+    slots_of,
+)
 
 _DEEPEST = 3
+# In lower case. A key that is not among them is taken where it is the only one that fits.
+_WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
+_STEMS = ("optimizer", "optim")
+_OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
+# Words in the key of a copy of other weights.
+_COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "polyak", "swa", "teacher", "best"}
+# Of more networks, only those are tried together that fill the optimiser's list without a gap.
+_MOST_TOGETHER = 6
+_MOST_ROWS = 12
 
 Keys = tuple[str, ...]
 
@@ -41,14 +64,16 @@ class Found:
     optimizers: Mapping[Keys, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def dotted(path: Keys) -> str:
-    """Keys as `weights_key` and `optimizer_key` have them."""
-    return ".".join(path)
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys | None
+    notes: tuple[str, ...] = ()
 
 
-def joined(networks: Iterable[Network]) -> str:
-    """Several networks as `weights_key` has them."""
-    return ",".join(dotted(network.path) for network in networks)
+# --- what there is -------------------------------------------------------------------------------------------------------
 
 
 def find(tree: Mapping[Any, Any]) -> Found:
@@ -71,7 +96,7 @@ def find(tree: Mapping[Any, Any]) -> Found:
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Dictionaries and numbers down to the third level, lists of states opened, states in torch's layout.
 
-    What is weights or an optimiser's state is not looked into.
+    Weights and optimisers' states are not searched further.
     """
     state = torch_layout(tree)
     yield path, state
@@ -110,88 +135,9 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
-    """The entries of an optimiser's list; shapes are those that its reader finds, None identifies that."""
-    groups = list(enumerate(state_dict["param_groups"]))
-    keys = [(key, 0 if group.get(ONE_LIST) else number) for number, group in groups for key in group["params"]]
-    decays = [_decay(group) for _, group in groups for _ in group["params"]]
-    held = [(key, number, state_dict["state"].get(key, {})) for key, number in keys]
-    if reader is None:
-        try:
-            reader = identify_reader(state_dict)
-        except StateError:
-            return [
-                Slot(key, number, parameter_shape(s) or parameter_shape(s, ["momentum_buffer"]), has_tensors(s), decay)
-                for (key, number, s), decay in zip(held, decays, strict=True)
-            ]
-    always = reader.statistic == "identity"
-    return [
-        Slot(key, number, shape_behind(reader, s), always or has_tensors(s), decay)
-        for (key, number, s), decay in zip(held, decays, strict=True)
-    ]
-
-
-def _decay(group: Mapping[str, Any]) -> float | None:
-    found = group.get("weight_decay")
-    return None if found is None else as_number(found, "weight_decay")
-
-
-def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The parameters' names in the optimiser's order, where its state has them."""
-    groups = state_dict["param_groups"]
-    keys = [key for group in groups for key in group["params"]]
-    if keys and all(isinstance(key, str) for key in keys):
-        return tuple(keys)
-    if groups and all("param_names" in group for group in groups):
-        return tuple(name for group in groups for name in group["param_names"])
-    return None
-
-
-def match_weights(
-    slots: Sequence[Slot], weights: Mapping[str, Tensor], *, ordered: bool, in_order: bool = False
-) -> Matched:
-    """`matched` with what may be parameters among the weights; integers count where the rest does not settle it."""
-    candidates = parameter_names(weights)
-    chosen = candidates.enough_for(len(slots))
-    whole = [name for name in candidates.whole if name not in candidates.repeats]
-    settled = len(chosen) == len(slots) or all(slot.needed for slot in slots) or set(whole) <= set(chosen)
-
-    def by(names: Sequence[str]) -> Matched:
-        return matched(slots, shapes_of(weights, names), ordered=ordered, in_order=in_order)
-
-    try:
-        found = by(chosen)
-    except AmbiguousError:
-        # A target network is trained by no optimiser.
-        trained = without_copies(weights, chosen)
-        if len(trained) == len(chosen):
-            raise
-        found = by(trained)
-    except MatchError as misfit:
-        try:
-            return by(whole)
-        except MatchError as error:
-            raise (error if isinstance(error, AmbiguousError) else misfit) from None
-    if settled:
-        return found
-    try:
-        other = by(whole)
-    except AmbiguousError:
-        raise
-    except MatchError:
-        return found
-    for slot in slots:
-        if slot.needed and found.names[slot.key] != other.names[slot.key]:
-            raise AmbiguousError(
-                f"the state under key {slot.key!r} may belong to {found.names[slot.key]!r} or to "
-                f"{other.names[slot.key]!r}, as tensors of integers are buffers or parameters. {REMEDY}"
-            )
-    return found
-
-
 def named(networks: Sequence[Network]) -> dict[str, tuple[Network, str]]:
     """The network and the name in it behind every name: of one network its own, of several with its keys before it."""
-    prefixes = ["" if len(networks) == 1 or n.alone else f"{dotted(n.path)}." for n in networks]
+    prefixes = ["" if len(networks) == 1 or n.alone else f"{_dotted(n.path)}." for n in networks]
     return {
         prefix + name: (network, name)
         for prefix, network in zip(prefixes, networks, strict=True)
@@ -203,3 +149,266 @@ def named(networks: Sequence[Network]) -> dict[str, tuple[Network, str]]:
 def tensors_of(networks: Sequence[Network]) -> dict[str, Tensor]:
     """The tensors of all of them by name."""
     return {name: network.tensors[own] for name, (network, own) in named(networks).items()}
+
+
+def _dotted(path: Keys) -> str:
+    """Keys as `weights_key` and `optimizer_key` have them."""
+    return ".".join(path)
+
+
+def _joined(networks: Iterable[Network]) -> str:
+    return ",".join(_dotted(network.path) for network in networks)
+
+
+def _listed(paths: Sequence[Keys]) -> str:
+    return " and ".join(repr(_dotted(path)) for path in paths[:6])
+
+
+# --- which of it ---------------------------------------------------------------------------------------------------------
+
+
+def choose(found: Found, source: object, weights_key: str | None, optimizer_key: str | None) -> Choice:
+    """The networks and the optimiser that are named by the keys, else the usual, else the one pair that fits.
+
+    A file without an optimiser gives no networks where it has several: they are chosen by the state that comes from
+    elsewhere.
+    """
+    given = _given_networks(found.networks, weights_key)
+    states = _given(found.optimizers, optimizer_key, "optimizer_key")
+    copies = {} if given else _copies(found.networks)
+    sets = [network for network in found.networks if network not in copies]
+    notes = tuple(f"{_dotted(copy.path)!r} was left out, a copy of {_dotted(of.path)!r}" for copy, of in copies.items())
+    usual = given or tuple(_usual({n.path: n for n in sets if not n.alone}, _WEIGHTS_KEYS).values())
+    usual_states = list(_usual(states, _OPTIMIZER_KEYS))
+    if not states:
+        if len(usual) > 1 and not given and any(t.is_meta for n in usual for t in tensors_of([n]).values()):
+            several = f"{source} holds several sets of weights, {_listed([n.path for n in usual])}"
+            raise FileError(f"{several}: say which with weights_key={_dotted(usual[0].path)!r}")
+        return Choice(usual if given or len(usual) == 1 else (), None, notes)
+    if not found.networks:
+        if len(usual_states) > 1:
+            several = f"{source} holds the state of several optimisers, {_listed(usual_states)}"
+            raise FileError(f"{several}: say which with optimizer_key={_dotted(usual_states[0])!r}")
+        return Choice((), usual_states[0], notes)
+    clear = (given or len(usual) == 1) and len(usual_states) == 1
+    both_given = given is not None and len(given) == 1 and optimizer_key is not None
+    if clear and (both_given or _verdict(usual, states[usual_states[0]])):
+
+        def why(is_given: bool, count: int) -> str:
+            return "as given" if is_given else "the only one" if count == 1 else "the usual key"
+
+        taken = f"weights {_joined(usual)!r}: {why(given is not None, len(found.networks))}"
+        by = f"optimiser {_dotted(usual_states[0])!r}: {why(optimizer_key is not None, len(found.optimizers))}"
+        return Choice(usual, usual_states[0], (*notes, taken, by))
+    first = usual_states if len(usual_states) == 1 else list(states)
+    pairs = _pairs(sets, given, {path: states[path] for path in first})
+    if not pairs and len(first) < len(states):
+        pairs = _pairs(sets, given, states)
+    if len(pairs) == 1 and pairs[0].networks == (given or tuple(n for n in sets if n in pairs[0].networks)):
+        only = pairs[0]
+        chosen = f"weights {_joined(only.networks)!r} and optimiser {_dotted(only.optimizer)!r}"
+        reason = f"{chosen}: the only pair, and the only order, that no shape contradicts"
+        return Choice(only.networks, only.optimizer, (*notes, reason))
+    if not pairs and clear:
+        # The error comes where the states are matched.
+        return Choice(usual, usual_states[0], notes)
+    _require_second_moments(list(states.values()))
+    raise FileError(_table(source, sets, list(states), pairs))
+
+
+def _given_networks(networks: Sequence[Network], wanted: str | None) -> tuple[Network, ...] | None:
+    """The networks that `weights_key` names, in that order; a comma separates several."""
+    if wanted is None:
+        return None
+    by_path = {network.path: network for network in networks}
+    whole = any(_dotted(path) == wanted for path in by_path)
+    keys = [wanted] if whole or "," not in wanted else [key.strip() for key in wanted.split(",")]
+    if len(set(keys)) < len(keys):
+        raise FileError(f"weights_key={wanted!r} names a network twice")
+    return tuple(next(iter(_given(by_path, key, "weights_key").values())) for key in keys)
+
+
+def _given(candidates: Mapping[Keys, Any], wanted: str | None, option: str) -> dict[Keys, Any]:
+    if wanted is None:
+        return dict(candidates)
+    chosen = {path: value for path, value in candidates.items() if _dotted(path) == wanted}
+    if len(chosen) == 1:
+        return chosen
+    there = ", ".join(repr(_dotted(path)) for path in candidates) or "none"
+    what = "there is nothing of the kind" if not chosen else "there are several of the kind"
+    raise FileError(f"{what} under {option}={wanted!r}; there is {there}")
+
+
+def _usual(candidates: Mapping[Keys, Any], known: Sequence[str]) -> dict[Keys, Any]:
+    """The shallowest under a usual key, else all."""
+    usual = [path for path in candidates if any(part.lower() in known for part in path[-2:])]
+    depth = min(map(len, usual), default=0)
+    return {path: value for path, value in candidates.items() if not usual or (path in usual and len(path) == depth)}
+
+
+def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
+    """Targets, averages and repeated weights, with the network that each is a copy of."""
+    tensors = {network: tensors_of([network]) for network in networks}
+    shapes = {n: {_plain(key): t.shape for key, t in held.items() if t.dim()} for n, held in tensors.items()}
+    memory = {n: [memory_of(tensor) for tensor in held.values()] for n, held in tensors.items()}
+    found: dict[Network, Network] = {}
+    for number, network in enumerate(networks):
+        alike = [n for n in networks if n is not network and n not in found and shapes[n] == shapes[network]]
+        originals = [n for n in alike if not _words(n.path) & _COPIES]
+        same = [n for n in alike if n in networks[:number] and memory[n] == memory[network]]
+        if same or (originals and _words(network.path) & _COPIES):
+            found[network] = (same or originals)[0]
+    return found
+
+
+def _words(path: Keys) -> set[str]:
+    """The words of a key.
+
+    >>> sorted(_words(("criticTarget", "state_dict")))
+    ['critic', 'dict', 'state', 'target']
+    """
+    return {word.lower() for part in path for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
+
+
+def _plain(name: str) -> str:
+    """A name without the prefixes of torch.compile, data parallelism and averages."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """Networks that an optimiser may have trained, and how certain that is."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys
+    verdict: str
+
+    @property
+    def related(self) -> int:
+        """How many words their keys share."""
+        return len(_words(self.optimizer) & set().union(*(_words(network.path) for network in self.networks)))
+
+
+def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
+    """How an optimiser's state fits networks in this order; empty where something contradicts that."""
+    names = names_in(state)
+    tensors = tensors_of(networks)
+    if names is not None:
+        known = {_plain(name) for name in tensors}
+        return "every name is there" if all(_plain(name) in known for name in names) else ""
+    slots = slots_of(state)
+    if all(slot.shape is None for slot in slots):
+        return "nothing in its state to check" if len(slots) <= len(parameter_names(tensors).whole) else ""
+    try:
+        found = pair_weights(slots, tensors, ordered=all(keeps_order(n.tensors) for n in networks))
+    except AmbiguousError:
+        return "no shape contradicts it"
+    except MatchError:
+        return ""
+    behind = named(networks)
+    if len({behind[name][0] for name in found.names.values()}) < len(networks):
+        return ""
+    count = len(parameter_names(tensors).single)
+    return "every shape fits" + (f", of {len(slots)} in {count} parameters" if len(slots) < count else "")
+
+
+def _pairs(
+    sets: Sequence[Network], given: tuple[Network, ...] | None, states: Mapping[Keys, Mapping[str, Any]]
+) -> list[_Pair]:
+    """Every pair that nothing contradicts, those first whose keys share words."""
+    pairs: list[_Pair] = []
+    for path, state in states.items():
+        if given is None:
+            pairs += _candidates(sets, path, state)
+        elif verdict := _verdict(given, state):
+            pairs.append(_Pair(given, path, verdict))
+        elif len(given) <= _MOST_TOGETHER:
+            orders = itertools.permutations(given)
+            pairs += [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
+    return sorted(pairs, key=lambda pair: -pair.related)
+
+
+def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
+    """One network, or several, that an optimiser may have trained."""
+    slots = slots_of(state)
+    alone = [(network,) for network in sets if not network.alone or len(slots) == 1]
+    pairs = [_Pair(networks, path, verdict) for networks in alone if (verdict := _verdict(networks, state))]
+    if names_in(state) is not None or all(slot.shape is None for slot in slots):
+        return pairs
+    together = [network for network in sets if not network.alone]
+    # Networks whose parameters, all of them, have just the shapes of the list; integers count where nothing else fits.
+    for whole in (False, True):
+        shapes = {network: _shapes(network, whole) for network in together}
+        orders = list(itertools.islice(_orders(slots, shapes, 0), _MOST_ROWS + 1))
+        if orders:
+            pairs += [_Pair(order, path, "every shape fits") for order in orders if len(order) > 1]
+            break
+    if pairs or len(together) > _MOST_TOGETHER:
+        return pairs
+    # Networks with buffers, or frozen parts, that the optimiser has no states of; no more of them than needed.
+    enough: list[set[Network]] = []
+    for count in range(2, len(together) + 1):
+        for chosen in itertools.combinations(together, count):
+            if any(fewer <= set(chosen) for fewer in enough):
+                continue
+            for order in itertools.permutations(chosen):
+                if verdict := _verdict(order, state):
+                    enough.append(set(chosen))
+                    pairs.append(_Pair(order, path, verdict))
+    return pairs
+
+
+def _shapes(network: Network, whole: bool) -> list[torch.Size | None]:
+    """The shapes of its parameters, those of integers among them or not."""
+    tensors = tensors_of([network])
+    candidates = parameter_names(tensors)
+    listed = [name for name in candidates.whole if name not in candidates.repeats] if whole else candidates.single
+    return list(shapes_of(tensors, listed).values())
+
+
+def _orders(
+    slots: Sequence[Slot], shapes: Mapping[Network, Sequence[torch.Size | None]], start: int
+) -> Iterator[tuple[Network, ...]]:
+    """Networks that fill the list from some entry on; a group that ends inside a network is no such order."""
+    if start == len(slots):
+        yield ()
+        return
+    for network, own in shapes.items():
+        here = slots[start : start + len(own)]
+        fits = len(here) == len(own) and all(slot.shape in (None, shape) for slot, shape in zip(here, own, strict=True))
+        if own and fits and here[0].group == here[-1].group:
+            others = {other: shape for other, shape in shapes.items() if other is not network}
+            yield from ((network, *rest) for rest in _orders(slots, others, start + len(own)))
+
+
+def _require_second_moments(states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states that nothing can be read from before there is anything to choose."""
+    refusals = []
+    for state in states:
+        try:
+            identify_reader(state)
+        except StateError as error:
+            refusals.append(error)
+    if len(refusals) == len(states):
+        raise refusals[0]
+
+
+def _table(source: object, sets: Sequence[Network], states: Sequence[Keys], pairs: Sequence[_Pair]) -> str:
+    def options(weights: str, optimizer: Keys) -> str:
+        return f"weights_key={weights!r}" + (f", optimizer_key={_dotted(optimizer)!r}" if optimizer else "")
+
+    networks = [network.path for network in sets if not network.alone]
+    several = [
+        f"several sets of weights, {_listed(networks)}" if len(networks) > 1 else "",
+        f"the state of several optimisers, {_listed(states)}" if len(states) > 1 else "",
+    ]
+    held = f"{source} holds {', and '.join(part for part in several if part) or 'weights and a state'}"
+    if not pairs:
+        example = options(_dotted(networks[0]), states[0])
+        return (
+            f"{held}, and no shapes fit. Say which with {example}; several networks in their order with "
+            "weights_key='a,b'"
+        )
+    rows = [f"\n  {options(_joined(pair.networks), pair.optimizer)} ({pair.verdict})" for pair in pairs[:_MOST_ROWS]]
+    more = f"\n  and {len(pairs) - _MOST_ROWS} more" if len(pairs) > _MOST_ROWS else ""
+    return f"{held}. Say which with{''.join(rows)}{more}"

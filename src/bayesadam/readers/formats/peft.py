@@ -40,7 +40,7 @@ from bayesadam.readers.formats.huggingface import (
 )
 from bayesadam.readers.formats.pickles import said
 from bayesadam.readers.formats.registry import refuse_keys
-from bayesadam.readers.reader import has_tensors, parameter_shape
+from bayesadam.readers.state import has_tensors, parameter_shape
 
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -11,15 +11,21 @@ from torch import Tensor
 
 from bayesadam._storage import is_of_kind, read_mapped
 from bayesadam.errors import FileError
-from bayesadam.readers.compression import expanded, moment, moment_shape
+from bayesadam.readers.compression import PROBE_KEY, expanded, moment, moment_shape, probe
+from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.files import is_safetensors
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.origin import RECORDED_MARK, Origin
-from bayesadam.readers.probes import PROBE_KEY, probe
-from bayesadam.readers.published import BETA_KEY, MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
-from bayesadam.readers.rotated import LEFT_KEY, RIGHT_KEY
+from bayesadam.readers.rotated import (
+    BETA_KEY,
+    LEFT_KEY,
+    MOMENT_KEY,
+    PLAIN_MARK,
+    RIGHT_KEY,
+    ROTATED_MARK,
+    ROTATED_MOMENT_KEY,
+)
 
 _ROLE = "second_moment"
 _SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}

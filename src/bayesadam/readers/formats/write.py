@@ -11,9 +11,9 @@ from torch import Tensor
 from bayesadam._files import replacing
 from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats.checkpoint import Checkpoint
-from bayesadam.readers.formats.names import identities
+from bayesadam.readers.checkpoint import Checkpoint
 from bayesadam.readers.formats.registry import format_of
+from bayesadam.readers.pairing import identities
 
 
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:

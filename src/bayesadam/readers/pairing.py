@@ -1,10 +1,10 @@
 """The parameter behind each key of an optimiser's state, where there is nothing but order and shapes.
 
 An optimiser is given its parameters as a list, and saves their numbers. With one group, that list is a selection of the
-model's parameters in the model's order: all of them, or those that were not frozen. The place of a key is then certain if
-the first and the last selection whose shapes agree put it in the same place. Otherwise it is refused, never guessed.
+model's parameters in the model's order: all of them, or those that were not frozen. The name behind a key is certain if
+the first and the last selection whose shapes agree give it the same name. Otherwise it is refused, never guessed.
 
-How several groups were filled is for `bayesadam.readers.formats.groups`.
+How several groups were filled is for `bayesadam.readers.groups`.
 """
 
 import re
@@ -17,13 +17,23 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import own_part
-from bayesadam.errors import MatchError
+from bayesadam.errors import MatchError, StateError
+from bayesadam.readers.identify import identify_reader
+from bayesadam.readers.state import StateReader, as_number, has_tensors, parameter_shape
 
+# A mark of groups that together are one list in the model's order.
+ONE_LIST = "bayesadam: one list"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
 REMEDY = (
     "Pass param_names=[...], the parameter names in the order in which the optimiser was given them, or the model "
     "(Posterior.from_checkpoint)"
 )
+IN_ORDER = (
+    ", or groups_in_order=True if each group was filled in the model's order, as by "
+    "[p for name, p in model.named_parameters() if ...]"
+)
+
+Shapes = Mapping[str, torch.Size | None]
 
 
 class AmbiguousError(MatchError):
@@ -42,6 +52,60 @@ class Slot:
     shape: torch.Size | None
     needed: bool
     decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The name behind every key that can be identified, and why."""
+
+    names: Mapping[Any, str]
+    why: str
+
+
+def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
+    """The entries of an optimiser's list; None identifies the reader."""
+    if reader is None:
+        try:
+            reader = identify_reader(state_dict)
+        except StateError:
+            reader = None
+    always = reader is not None and reader.statistic == "identity"
+    slots = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        decay = group.get("weight_decay")
+        decay = None if decay is None else as_number(decay, "weight_decay")
+        for key in group["params"]:
+            state = state_dict["state"].get(key, {})
+            shape, needed = parameter_shape(state, reader), always or has_tensors(state)
+            slots.append(Slot(key, 0 if group.get(ONE_LIST) else number, shape, needed, decay))
+    return slots
+
+
+def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The parameters' names in the optimiser's order, where its state has them."""
+    groups = state_dict["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    if keys and all(isinstance(key, str) for key in keys):
+        return tuple(keys)
+    if groups and all("param_names" in group for group in groups):
+        return tuple(name for group in groups for name in group["param_names"])
+    return None
+
+
+def clean_names(keys: Iterable[str]) -> dict[str, str]:
+    """Names without the prefixes of torch.compile and data parallelism, and the key behind each.
+
+    >>> clean_names(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
+    {'0.weight': 'module._orig_mod.0.weight', '0.bias': 'module._orig_mod.0.bias'}
+    """
+    keys = list(keys)
+    names = [".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names if len(set(names)) == len(keys) else keys, keys, strict=True))
+
+
+# --- tensors by name that may be parameters ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,9 +138,7 @@ class Candidates:
 
 def parameter_names(weights: Mapping[str, Tensor]) -> Candidates:
     """What in a state dict may be parameters."""
-    whole: list[str] = []
-    names: list[str] = []
-    repeats: list[str] = []
+    whole, names, repeats = [], [], []
     seen: set[tuple[Any, ...]] = set()
     identity = identities(weights)
     for name, tensor in getattr(weights, "outline", weights).items():
@@ -94,10 +156,8 @@ def parameter_names(weights: Mapping[str, Tensor]) -> Candidates:
 
 def shapes_of(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, torch.Size | None]:
     """Shapes by name; None for integers and truth values, which no state can belong to."""
-    outline = getattr(weights, "outline", weights)
-    return {
-        name: held.shape if (held := outline[name]).is_floating_point() or held.is_complex() else None for name in names
-    }
+    held = getattr(weights, "outline", weights)
+    return {n: held[n].shape if held[n].is_floating_point() or held[n].is_complex() else None for n in names}
 
 
 def keeps_order(weights: Mapping[str, Any]) -> bool:
@@ -109,10 +169,10 @@ def keeps_order(weights: Mapping[str, Any]) -> bool:
     names = list(weights)
     noted = getattr(weights, "_metadata", None)
     if isinstance(noted, Mapping):
-        place = {module: number for number, module in enumerate(noted)}
-        places = [place[module] for name in names if (module := name.rpartition(".")[0]) in place]
-        if places:
-            return places == sorted(places)
+        number = {module: number for number, module in enumerate(noted)}
+        numbers = [number[module] for name in names if (module := name.rpartition(".")[0]) in number]
+        if numbers:
+            return numbers == sorted(numbers)
     return len(names) < 2 or names != sorted(names)
 
 
@@ -124,11 +184,8 @@ def without_copies(weights: Mapping[str, Tensor], names: Sequence[str]) -> list[
     ['q_net.0.weight', 'target.weight']
     """
     shapes = shapes_of(weights, names)
-
-    def original(name: str) -> str:
-        return re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name)
-
-    return [name for name in names if original(name) == name or shapes.get(original(name)) != shapes[name]]
+    original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in names}
+    return [name for name in names if original[name] == name or shapes.get(original[name]) != shapes[name]]
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -143,18 +200,22 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     """`memory_of` by name: names of one tied tensor have the same.
 
-    What is read whenever it is accessed lies at addresses that are used again, so it is known by its outline.
+    Lazy tensors lie at addresses that are used again, so they are identified by their outline.
     """
     return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
 
 
-def assign(
-    slots: Sequence[Slot], names: Mapping[str, torch.Size | None], *, ordered: bool, in_order: bool
-) -> dict[Any, str]:
+# --- by order and shape --------------------------------------------------------------------------------------------------
+
+
+def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
     """The name behind every key that can be identified; raises unless that is every key with a state.
 
-    `names` has the shapes of what may be parameters, in the model's order or not (`ordered`); `in_order` says that each of
-    several groups is in the model's order, too.
+    Args:
+        slots: the optimiser's list.
+        names: the shapes of what may be parameters.
+        ordered: whether `names` are in the model's order.
+        in_order: whether each of several groups is in the model's order, too.
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     if len(slots) > len(names):
@@ -163,17 +224,20 @@ def assign(
             f"parameters: it is another model's state. {REMEDY}"
         )
     listed, shapes = list(names), list(names.values())
-    if _missing(slots, shapes):
-        raise MatchError(_misfit(slots, listed, shapes))
+    _require_shapes(slots, shapes)
     # Without an order each key stands alone, and only a shape that occurs once decides.
     alone = [[slot] for slot in slots if slot.needed]
-    runs = groups if ordered and (len(groups) == 1 or in_order) else alone
     found: dict[Any, str] = {}
-    for run in runs:
+    for run in groups if ordered and (len(groups) == 1 or in_order) else alone:
         wanted = [slot.shape for slot in run]
-        first, last = _places(wanted, shapes), _places(wanted[::-1], shapes[::-1])
+        first, last = _positions(wanted, shapes), _positions(wanted[::-1], shapes[::-1])
         if first is None or last is None:
-            raise MatchError(_misfit(run, listed, shapes))
+            _require_shapes(run, shapes)
+            at = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
+            raise MatchError(
+                f"the optimiser's state is not in the order of the weights: key {run[at].key!r} has shape "
+                f"{tuple(run[at].shape or ())} where {listed[at]!r} has {tuple(shapes[at] or ())}. {REMEDY}"
+            )
         for slot, low, high in zip(run, first, last[::-1], strict=True):
             high = len(shapes) - 1 - high
             if low == high:
@@ -190,43 +254,33 @@ def assign(
     return found
 
 
-def _places(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
+def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
     """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any.
 
-    >>> _places([torch.Size([2]), None], [torch.Size([3]), torch.Size([2]), torch.Size([4])])
+    >>> _positions([torch.Size([2]), None], [torch.Size([3]), torch.Size([2]), torch.Size([4])])
     [1, 2]
     """
-    places: list[int] = []
-    place = 0
+    positions: list[int] = []
+    at = 0
     for shape in wanted:
-        while place < len(shapes) and shape is not None and shapes[place] != shape:
-            place += 1
-        if place == len(shapes):
+        while at < len(shapes) and shape is not None and shapes[at] != shape:
+            at += 1
+        if at == len(shapes):
             return None
-        places.append(place)
-        place += 1
-    return places
+        positions.append(at)
+        at += 1
+    return positions
 
 
-def _missing(slots: Sequence[Slot], shapes: Sequence[torch.Size | None]) -> Counter[torch.Size]:
-    """The shapes of which there are more states than weights."""
-    return Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
-
-
-def _misfit(run: Sequence[Slot], names: Sequence[str], shapes: Sequence[torch.Size | None]) -> str:
-    missing = _missing(run, shapes)
-    if missing:
-        shape = next(iter(missing))
-        key = next(slot.key for slot in run if slot.shape == shape)
-        return (
-            f"the state under key {key!r} has shape {tuple(shape)}, and of the weights {shapes.count(shape)} have that: it "
-            f"is another model's state. {REMEDY}"
+def _require_shapes(slots: Sequence[Slot], shapes: Sequence[torch.Size | None]) -> None:
+    """Refuse states of a shape that fewer weights have."""
+    missing = Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
+    for shape in missing:
+        key = next(slot.key for slot in slots if slot.shape == shape)
+        raise MatchError(
+            f"the state under key {key!r} has shape {tuple(shape)}, and of the weights {shapes.count(shape)} have "
+            f"that: it is another model's state. {REMEDY}"
         )
-    place = next((i for i, slot in enumerate(run) if slot.shape not in (None, shapes[i])), 0)
-    return (
-        f"the optimiser's state is not in the order of the weights: key {run[place].key!r} has shape "
-        f"{tuple(run[place].shape or ())} where {names[place]!r} has {tuple(shapes[place] or ())}. {REMEDY}"
-    )
 
 
 def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) -> str:
@@ -235,11 +289,7 @@ def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) ->
     if not ordered:
         why = " (the file keeps no order of its tensors, as safetensors files do not)"
     elif groups > 1:
-        why = f" ({groups} groups without names have no known order)"
-        hint = (
-            ", or groups_in_order=True if each group was filled in the model's order, as by "
-            "[p for name, p in model.named_parameters() if ...]"
-        )
+        why, hint = f" ({groups} groups without names have no known order)", IN_ORDER
     return (
         f"the state under key {slot.key!r}, of {described}, may belong to {first!r} or to {last!r}{why}. {REMEDY}{hint}"
     )

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from bayesadam.errors import MatchError
-from bayesadam.readers import read_optimizer
-from bayesadam.readers.formats import read_checkpoint, read_curvature
-from bayesadam.readers.formats.groups import RULES, matched
-from bayesadam.readers.formats.names import AmbiguousError, Slot
-from bayesadam.readers.formats.resolve import explain
+from bayesadam.readers import explain, read_checkpoint, read_curvature, read_optimizer
+from bayesadam.readers.groups import RULES, pair
+from bayesadam.readers.pairing import AmbiguousError, Slot
 from cases import mlp
 from floats import assert_close
 
@@ -280,7 +278,7 @@ def test_a_state_that_shows_no_shape_follows_no_rule() -> None:
     shapes = {"a.weight": torch.Size([2, 2]), "a.bias": torch.Size([2])}
     slots = [Slot(0, 0, None, True), Slot(1, 1, None, True)]
     with pytest.raises(AmbiguousError):
-        matched(slots, shapes, ordered=True, in_order=False)
+        pair(slots, shapes, ordered=True, in_order=False)
 
 
 def test_every_rule_says_what_it_does() -> None:

@@ -15,9 +15,16 @@ from torch.optim import Optimizer
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, MatchError, SettingError, StateError
-from bayesadam.readers import StateReader, read_optimizer, register
+from bayesadam.readers import (
+    StateReader,
+    identify_reader,
+    match_checkpoint,
+    read_checkpoint,
+    read_curvature,
+    read_optimizer,
+    register,
+)
 from bayesadam.readers import registry as registry_module
-from bayesadam.readers.formats import identify_reader, match_checkpoint, read_checkpoint, read_curvature
 from cases import mlp, train
 from floats import assert_close
 

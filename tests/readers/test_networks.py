@@ -17,8 +17,7 @@ import bayesadam as ba
 from bayesadam._options import in_options
 from bayesadam.cli import app
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats import read_checkpoint, read_curvature
-from bayesadam.readers.formats.resolve import explain
+from bayesadam.readers import explain, read_checkpoint, read_curvature
 from cases import mlp
 from floats import assert_close
 
@@ -44,7 +43,7 @@ def saved(path: Path, tree: Any) -> Path:
     return path
 
 
-def check(read: ba.readers.formats.Checkpoint, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+def check(read: ba.readers.Checkpoint, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
     """Every v̂ is that of the live optimiser, and so is every weight, also where the file has it."""
     found = read_curvature(read).second_moment
     live = {name: p for name, p in named.items() if p in optimizer.state}
