@@ -236,9 +236,9 @@ def test_sac(tmp_path: Path) -> None:
     assert [row.strip() for row in str(caught.value).splitlines()[1:]] == [
         "weights_key='actor', optimizer_key='actor_optimizer' (every shape fits)",
         "weights_key='critic', optimizer_key='critic_optimizer' (every shape fits)",
-        "weights_key='log_alpha', optimizer_key='alpha_optimizer' (every shape fits)",
         # Its last bias is as long.
         "weights_key='critic', optimizer_key='alpha_optimizer' (every shape fits, of 1 in 4 parameters)",
+        "weights_key='log_alpha', optimizer_key='alpha_optimizer' (every shape fits)",
     ]
     read = read_checkpoint(path, optimizer_key="critic_optimizer")
     check(read, dict(critic.named_parameters()), lives["critic"])

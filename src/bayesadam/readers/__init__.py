@@ -1,8 +1,8 @@
 """Optimiser state, live or in a file → second moments by name: one record an optimiser, one file a format, one matcher.
 
-A reader of this package meets them in this order: `state` (the record), `registry` and `rotated` (the records),
-`identify` (whose state a file holds), `pairing` and `groups` (which key is which parameter), `match` (parameters with
-their states), `curvature` (v̂), `checkpoint` (files), `recorder` (gradients).
+In the order in which to read them: `state` (the record), `registry` and `rotated` (the records, and whose state a file
+holds), `pairing` (which key is which parameter), `match` (parameters with their states), `curvature` (v̂), `checkpoint`
+(files), `recorder` (gradients).
 """
 
 from bayesadam.readers.checkpoint import (
@@ -41,7 +41,6 @@ from bayesadam.readers.formats.registry import (
     state_beside,
 )
 from bayesadam.readers.formats.write import write_pruned
-from bayesadam.readers.identify import identify_reader, read_alike
 from bayesadam.readers.match import (
     Entry,
     Match,
@@ -53,7 +52,7 @@ from bayesadam.readers.match import (
 )
 from bayesadam.readers.pairing import clean_names, identities
 from bayesadam.readers.recorder import Recorder, read_recorder
-from bayesadam.readers.registry import reader_named, reader_of, register, registered
+from bayesadam.readers.registry import identify_reader, read_alike, reader_named, reader_of, register, registered
 from bayesadam.readers.rotated import Rotated, RotatedReader, Rotation, eigenbasis, is_orthonormal
 from bayesadam.readers.state import (
     Group,

@@ -21,10 +21,18 @@ from bayesadam.readers.formats.contents import Contents, with_choice
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.readers.formats.networks import Found, Keys, choose
 from bayesadam.readers.formats.registry import format_of, state_beside
-from bayesadam.readers.groups import pair, pair_weights
-from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import Match, match_pairs, own_parameters, pair_by_names, shapes_listed, usable_reader
-from bayesadam.readers.pairing import Pairing, clean_names, memory_of, names_in, parameter_names, slots_of
+from bayesadam.readers.pairing import (
+    Pairing,
+    candidates,
+    clean_names,
+    memory_of,
+    names_in,
+    pair,
+    pair_weights,
+    slots_of,
+)
+from bayesadam.readers.registry import identify_reader
 from bayesadam.readers.state import StateReader, has_tensors, parameter_shape
 
 if TYPE_CHECKING:
@@ -270,7 +278,7 @@ def _paired(
         pairing = pair_by_names(state, weights, given, why) or pair_weights(
             slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order
         )
-        listed = {*parameter_names(weights).enough_for(len(slots)), *pairing.names.values()}
+        listed = {*candidates(weights, len(slots)), *pairing.names.values()}
         held = {name: weights[name].detach() for name in weights if name in listed}
         return {name: nn.Parameter(w, w.is_floating_point()) for name, w in held.items()}, reader, pairing
     parameters = own_parameters(model)

@@ -13,8 +13,7 @@ from bayesadam._alone import unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.groups import pair
-from bayesadam.readers.pairing import Pairing, names_in, slots_of
+from bayesadam.readers.pairing import Pairing, names_in, pair, slots_of
 from bayesadam.readers.registry import reader_named, reader_of, readers_with_key
 from bayesadam.readers.rotated import unknown_bases
 from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline, parameter_shape
@@ -117,7 +116,7 @@ def match_state_dict(
 
     Names are used where the state has them (keys that are names, or `param_names` in its groups) or the caller gives
     them, in the optimiser's order. A state without names is matched by the model's order and every shape, several
-    groups by the rules that trainers follow (`bayesadam.readers.groups`); more than one possible answer is an error.
+    groups by the rules that trainers follow (`bayesadam.readers.pairing`); more than one possible answer is an error.
     """
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -168,7 +167,7 @@ def pair_by_names(
     if doubled or unknown:
         raise MatchError(
             f"by {source}, {(unknown or doubled)[:4]} "
-            f"{'are no parameters of this model' if unknown else 'are named twice'}: is it another model's state?"
+            f"{'are not among the weights' if unknown else 'are named twice'}: is it another model's state?"
         )
     return Pairing(dict(zip(keys, names, strict=True)), source)
 

@@ -9,25 +9,22 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError, StateError
 from bayesadam.readers.formats.fastai import torch_layout
-from bayesadam.readers.groups import pair_weights
-from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.pairing import (
     AmbiguousError,
-    Slot,
+    candidates,
     keeps_order,
     memory_of,
     names_in,
-    parameter_names,
-    shapes_of,
+    pair_weights,
     slots_of,
 )
+from bayesadam.readers.registry import identify_reader
 
 _DEEPEST = 3
 # In lower case. A key that is not among them is taken where it is the only one that fits.
@@ -36,7 +33,7 @@ _STEMS = ("optimizer", "optim")
 _OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
 # Words in the key of a copy of other weights.
 _COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "polyak", "swa", "teacher", "best"}
-# Of more networks, only those are tried together that fill the optimiser's list without a gap.
+# More networks are not tried together.
 _MOST_TOGETHER = 6
 _MOST_ROWS = 12
 
@@ -71,6 +68,14 @@ class Choice:
     networks: tuple[Network, ...]
     optimizer: Keys | None
     notes: tuple[str, ...] = ()
+
+
+class _Pair(NamedTuple):
+    """Networks that an optimiser may have trained, and how certain that is."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys
+    verdict: str
 
 
 # --- what there is -------------------------------------------------------------------------------------------------------
@@ -275,20 +280,6 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """Networks that an optimiser may have trained, and how certain that is."""
-
-    networks: tuple[Network, ...]
-    optimizer: Keys
-    verdict: str
-
-    @property
-    def related(self) -> int:
-        """How many words their keys share."""
-        return len(_words(self.optimizer) & set().union(*(_words(network.path) for network in self.networks)))
-
-
 def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
     """How an optimiser's state fits networks in this order; empty where something contradicts that."""
     names = names_in(state)
@@ -298,7 +289,7 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
         return "every name is there" if all(_plain(name) in known for name in names) else ""
     slots = slots_of(state)
     if all(slot.shape is None for slot in slots):
-        return "nothing in its state to check" if len(slots) <= len(parameter_names(tensors).whole) else ""
+        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, integers=True)) else ""
     try:
         found = pair_weights(slots, tensors, ordered=all(keeps_order(n.tensors) for n in networks))
     except AmbiguousError:
@@ -306,16 +297,18 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
     except MatchError:
         return ""
     behind = named(networks)
-    if len({behind[name][0] for name in found.names.values()}) < len(networks):
+    numbers = [networks.index(behind[found.names[slot.key]][0]) for slot in slots if slot.key in found.names]
+    if len(set(numbers)) < len(networks):
         return ""
-    count = len(parameter_names(tensors).single)
-    return "every shape fits" + (f", of {len(slots)} in {count} parameters" if len(slots) < count else "")
+    count = len(candidates(tensors))
+    gaps = f", of {len(slots)} in {count} parameters" if len(slots) < count else ""
+    return f"every shape fits{gaps}" + ("" if numbers == sorted(numbers) else ", group by group")
 
 
 def _pairs(
     sets: Sequence[Network], given: tuple[Network, ...] | None, states: Mapping[Keys, Mapping[str, Any]]
 ) -> list[_Pair]:
-    """Every pair that nothing contradicts, those first whose keys share words."""
+    """Every pair that nothing contradicts."""
     pairs: list[_Pair] = []
     for path, state in states.items():
         if given is None:
@@ -323,62 +316,28 @@ def _pairs(
         elif verdict := _verdict(given, state):
             pairs.append(_Pair(given, path, verdict))
         elif len(given) <= _MOST_TOGETHER:
-            orders = itertools.permutations(given)
-            pairs += [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
-    return sorted(pairs, key=lambda pair: -pair.related)
-
-
-def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
-    """One network, or several, that an optimiser may have trained."""
-    slots = slots_of(state)
-    alone = [(network,) for network in sets if not network.alone or len(slots) == 1]
-    pairs = [_Pair(networks, path, verdict) for networks in alone if (verdict := _verdict(networks, state))]
-    if names_in(state) is not None or all(slot.shape is None for slot in slots):
-        return pairs
-    together = [network for network in sets if not network.alone]
-    # Networks whose parameters, all of them, have just the shapes of the list; integers count where nothing else fits.
-    for whole in (False, True):
-        shapes = {network: _shapes(network, whole) for network in together}
-        orders = list(itertools.islice(_orders(slots, shapes, 0), _MOST_ROWS + 1))
-        if orders:
-            pairs += [_Pair(order, path, "every shape fits") for order in orders if len(order) > 1]
-            break
-    if pairs or len(together) > _MOST_TOGETHER:
-        return pairs
-    # Networks with buffers, or frozen parts, that the optimiser has no states of; no more of them than needed.
-    enough: list[set[Network]] = []
-    for count in range(2, len(together) + 1):
-        for chosen in itertools.combinations(together, count):
-            if any(fewer <= set(chosen) for fewer in enough):
-                continue
-            for order in itertools.permutations(chosen):
-                if verdict := _verdict(order, state):
-                    enough.append(set(chosen))
-                    pairs.append(_Pair(order, path, verdict))
+            pairs += _orders(given, len(given), path, state)
     return pairs
 
 
-def _shapes(network: Network, whole: bool) -> list[torch.Size | None]:
-    """The shapes of its parameters, those of integers among them or not."""
-    tensors = tensors_of([network])
-    candidates = parameter_names(tensors)
-    listed = [name for name in candidates.whole if name not in candidates.repeats] if whole else candidates.single
-    return list(shapes_of(tensors, listed).values())
+def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
+    """One network, or the fewest in an order, that an optimiser may have trained."""
+    slots = slots_of(state)
+    together = [network for network in sets if not network.alone]
+    checked = names_in(state) is None and any(slot.shape is not None for slot in slots)
+    most = len(together) if checked and len(together) <= _MOST_TOGETHER else 1
+    for count in range(1, most + 1):
+        pairs = _orders(sets if count == 1 and len(slots) == 1 else together, count, path, state)
+        # Buffers and frozen parts leave gaps in the list.
+        exact = [pair for pair in pairs if count > 1 and pair.verdict == "every shape fits"]
+        if pairs:
+            return exact or pairs
+    return []
 
 
-def _orders(
-    slots: Sequence[Slot], shapes: Mapping[Network, Sequence[torch.Size | None]], start: int
-) -> Iterator[tuple[Network, ...]]:
-    """Networks that fill the list from some entry on; a group that ends inside a network is no such order."""
-    if start == len(slots):
-        yield ()
-        return
-    for network, own in shapes.items():
-        here = slots[start : start + len(own)]
-        fits = len(here) == len(own) and all(slot.shape in (None, shape) for slot, shape in zip(here, own, strict=True))
-        if own and fits and here[0].group == here[-1].group:
-            others = {other: shape for other, shape in shapes.items() if other is not network}
-            yield from ((network, *rest) for rest in _orders(slots, others, start + len(own)))
+def _orders(networks: Sequence[Network], count: int, path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
+    orders = itertools.permutations(networks, count)
+    return [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
 
 
 def _require_second_moments(states: Sequence[Mapping[str, Any]]) -> None:
