@@ -318,9 +318,7 @@ def test_a_complex_parameter_is_refused() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
     optimizer.step()
-    with pytest.raises(
-        MatchError, match=r"'weight' is complex \(torch.complex64\): freeze it, or store it as two real"
-    ):
+    with pytest.raises(MatchError, match=r"'weight' is complex, .* \(torch.complex64\): freeze it .* as two real"):
         read_optimizer(model, optimizer)
 
 
@@ -341,7 +339,7 @@ def test_a_quantised_parameter_is_refused() -> None:
     saved = optimizer.state_dict()
     model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn))
     with pytest.raises(
-        MatchError, match=r"'0.weight' is quantised or not floating point \(torch.float8_e4m3fn\): freeze it"
+        MatchError, match=r"'0.weight' is .*quantised or not floating point \(torch.float8_e4m3fn\): freeze it"
     ):
         read_state_dict(model, saved)
 
@@ -533,7 +531,7 @@ def test_a_shuffled_state_is_refused_where_shapes_are_hidden(path: str, optimize
         (["0.weight"], r"param_names gives 1 names for the 2 parameters"),
         (["0.weight", "0.wait"], r"by param_names, \['0.wait'\] are not among the weights"),
         (["0.weight", "0.weight"], r"by param_names, \['0.weight'\] are named twice"),
-        (["0.bias", "0.weight"], r"key 0 has shape \(1, 3\) but parameter '0.bias' has \(1,\)"),
+        (["0.bias", "0.weight"], r"'0.weight' has shape \(1,\), the parameter \(1, 3\).*names are in another order"),
     ],
     ids=["short", "unknown", "twice", "swapped"],
 )

@@ -23,7 +23,22 @@ from bayesadam.optim._orthonormal import (
     split_product,
 )
 from bayesadam.readers import eigenbasis, reader_named, working_dtype
-from bayesadam.readers.rotated import LEFT_KEY, PLAIN_KEY, RIGHT_KEY, ROTATED_KEY, into_basis, out_of_basis
+from bayesadam.readers.rotated import LEFT_KEY, PLAIN_KEY, RIGHT_KEY, ROTATED_KEY
+
+
+def into_basis(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Q_Lᵀ X Q_R; None is the identity."""
+    if left is not None:
+        matrix = left.mT @ matrix
+    return matrix if right is None else matrix @ right
+
+
+def out_of_basis(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Q_L X Q_Rᵀ; None is the identity."""
+    if left is not None:
+        matrix = left @ matrix
+    return matrix if right is None else matrix @ right.mT
+
 
 _PLAIN_MOMENTUM = "exp_avg"
 _ROTATED_MOMENTUM = "rotated_exp_avg"

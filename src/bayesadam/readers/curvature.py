@@ -88,7 +88,7 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         if stored.shape != parameter.shape:
             raise MatchError(
                 f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
-                f"{tuple(parameter.shape)}: the state belongs to another model"
+                f"{tuple(parameter.shape)}: the state belongs to another model, or its names are in another order"
             )
         ends = extremes(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():

@@ -16,7 +16,7 @@ from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.pairing import Pairing, names_in, pair, slots_of
 from bayesadam.readers.registry import reader_named, reader_of, readers_with_key
 from bayesadam.readers.rotated import unknown_bases
-from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline, parameter_shape
+from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline
 
 _WRAPPER_PREFIXES = ("_orig_mod", "module")
 _FROZEN = "frozen (requires_grad is False)"
@@ -106,7 +106,7 @@ def match_optimizers(
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
-    return _finished(parameters, taken, Match((), {}, foreign, classes, "the identity of tensors"), source)
+    return _finished(parameters, taken, source, classes, foreign)
 
 
 def match_state_dict(
@@ -185,7 +185,7 @@ def match_pairs(
     pairing: Pairing,
     omitted: Mapping[str, str] | None = None,
 ) -> Match:
-    """The match that a pairing of keys and names gives; every shape is checked. `omitted` have a reason already."""
+    """The match that a pairing of keys and names gives. `omitted` have a reason already."""
     taken: dict[str, Entry | str] = {**(omitted or {})}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
@@ -193,16 +193,8 @@ def match_pairs(
             if name is None or name in taken:
                 continue
             parameter, state = parameters[name], state_dict["state"].get(key, {})
-            shape = parameter_shape(state)
-            if shape is not None and shape != parameter.shape:
-                raise MatchError(
-                    f"by {pairing.why}, the state under key {key!r} has shape {tuple(shape)} but parameter {name!r} "
-                    f"has {tuple(parameter.shape)}: it is another model's state, or in another order. Pass "
-                    "param_names=[...], the parameter names in the order in which the optimiser was given them"
-                )
             taken[name] = _entry_or_reason(name, parameter, state, group, reader)
-    empty = Match((), {}, optimizers=(reader.name,), why=pairing.why)
-    return _finished(parameters, taken, empty, f"this {reader.name!r} state dict")
+    return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
 
 
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -263,21 +255,22 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     """Refuse parameters that no real Gaussian can be put on."""
     if parameter.is_meta:
         raise MatchError(f"parameter {name!r} is on the meta device and has no values: materialise the model first")
-    if parameter.is_complex():
-        raise MatchError(
-            f"parameter {name!r} is complex ({parameter.dtype}): freeze it, or store it as two real tensors"
-        )
     if parameter.is_quantized or not parameter.is_floating_point() or parameter.element_size() == 1:
         raise MatchError(
-            f"parameter {name!r} is quantised or not floating point ({parameter.dtype}): freeze it with "
-            "requires_grad_(False), and it is left out"
+            f"parameter {name!r} is complex, quantised or not floating point ({parameter.dtype}): freeze it with "
+            "requires_grad_(False), and it is left out; or store a complex one as two real tensors"
         )
     if is_sharded(parameter):
         check_placements(name, parameter)
 
 
 def _finished(
-    parameters: Mapping[str, nn.Parameter], taken: Mapping[str, Entry | str], empty: Match, source: str
+    parameters: Mapping[str, nn.Parameter],
+    taken: Mapping[str, Entry | str],
+    source: str,
+    optimizers: tuple[str, ...],
+    foreign: int = 0,
+    why: str = "the identity of tensors",
 ) -> Match:
     entries, omitted = [], {}
     for name, parameter in parameters.items():
@@ -292,7 +285,7 @@ def _finished(
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(tuple(entries), omitted, empty.foreign, empty.optimizers, empty.why)
+    return Match(tuple(entries), omitted, foreign, optimizers, why)
 
 
 def _unwrapped(name: str, known: Mapping[str, Any]) -> str:

@@ -41,20 +41,6 @@ _TRACE_TOLERANCE = 1e-3
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
 
-def into_basis(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """Q_Lᵀ X Q_R; None is the identity."""
-    if left is not None:
-        matrix = left.mT @ matrix
-    return matrix if right is None else matrix @ right
-
-
-def out_of_basis(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """Q_L X Q_Rᵀ; None is the identity."""
-    if left is not None:
-        matrix = left @ matrix
-    return matrix if right is None else matrix @ right.mT
-
-
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others).
@@ -71,24 +57,24 @@ class Rotation:
 
     def into(self, weights: Tensor, dims: int) -> Tensor:
         """Q_Lᵀ W Q_R of weights whose last `dims` dimensions are the parameter's."""
-        return into_basis(_matrix(weights, dims), self.left, self.right).reshape(weights.shape)
+        matrix = weights.flatten(1 - dims) if dims > 2 else weights
+        matrix = matrix if self.left is None else self.left.mT @ matrix
+        return (matrix if self.right is None else matrix @ self.right).reshape(weights.shape)
 
     def out_of(self, coordinates: Tensor, dims: int) -> Tensor:
         """Q_L X Q_Rᵀ."""
-        return out_of_basis(_matrix(coordinates, dims), self.left, self.right).reshape(coordinates.shape)
+        matrix = coordinates.flatten(1 - dims) if dims > 2 else coordinates
+        matrix = matrix if self.left is None else self.left @ matrix
+        return (matrix if self.right is None else matrix @ self.right.mT).reshape(coordinates.shape)
 
     def diagonal(self, values: Tensor) -> Tensor:
         """The diagonal of (Q_R ⊗ Q_L) diag(values) (Q_R ⊗ Q_L)ᵀ: Q_L² values (Q_R²)ᵀ, squared entry by entry."""
         squared = (None if basis is None else basis.square() for basis in (self.left, self.right))
-        return out_of_basis(_matrix(values, values.dim()), *squared).reshape(values.shape)
+        return Rotation(*squared).out_of(values, values.dim())
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Rotation:
         """The same bases on another device or in another type."""
         return Rotation(*(basis if basis is None else basis.to(device, dtype) for basis in (self.left, self.right)))
-
-
-def _matrix(tensor: Tensor, dims: int) -> Tensor:
-    return tensor.flatten(1 - dims) if dims > 2 else tensor
 
 
 def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:
@@ -360,20 +346,12 @@ def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Ten
     return factors
 
 
-def _shampoo_diagonal(state: State, group: Group, shape: torch.Size) -> Tensor:
-    return _outer([factor.diagonal() for factor in kronecker_factors(state, group, shape)])
-
-
 def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
     found = [torch.linalg.eigh(factor) for factor in kronecker_factors(state, group, shape)]
     # Rounding can leave an eigenvalue slightly below zero.
-    values = _outer([pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found])
-    return values, [pair.eigenvectors.flip(1).contiguous() for pair in found]
-
-
-def _outer(vectors: list[Tensor]) -> Tensor:
-    """x₁ ⊗ x₂ ⊗ …, with a dimension for each."""
-    return reduce(lambda product, vector: product.unsqueeze(-1) * vector, vectors)
+    values = [pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found]
+    product = reduce(lambda product, vector: product.unsqueeze(-1) * vector, values)
+    return product, [pair.eigenvectors.flip(1).contiguous() for pair in found]
 
 
 # --- records -------------------------------------------------------------------------------------------------------------
@@ -427,7 +405,6 @@ ROTATED_READERS = (
         coupled_decay=True,
         decoupled_flag="weight_decouple",
         mark="matrix_eps",
-        read=_shampoo_diagonal,
         factors=_shampoo_factors,
         bases=tuple(f"{stem}_{dim}" for stem in ("pre_cond", "inv_pre_cond") for dim in range(_MOST_DIMENSIONS)),
         note="A mean over all steps, as Adagrad's. The Kronecker product of L and R, not a moment of its own.",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ _MOST_TOGETHER = 6
 _MOST_ROWS = 12
 
 Keys = tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +69,6 @@ class Choice:
     networks: tuple[Network, ...]
     optimizer: Keys | None
     notes: tuple[str, ...] = ()
-
-
-class _Pair(NamedTuple):
-    """Networks that an optimiser may have trained, and how certain that is."""
-
-    networks: tuple[Network, ...]
-    optimizer: Keys
-    verdict: str
 
 
 # --- what there is -------------------------------------------------------------------------------------------------------
@@ -156,17 +149,9 @@ def tensors_of(networks: Sequence[Network]) -> dict[str, Tensor]:
     return {name: network.tensors[own] for name, (network, own) in named(networks).items()}
 
 
-def _dotted(path: Keys) -> str:
+def _dotted(*paths: Keys) -> str:
     """Keys as `weights_key` and `optimizer_key` have them."""
-    return ".".join(path)
-
-
-def _joined(networks: Iterable[Network]) -> str:
-    return ",".join(_dotted(network.path) for network in networks)
-
-
-def _listed(paths: Sequence[Keys]) -> str:
-    return " and ".join(repr(_dotted(path)) for path in paths[:6])
+    return ",".join(".".join(path) for path in paths)
 
 
 # --- which of it ---------------------------------------------------------------------------------------------------------
@@ -178,73 +163,78 @@ def choose(found: Found, source: object, weights_key: str | None, optimizer_key:
     A file without an optimiser gives no networks where it has several: they are chosen by the state that comes from
     elsewhere.
     """
-    given = _given_networks(found.networks, weights_key)
-    states = _given(found.optimizers, optimizer_key, "optimizer_key")
+    by_path = {network.path: network for network in found.networks}
+    given = None if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())
+    states = found.optimizers if optimizer_key is None else _given(found.optimizers, optimizer_key, "optimizer_key")
     copies = {} if given else _copies(found.networks)
-    sets = [network for network in found.networks if network not in copies]
     notes = tuple(f"{_dotted(copy.path)!r} was left out, a copy of {_dotted(of.path)!r}" for copy, of in copies.items())
+    sets = [network for network in found.networks if network not in copies]
     usual = given or tuple(_usual({n.path: n for n in sets if not n.alone}, _WEIGHTS_KEYS).values())
     usual_states = list(_usual(states, _OPTIMIZER_KEYS))
-    if not states:
-        if len(usual) > 1 and not given and any(t.is_meta for n in usual for t in tensors_of([n]).values()):
-            several = f"{source} holds several sets of weights, {_listed([n.path for n in usual])}"
-            raise FileError(f"{several}: say which with weights_key={_dotted(usual[0].path)!r}")
-        return Choice(usual if given or len(usual) == 1 else (), None, notes)
-    if not found.networks:
-        if len(usual_states) > 1:
-            several = f"{source} holds the state of several optimisers, {_listed(usual_states)}"
-            raise FileError(f"{several}: say which with optimizer_key={_dotted(usual_states[0])!r}")
-        return Choice((), usual_states[0], notes)
+    several = [n.path for n in usual] if not states and not given else usual_states if not found.networks else []
+    on_disk = any(tensor.is_meta for network in usual for tensor in tensors_of([network]).values())
+    if len(several) > 1 and (states or on_disk):
+        option, what = ("optimizer_key", "states") if states else ("weights_key", "sets of weights")
+        example = f"{option}={_dotted(several[0])!r}"
+        raise FileError(f"{source} holds several {what}, {_listed(several)}: say which with {example}")
+    if not states or not found.networks:
+        return Choice(usual if len(several) < 2 else (), next(iter(usual_states), None), notes)
     clear = (given or len(usual) == 1) and len(usual_states) == 1
     both_given = given is not None and len(given) == 1 and optimizer_key is not None
     if clear and (both_given or _verdict(usual, states[usual_states[0]])):
 
-        def why(is_given: bool, count: int) -> str:
-            return "as given" if is_given else "the only one" if count == 1 else "the usual key"
+        def why(key: str | None, count: int) -> str:
+            return "as given" if key is not None else "the only one" if count == 1 else "the usual key"
 
-        taken = f"weights {_joined(usual)!r}: {why(given is not None, len(found.networks))}"
-        by = f"optimiser {_dotted(usual_states[0])!r}: {why(optimizer_key is not None, len(found.optimizers))}"
+        taken = f"weights {_dotted(*(n.path for n in usual))!r}: {why(weights_key, len(found.networks))}"
+        by = f"optimiser {_dotted(usual_states[0])!r}: {why(optimizer_key, len(found.optimizers))}"
         return Choice(usual, usual_states[0], (*notes, taken, by))
     first = usual_states if len(usual_states) == 1 else list(states)
     pairs = _pairs(sets, given, {path: states[path] for path in first})
     if not pairs and len(first) < len(states):
         pairs = _pairs(sets, given, states)
     if len(pairs) == 1 and pairs[0].networks == (given or tuple(n for n in sets if n in pairs[0].networks)):
-        only = pairs[0]
-        chosen = f"weights {_joined(only.networks)!r} and optimiser {_dotted(only.optimizer)!r}"
-        reason = f"{chosen}: the only pair, and the only order, that no shape contradicts"
-        return Choice(only.networks, only.optimizer, (*notes, reason))
+        reason = f"{pairs[0]}: the only pair, and the only order, that no shape contradicts"
+        return Choice(pairs[0].networks, pairs[0].optimizer, (*notes, reason))
     if not pairs and clear:
         # The error comes where the states are matched.
         return Choice(usual, usual_states[0], notes)
-    _require_second_moments(list(states.values()))
-    raise FileError(_table(source, sets, list(states), pairs))
+    refusals = []
+    for state in states.values():
+        try:
+            identify_reader(state)
+        except StateError as error:
+            refusals.append(error)
+    if len(refusals) == len(states):
+        raise refusals[0]
+    shown = pairs or [_Pair((network,), path, "its shapes do not fit") for network in sets for path in states]
+    rows = "".join(f"\n  {pair} ({pair.verdict})" for pair in shown[:_MOST_ROWS])
+    more = f"\n  and {len(shown) - _MOST_ROWS} more" if len(shown) > _MOST_ROWS else ""
+    raise FileError(
+        f"{source} holds weights under {_listed([network.path for network in sets])} and states under "
+        f"{_listed(list(states))}"
+        f"{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, with{rows}{more}"
+    )
 
 
-def _given_networks(networks: Sequence[Network], wanted: str | None) -> tuple[Network, ...] | None:
-    """The networks that `weights_key` names, in that order; a comma separates several."""
-    if wanted is None:
-        return None
-    by_path = {network.path: network for network in networks}
-    whole = any(_dotted(path) == wanted for path in by_path)
-    keys = [wanted] if whole or "," not in wanted else [key.strip() for key in wanted.split(",")]
-    if len(set(keys)) < len(keys):
-        raise FileError(f"weights_key={wanted!r} names a network twice")
-    return tuple(next(iter(_given(by_path, key, "weights_key").values())) for key in keys)
+def _listed(paths: Sequence[Keys]) -> str:
+    return " and ".join(repr(_dotted(path)) for path in paths[:6])
 
 
-def _given(candidates: Mapping[Keys, Any], wanted: str | None, option: str) -> dict[Keys, Any]:
-    if wanted is None:
-        return dict(candidates)
-    chosen = {path: value for path, value in candidates.items() if _dotted(path) == wanted}
-    if len(chosen) == 1:
-        return chosen
-    there = ", ".join(repr(_dotted(path)) for path in candidates) or "none"
-    what = "there is nothing of the kind" if not chosen else "there are several of the kind"
-    raise FileError(f"{what} under {option}={wanted!r}; there is {there}")
+def _given(candidates: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]:
+    """Those under the keys that an option names, in that order; a comma separates several."""
+    by_name = {_dotted(path): path for path in candidates}
+    names = [wanted] if wanted in by_name else [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in by_name:
+            there = ", ".join(map(repr, by_name)) or "none"
+            raise FileError(f"there is nothing of the kind under {option}={name!r}; there is {there}")
+    if len(set(names)) < len(names):
+        raise FileError(f"{option}={wanted!r} names a network twice")
+    return {by_name[name]: candidates[by_name[name]] for name in names}
 
 
-def _usual(candidates: Mapping[Keys, Any], known: Sequence[str]) -> dict[Keys, Any]:
+def _usual(candidates: Mapping[Keys, T], known: Sequence[str]) -> dict[Keys, T]:
     """The shallowest under a usual key, else all."""
     usual = [path for path in candidates if any(part.lower() in known for part in path[-2:])]
     depth = min(map(len, usual), default=0)
@@ -256,28 +246,33 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
     tensors = {network: tensors_of([network]) for network in networks}
     shapes = {n: {_plain(key): t.shape for key, t in held.items() if t.dim()} for n, held in tensors.items()}
     memory = {n: [memory_of(tensor) for tensor in held.values()] for n, held in tensors.items()}
+    # The words of their keys: `criticTarget` is two.
+    words = {n: set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r" \1", _dotted(n.path)).lower())) for n in networks}
     found: dict[Network, Network] = {}
     for number, network in enumerate(networks):
         alike = [n for n in networks if n is not network and n not in found and shapes[n] == shapes[network]]
-        originals = [n for n in alike if not _words(n.path) & _COPIES]
+        originals = [n for n in alike if not words[n] & _COPIES]
         same = [n for n in alike if n in networks[:number] and memory[n] == memory[network]]
-        if same or (originals and _words(network.path) & _COPIES):
+        if same or (originals and words[network] & _COPIES):
             found[network] = (same or originals)[0]
     return found
-
-
-def _words(path: Keys) -> set[str]:
-    """The words of a key.
-
-    >>> sorted(_words(("criticTarget", "state_dict")))
-    ['critic', 'dict', 'state', 'target']
-    """
-    return {word.lower() for part in path for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
 
 
 def _plain(name: str) -> str:
     """A name without the prefixes of torch.compile, data parallelism and averages."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+class _Pair(NamedTuple):
+    """Networks that an optimiser may have trained, and how certain that is."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys
+    verdict: str
+
+    def __str__(self) -> str:
+        state = f", optimizer_key={_dotted(self.optimizer)!r}" if self.optimizer else ""
+        return f"weights_key={_dotted(*(network.path for network in self.networks))!r}{state}"
 
 
 def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
@@ -338,36 +333,3 @@ def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -
 def _orders(networks: Sequence[Network], count: int, path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
     orders = itertools.permutations(networks, count)
     return [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
-
-
-def _require_second_moments(states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that nothing can be read from before there is anything to choose."""
-    refusals = []
-    for state in states:
-        try:
-            identify_reader(state)
-        except StateError as error:
-            refusals.append(error)
-    if len(refusals) == len(states):
-        raise refusals[0]
-
-
-def _table(source: object, sets: Sequence[Network], states: Sequence[Keys], pairs: Sequence[_Pair]) -> str:
-    def options(weights: str, optimizer: Keys) -> str:
-        return f"weights_key={weights!r}" + (f", optimizer_key={_dotted(optimizer)!r}" if optimizer else "")
-
-    networks = [network.path for network in sets if not network.alone]
-    several = [
-        f"several sets of weights, {_listed(networks)}" if len(networks) > 1 else "",
-        f"the state of several optimisers, {_listed(states)}" if len(states) > 1 else "",
-    ]
-    held = f"{source} holds {', and '.join(part for part in several if part) or 'weights and a state'}"
-    if not pairs:
-        example = options(_dotted(networks[0]), states[0])
-        return (
-            f"{held}, and no shapes fit. Say which with {example}; several networks in their order with "
-            "weights_key='a,b'"
-        )
-    rows = [f"\n  {options(_joined(pair.networks), pair.optimizer)} ({pair.verdict})" for pair in pairs[:_MOST_ROWS]]
-    more = f"\n  and {len(pairs) - _MOST_ROWS} more" if len(pairs) > _MOST_ROWS else ""
-    return f"{held}. Say which with{''.join(rows)}{more}"
