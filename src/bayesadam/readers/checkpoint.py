@@ -24,6 +24,7 @@ from bayesadam.readers.formats.registry import format_of, state_beside
 from bayesadam.readers.match import Match, match_pairs, own_parameters, pair_by_names, shapes_listed, usable_reader
 from bayesadam.readers.pairing import (
     Pairing,
+    Slot,
     candidates,
     clean_names,
     memory_of,
@@ -212,7 +213,10 @@ def match_checkpoint(
 
     The model's own weights are neither used nor changed. `changes` are `options` as keywords.
     """
-    parameters, reader, pairing = _paired(checkpoint, model, replace(options, **changes))
+    options = replace(options, **changes)
+    parameters, reader, pairing = (
+        _pair_weights(checkpoint, options) if model is None else _pair_model(checkpoint, model, options)
+    )
     # No Gaussian can be put on them.
     omitted = {
         name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
@@ -257,58 +261,70 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     )
 
 
-def _paired(
-    checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions
-) -> tuple[dict[str, nn.Parameter], StateReader, Pairing]:
-    own = None if model is None else _own_names(checkpoint, unwrap(model))
+_Paired = tuple[Mapping[str, nn.Parameter], StateReader, Pairing]
+
+
+def _pair_weights(checkpoint: Checkpoint, options: CheckpointOptions) -> _Paired:
+    """Keys and the names in the file."""
     state, weights = checkpoint.optimizer, checkpoint.weights
-    if model is not None and own is not None and own.is_part:
-        _, reader, whole = _paired(checkpoint, None, options)
-        behind = {name: key for key, name in whole.names.items()}
-        names = {behind[stored]: name for name, stored in own.names.items() if stored in behind}
-        parameters, pairing = own_parameters(model), Pairing(names, whole.why)
-        _require_shapes(checkpoint, own.names, parameters)
-        return parameters, reader, pairing
-    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
-    given, why = options.param_names, "the names that were given"
-    if given is None and checkpoint.param_names is None:
-        given, why = _by_rules(checkpoint, reader, model), "the trainer's own rule"
-    slots = slots_of(state, reader)
-    if model is None or own is None:
-        pairing = pair_by_names(state, weights, given, why) or pair_weights(
-            slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order
-        )
-        listed = {*candidates(weights, len(slots)), *pairing.names.values()}
-        held = {name: weights[name].detach() for name in weights if name in listed}
-        return {name: nn.Parameter(w, w.is_floating_point()) for name, w in held.items()}, reader, pairing
-    parameters = own_parameters(model)
-    _require_shapes(checkpoint, own.names, parameters)
-    named = pair_by_names(state, parameters, given, why)
-    if named is None:
+    reader, slots, given, why = _known(checkpoint, None, options)
+    pairing = pair_by_names(state, weights, given, why)
+    if pairing is None:
+        pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+    listed = {*candidates(weights, len(slots)), *pairing.names.values()}
+    held = {name: weights[name].detach() for name in weights if name in listed}
+    return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, reader, pairing
+
+
+def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions) -> _Paired:
+    """Keys and the names in the model."""
+    state, in_order, parameters = checkpoint.optimizer, options.groups_in_order, own_parameters(model)
+    own, is_part = _own_names(checkpoint, unwrap(model))
+    _require_shapes(checkpoint, own, parameters)
+    if is_part:
+        _, reader, whole = _pair_weights(checkpoint, options)
+        short = {stored: name for name, stored in own.items()}
+        names = {key: short[name] for key, name in whole.names.items() if name in short}
+        return parameters, reader, Pairing(names, whole.why)
+    reader, slots, given, why = _known(checkpoint, model, options)
+    pairing = pair_by_names(state, parameters, given, why)
+    if pairing is None:
         shapes = shapes_listed(parameters, len(slots))
-        named = pair(slots, shapes, ordered=True, in_order=options.groups_in_order)
-        filed = {name: shapes[name] for name in own.names if name in shapes}
+        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
+        filed = {name: shapes[name] for name in own if name in shapes}
+        # The class may have changed since.
         if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
-            # The class may have changed since.
-            other = pair(slots, filed, ordered=True, in_order=options.groups_in_order).names
-            for key, name in named.names.items():
+            other = pair(slots, filed, ordered=True, in_order=in_order).names
+            for key, name in pairing.names.items():
                 if other.get(key) != name:
                     raise MatchError(
                         f"{checkpoint.path} has the weights in another order than the model: the state under key "
                         f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. Pass "
                         "param_names=[...], the parameter names in the order in which the optimiser was given them"
                     )
-    lost = [n for key, n in named.names.items() if n not in own.names and has_tensors(state["state"].get(key))]
+    lost = [name for key, name in pairing.names.items() if name not in own and has_tensors(state["state"].get(key))]
     if checkpoint.rules.partial and lost:
         # The posterior would be about weights that were never trained.
         raise MatchError(
             f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and "
             "use Posterior.from_state_dict, or read the posterior from the live model and optimiser"
         )
-    return parameters, reader, named
+    return parameters, reader, pairing
 
 
-def _by_rules(checkpoint: Checkpoint, reader: StateReader, model: nn.Module | None) -> list[str] | None:
+def _known(
+    checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions
+) -> tuple[StateReader, list[Slot], Sequence[str] | None, str]:
+    """The reader, the optimiser's list, and the names that the caller or the trainer's rule gives, with their source."""
+    state = checkpoint.optimizer
+    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    slots = slots_of(state, reader)
+    if options.param_names is not None or checkpoint.param_names is not None:
+        return reader, slots, options.param_names, "the names that were given"
+    return reader, slots, _by_rules(checkpoint, slots, model), "the trainer's own rule"
+
+
+def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | None) -> list[str] | None:
     """The names in the optimiser's order by the trainer's own rule; None where it has none, or none that fits.
 
     Every version of the rule is compared with the sizes of the groups and all shapes; those that fit must agree.
@@ -318,7 +334,6 @@ def _by_rules(checkpoint: Checkpoint, reader: StateReader, model: nn.Module | No
     if rules.orders is None or whole is None:
         return None
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    slots = slots_of(checkpoint.optimizer, reader)
     sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
     answers = {
         tuple(name for group in order for name in group)
@@ -341,19 +356,11 @@ def _by_rules(checkpoint: Checkpoint, reader: StateReader, model: nn.Module | No
     return [stored.get(name, name) for name in fitting[0]]
 
 
-# --- the model's names ---------------------------------------------------------------------------------------------------
+def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
+    """The checkpoint's name by the model's name, and whether the model is a part of what was trained.
 
-
-@dataclass(frozen=True)
-class _Own:
-    """The name in the checkpoint by the model's name, and whether the model is a part of what was trained."""
-
-    names: Mapping[str, str]
-    is_part: bool
-
-
-def _own_names(checkpoint: Checkpoint, model: nn.Module) -> _Own:
-    """The model's names, which may themselves begin with what looks like a wrapper's prefix, or be those of a part."""
+    The model's names may themselves begin with what looks like a wrapper's prefix.
+    """
     held = model.state_dict(keep_vars=True)
     shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
     weights, rules = checkpoint.weights, checkpoint.rules
@@ -365,7 +372,7 @@ def _own_names(checkpoint: Checkpoint, model: nn.Module) -> _Own:
         by_file = len(held.keys() & stored.keys()) > len(held.keys() & weights.keys())
         names = {key if by_file else name: name for key, name in stored.items()}
     if rules.partial or not shapes or not names.keys().isdisjoint(shapes):
-        return _Own(names, False)
+        return names, False
     first = next(iter(shapes))
     found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
     fitting = [prefix for prefix in found if all(prefix + name in weights for name in shapes)]
@@ -379,8 +386,8 @@ def _own_names(checkpoint: Checkpoint, model: nn.Module) -> _Own:
             "pass the module that was trained"
         )
     if not fitting:
-        return _Own(names, False)
-    return _Own({n.removeprefix(fitting[0]): n for n in weights if n.startswith(fitting[0])}, True)
+        return names, False
+    return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
 
 
 def _require_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
@@ -396,7 +403,7 @@ def _require_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mappi
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copy the checkpoint's weights and buffers into the model, all or none of them."""
     inner = unwrap(model)
-    names = _own_names(checkpoint, inner).names
+    names, _ = _own_names(checkpoint, inner)
     own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # A tied tensor may be saved under one of its names.
     saved = {memory_of(own[name]) for name in names if name in own}

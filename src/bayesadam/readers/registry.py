@@ -45,6 +45,8 @@ def _none(name: str, *classes: str, advice: str = _TRAIN_WITH, mark: str | None 
 
 
 _COUPLED: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_weight_decay"}
+_TIMM: dict[str, Any] = {"coupled_decay": True, "decoupled_flag": "decoupled_decay"}
+_RMS: dict[str, Any] = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg"}
 
 READERS: tuple[StateReader, ...] = (
     _adam("adam", "torch.optim.adam.Adam", **_COUPLED),
@@ -64,9 +66,7 @@ READERS: tuple[StateReader, ...] = (
     _average(
         "rmsprop",
         "torch.optim.rmsprop.RMSprop",
-        key="square_avg",
-        decay=("alpha", None),
-        centre_key="grad_avg",
+        **_RMS,
         coupled_decay=True,
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out, or early weights "
         "would look flat.",
@@ -89,28 +89,18 @@ READERS: tuple[StateReader, ...] = (
         note="Rank-one per matrix. Its average starts from the first gradient, so it has no bias to correct.",
     ),
     _average(
-        "lamb",
-        "timm.optim.lamb.Lamb",
-        step="group",
-        note="Decay is added after the moments, so v is the data's alone. Lamb clips the global gradient norm.",
+        "lamb", "timm.optim.lamb.Lamb", step="group", note="Decay follows the moments; the gradient norm is clipped."
     ),
     _average(
-        "adan",
-        "timm.optim.adan.Adan",
-        decay=("betas", 2),
-        step="group",
-        note="Averages (g + β₂ Δg)², the gradient with Nesterov's look-ahead.",
+        "adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group", note="Averages (g + β₂ Δg)², after Nesterov."
     ),
     _average(
         "rmsproptf",
         "timm.optim.rmsprop_tf.RMSpropTF",
         "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
-        key="square_avg",
-        decay=("alpha", None),
+        **_RMS,
+        **_TIMM,
         start=1.0,
-        centre_key="grad_avg",
-        coupled_decay=True,
-        decoupled_flag="decoupled_decay",
         note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
     ),
     _average(
@@ -118,8 +108,7 @@ READERS: tuple[StateReader, ...] = (
         "timm.optim.adabelief.AdaBelief",
         key="exp_avg_var",
         maximum_key="max_exp_avg_var",
-        coupled_decay=True,
-        decoupled_flag="decoupled_decay",
+        **_TIMM,
         note="A centred second moment, to which AdaBelief adds eps at every step.",
     ),
     _average(
@@ -131,10 +120,7 @@ READERS: tuple[StateReader, ...] = (
     _eight_bit("adam8bit", "Adam", "bitsandbytes.optim.adam"),
     _eight_bit("adamw8bit", "AdamW", "bitsandbytes.optim.adamw"),
     StateReader(
-        "ogd",
-        (),
-        statistic="identity",
-        note="V = 1 for every weight: the posterior is isotropic and knows nothing of the data.",
+        "ogd", (), statistic="identity", note="V = 1 for every weight: the posterior is isotropic and knows no data."
     ),
     _none(
         "sgd",
@@ -158,7 +144,7 @@ READERS: tuple[StateReader, ...] = (
     _none(
         "novograd",
         "timm.optim.nvnovograd.NvNovoGrad",
-        advice=f"it has one number per layer, not one per weight; {_TRAIN_WITH}",
+        advice=f"it has one number per layer, not per weight; {_TRAIN_WITH}",
     ),
 )
 
