@@ -23,6 +23,7 @@ from bayesadam.readers.formats.networks import Found, Keys, choose
 from bayesadam.readers.formats.registry import format_of, state_beside
 from bayesadam.readers.match import Match, match_pairs, own_parameters, pair_by_names, shapes_listed, usable_reader
 from bayesadam.readers.pairing import (
+    NAMES,
     Pairing,
     Slot,
     candidates,
@@ -194,24 +195,19 @@ def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[s
         )
 
 
-# --- states with names ---------------------------------------------------------------------------------------------------
-
-
 def match_checkpoint(
     checkpoint: Checkpoint,
     model: nn.Module | None = None,
     options: CheckpointOptions = DEFAULTS,
     **changes: Unpack[CheckpointKeywords],
 ) -> Match:
-    """Match the optimiser's state to the weights, with or without the model.
+    """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
     Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule decides, if there
     is one and it agrees with every shape; or the order of the file's weights, if shapes leave one answer: see
     `bayesadam.readers.pairing`. A model distinguishes parameters from buffers, and has the order where the file has
-    none; where file and model have different orders, both must give the same answer. The model may be a part of what
-    was trained, such as the network inside a LightningModule.
-
-    The model's own weights are neither used nor changed. `changes` are `options` as keywords.
+    none; where both have one, they must give the same answer. The model may be a part of what was trained, such as the
+    network inside a LightningModule. `changes` are `options` as keywords.
     """
     options = replace(options, **changes)
     parameters, reader, pairing = (
@@ -280,13 +276,14 @@ def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOpt
     """Keys and the names in the model."""
     state, in_order, parameters = checkpoint.optimizer, options.groups_in_order, own_parameters(model)
     own, is_part = _own_names(checkpoint, unwrap(model))
-    _require_shapes(checkpoint, own, parameters)
     if is_part:
         _, reader, whole = _pair_weights(checkpoint, options)
+        _require_shapes(checkpoint, own, parameters)
         short = {stored: name for name, stored in own.items()}
         names = {key: short[name] for key, name in whole.names.items() if name in short}
         return parameters, reader, Pairing(names, whole.why)
     reader, slots, given, why = _known(checkpoint, model, options)
+    _require_shapes(checkpoint, own, parameters)
     pairing = pair_by_names(state, parameters, given, why)
     if pairing is None:
         shapes = shapes_listed(parameters, len(slots))
@@ -299,8 +296,7 @@ def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOpt
                 if other.get(key) != name:
                     raise MatchError(
                         f"{checkpoint.path} has the weights in another order than the model: the state under key "
-                        f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. Pass "
-                        "param_names=[...], the parameter names in the order in which the optimiser was given them"
+                        f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
                     )
     lost = [name for key, name in pairing.names.items() if name not in own and has_tensors(state["state"].get(key))]
     if checkpoint.rules.partial and lost:
@@ -347,8 +343,7 @@ def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | 
         at = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
         raise MatchError(
             f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
-            f"{slots[at].key!r} may belong to {' or to '.join(repr(names[at]) for names in fitting)}. Pass "
-            "param_names=[...], the parameter names in the order in which the optimiser was given them"
+            f"{slots[at].key!r} may belong to {' or to '.join(repr(names[at]) for names in fitting)}. {NAMES}"
         )
     if not fitting:
         return None

@@ -72,31 +72,27 @@ def match_optimizers(
     parameters = own_parameters(model)
     if not parameters:
         raise MatchError(f"{type(model).__name__} has no parameters")
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
     listed = listed_optimizers(optimizers)
     classes = tuple(type(optimizer).__name__ for optimizer in listed)
     taken: dict[str, Entry | str] = {}
-    owners: dict[str, Optimizer] = {}
     refusals: list[str] = []
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
         record = _reader_for(optimizer, reader)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = [names[parameter] for parameter in trained if parameter in names]
+        foreign += len(trained) - len(own)
+        if twice := [name for name in own if name in taken]:
+            raise MatchError(
+                f"parameter {twice[0]!r} is trained by two of the optimisers given; pass only the one whose second "
+                "moment is to be used"
+            )
         if record.statistic == "none":
             refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    foreign += 1
-                elif owners.setdefault(name, optimizer) is not optimizer:
-                    raise MatchError(
-                        f"parameter {name!r} is trained by two of the optimisers given; pass only the one whose second "
-                        "moment is to be used"
-                    )
-                elif record.statistic == "none":
-                    taken[name] = f"trained by {title}, which keeps no second moment per weight"
-                else:
-                    taken[name] = _entry_or_reason(name, parameter, optimizer.state.get(parameter, {}), group, record)
+            taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
+        else:
+            taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
     source = " and ".join(classes)
     if foreign and not taken:
         raise MatchError(
@@ -149,8 +145,9 @@ def pair_by_names(
 ) -> Pairing | None:
     """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    repeated = [key for key, count in Counter(keys).items() if count > 1]
-    unlisted = [key for key in state_dict["state"] if key not in set(keys)]
+    counts = Counter(keys)
+    repeated = [key for key, count in counts.items() if count > 1]
+    unlisted = [key for key in state_dict["state"] if key not in counts]
     if repeated or unlisted:
         raise MatchError(
             f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
@@ -187,14 +184,25 @@ def match_pairs(
 ) -> Match:
     """The match that a pairing of keys and names gives. `omitted` have a reason already."""
     taken: dict[str, Entry | str] = {**(omitted or {})}
-    for group in state_dict["param_groups"]:
-        for key in group["params"]:
-            name = pairing.names.get(key)
-            if name is None or name in taken:
-                continue
-            parameter, state = parameters[name], state_dict["state"].get(key, {})
-            taken[name] = _entry_or_reason(name, parameter, state, group, reader)
+    names = {key: name for key, name in pairing.names.items() if name not in taken}
+    taken |= _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, names)
     return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
+
+
+def _entries(
+    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[Group],
+    states: Mapping[Any, State],
+    reader: StateReader,
+    names: Mapping[Any, str],
+) -> dict[str, Entry | str]:
+    """Parameters with their states, or why they are omitted, by the name behind each key: a live tensor is its own key."""
+    return {
+        names[key]: _entry_or_reason(names[key], parameters[names[key]], states.get(key, {}), group, reader)
+        for group in groups
+        for key in group["params"]
+        if key in names
+    }
 
 
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

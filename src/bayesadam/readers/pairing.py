@@ -27,10 +27,8 @@ from bayesadam.readers.state import StateReader, as_number, has_tensors, paramet
 # A mark of groups that together are one list in the model's order.
 ONE_LIST = "bayesadam: one list"
 _BUFFER_SUFFIXES = ("running_mean", "running_var", "running_variance", "num_batches_tracked")
-REMEDY = (
-    "Pass param_names=[...], the parameter names in the order in which the optimiser was given them, or the model "
-    "(Posterior.from_checkpoint)"
-)
+NAMES = "Pass param_names=[...], the parameter names in the order in which the optimiser was given them"
+REMEDY = f"{NAMES}, or the model (Posterior.from_checkpoint)"
 IN_ORDER = (
     ", or groups_in_order=True if each group was filled in the model's order, as by "
     "[p for name, p in model.named_parameters() if ...]"
@@ -183,10 +181,8 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     if len(slots) > len(names):
-        raise MatchError(
-            f"the optimiser's state holds {len(slots)} parameters, the weights {len(names)} tensors that may be "
-            f"parameters: it is another model's state. {REMEDY}"
-        )
+        counts = f"{len(slots)} parameters, the weights {len(names)} tensors that may be parameters"
+        raise MatchError(f"the optimiser's state holds {counts}: it is another model's state. {REMEDY}")
     listed, shapes = list(names), list(names.values())
     _require_shapes(slots, shapes)
     # Without an order each key stands alone, and only a shape that occurs once decides.

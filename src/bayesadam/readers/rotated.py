@@ -1,12 +1,12 @@
 r"""Second moments that are diagonal in a rotated space: those of SOAP and Shampoo, and of Kronecker-factored posteriors.
 
-All SOAPs store V with V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, one orthogonal Q a dimension, eigenvectors as
-columns, and let V's entries go with the columns of Q when a basis is refreshed. Entry (i, j, …) of V thus belongs to
-column i of Q₁, column j of Q₂, and so on. The curvature of a weight seen as the matrix (first dimension, all others) is
+All SOAPs store V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, with one orthogonal Q a dimension. Entry (i, j, …) of V
+belongs to column i of Q₁, column j of Q₂, and so on; the first gradient only finds the bases. The curvature of a weight
+seen as the matrix (first dimension, all others) is
 
     V = (Q_R ⊗ Q_L) diag(v) (Q_R ⊗ Q_L)ᵀ,   Q_L = Q₁,   Q_R = Q₂ ⊗ Q₃ ⊗ …
 
-The first gradient only finds the bases. Packages differ in where V, Q and the count of steps are.
+Packages differ in where V, Q and the count of steps are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _BASIS_NAMES = re.compile(
 # heavyball names an entry after the function that keeps it and its index in the chain.
 _HEAVYBALL_MOMENT, _HEAVYBALL_BASES = "scale_by_soap_exp_avg_sq_", "scale_by_soap_Q_"
 _MOST_DIMENSIONS = 8
-# Sums of the same squares, added up in another order.
-_TRACE_TOLERANCE = 1e-3
 
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
@@ -210,14 +208,11 @@ def _like_bases(name: str, value: Any, shape: torch.Size) -> bool:
     return named or (len(value) > 1 and value.shape != shape)
 
 
-# --- where each optimiser keeps v and its bases --------------------------------------------------------------------------
-
-
 def _require_shape(moment: Tensor, fits: bool, shape: Sequence[int]) -> None:
     if not fits:
         raise StateError(
-            f"the second moment of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state "
-            "belongs to another model"
+            f"the statistic of a parameter of shape {tuple(shape)} has shape {tuple(moment.shape)}: the state belongs "
+            "to another model"
         )
 
 
@@ -314,30 +309,24 @@ def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Ten
     if not 1 <= len(shape) <= _MOST_DIMENSIONS:
         raise StateError(f"Shampoo keeps no statistic for a parameter of shape {tuple(shape)}: use Adam for it")
     if float(group["momentum"]) != 0.0:
-        raise StateError(
-            f"with momentum={group['momentum']} Shampoo mixes its last steps into the gradients before it sums their "
-            "squares: train with momentum=0"
-        )
+        mixed = f"with momentum={group['momentum']} Shampoo's statistics are of mixed gradients"
+        raise StateError(f"{mixed}: train with momentum=0")
     start, steps = float(group["matrix_eps"]), float(group["step"])
     factors = []
     for dim, side in enumerate(shape):
         stored: Tensor = state[f"pre_cond_{dim}"]
-        if stored.shape != (side, side):
-            raise StateError(
-                f"dimension {dim} of a parameter of shape {tuple(shape)} has a statistic of shape "
-                f"{tuple(stored.shape)}: the state belongs to another model"
-            )
+        _require_shape(stored, stored.shape == (side, side), shape)
         wide = _wide(stored, copy=True)
         wide.diagonal().sub_(start).clamp_(min=0.0)
         factors.append(wide)
     traces = torch.stack([factor.trace() for factor in factors])
     total = float(traces[0])
-    if not float((traces - total).abs().max()) <= _TRACE_TOLERANCE * total:
+    # Sums of the same squares, added up in another order; NaN is not within any tolerance.
+    if not float((traces - total).abs().max()) <= 1e-3 * total:
         raise StateError(
             f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which are "
-            "equal where all are of the gradients themselves: before version 4.1 pytorch_optimizer took those after "
-            "the first of gradients that it had preconditioned already, which are no second moments; upgrade it and "
-            "train again, or train with SOAP"
+            "equal for statistics of the gradients: pytorch_optimizer before 4.1 summed gradients that it had "
+            "preconditioned already; upgrade it and train again, or train with SOAP"
         )
     if total > 0:
         factors[0] /= steps
@@ -353,8 +342,6 @@ def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
     product = reduce(lambda product, vector: product.unsqueeze(-1) * vector, values)
     return product, [pair.eigenvectors.flip(1).contiguous() for pair in found]
 
-
-# --- records -------------------------------------------------------------------------------------------------------------
 
 _SOAP: dict[str, Any] = {"decay": ("betas", 1), "bias_correction": True}
 _REFERENCE: dict[str, Any] = {**_SOAP, "key": PLAIN_KEY, "factors": _listed, "bases": ("Q", "GG")}
