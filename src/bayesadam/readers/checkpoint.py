@@ -235,7 +235,7 @@ def read_curvature(
 def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ...]:
     """How the file is read without the model, in sentences: what is taken and why, by which rule, what is left out.
 
-    `match` is that of `match_checkpoint` without the model, where it is at hand.
+    `match` is the result of `match_checkpoint` without the model; None computes it.
     """
     match = match or match_checkpoint(checkpoint)
     beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"

@@ -170,7 +170,7 @@ def pair_by_names(
 
 
 def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[str, torch.Size]:
-    """The shapes of the parameters that a list of so many holds: the trainable ones where they are as many, else all."""
+    """The shapes of the parameters in a list of this length: the trainable ones where they are as many, else all."""
     trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
     return {name: parameters[name].shape for name in (trainable if count == len(trainable) else parameters)}
 

@@ -109,7 +109,7 @@ def candidates(weights: Mapping[str, Tensor], count: int = 0, *, integers: bool 
 
     Known buffers are none. A tied tensor counts under its first name alone where that is enough: memory is also shared
     by parameters that were never tied. Integers and truth values, which an optimiser may list and keeps no state for,
-    count last, or where they are asked for.
+    count last, or always with `integers`.
     """
     held = getattr(weights, "outline", weights)
     listed = [name for name in held if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
