@@ -15,6 +15,7 @@ from bayesadam.readers.checkpoint import (
     match_checkpoint,
     read_checkpoint,
     read_curvature,
+    write_pruned,
 )
 from bayesadam.readers.curvature import (
     UNKNOWN,
@@ -40,7 +41,6 @@ from bayesadam.readers.formats.registry import (
     registered_formats,
     state_beside,
 )
-from bayesadam.readers.formats.write import write_pruned
 from bayesadam.readers.match import (
     Entry,
     Match,

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
+from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, placed_like
+from bayesadam._storage import write_tensors
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, read_match
@@ -28,6 +30,7 @@ from bayesadam.readers.pairing import (
     Slot,
     candidates,
     clean_names,
+    identities,
     memory_of,
     names_in,
     pair,
@@ -420,3 +423,49 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
         for name in sharded:
             own[name].copy_(placed_like(weights[name], own[name]))
     inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
+
+
+def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
+    """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
+
+    To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
+    they nor masks that are made on access need fit into memory together.
+
+    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
+    again, and may be the one written to.
+    """
+    out, weights = Path(out), checkpoint.weights
+    unknown = sorted(masks.keys() - weights.keys())
+    if unknown:
+        raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
+    memory = identities(weights)
+    sharing: dict[tuple[Any, ...], list[str]] = {}
+    for name in masks:
+        sharing.setdefault(memory[name], []).append(name)
+
+    def pruned(name: str) -> Tensor:
+        weight = weights[name].detach()
+        for masked in sharing.get(memory[name], ()):
+            mask = masks[masked]
+            if mask.dtype != torch.bool or mask.shape != weight.shape:
+                raise MatchError(
+                    f"the mask of {masked!r} is {mask.dtype} of shape {tuple(mask.shape)}: it must be torch.bool of "
+                    f"shape {tuple(weight.shape)}, True where a weight stays"
+                )
+            weight = weight.masked_fill(~mask.cpu(), 0)
+        return weight
+
+    known = format_of(checkpoint.path)
+    if out.suffix == ".safetensors" and known.name != "safetensors":
+        with replacing(out) as temporary:
+            write_tensors(temporary, weights, pruned)
+        return
+    if known.name == "safetensors" and out.suffix != ".safetensors":
+        raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
+    if known.rewrite is None:
+        raise FileError(
+            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
+        )
+    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in sharing}
+    with replacing(out) as temporary:
+        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
