@@ -45,7 +45,7 @@ import bayesadam as ba
 import merging_rivals as rivals
 from bayesadam.merging import merge, similarity
 from bayesadam.merging.plan import plan_of
-from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.readers import CheckpointOptions
 from bayesadam.sparse_tuning import tune_only, tuning_masks
 from harness import Cell, Target, arguments, at_least, at_most, number, read_cell, setting, write_cell, write_results
 from merging_memory import memory_cell

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import BayesAdamError
-from bayesadam.readers.formats import read_checkpoint, read_curvature
+from bayesadam.readers import read_checkpoint, read_curvature
 from harness import arguments, setting, write_results
 
 TOLERANCE = 1e-6

@@ -19,8 +19,7 @@ from bayesadam.__main__ import main
 from bayesadam.errors import FileError, SettingError
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
 from bayesadam.paper import inspection as command
-from bayesadam.readers.formats import CheckpointOptions, read_checkpoint
-from bayesadam.readers.formats.resolve import explain
+from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
 
@@ -399,7 +398,7 @@ def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path: Path, caps
 
 def test_why_says_how_the_file_was_read(path: Path, tmp_path: Path, capsys: Any) -> None:
     why = inspect_checkpoint(path).why
-    assert why == explain(read_checkpoint(path), CheckpointOptions())
+    assert why == explain(read_checkpoint(path))
     assert why
     assert run("inspect", path, "--out", tmp_path / "out", "--why") == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -19,9 +19,8 @@ from bayesadam.cli import app
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.optim import SOAP
 from bayesadam.publish import export_checkpoint
-from bayesadam.readers.compression import BLOCK, decode, encode, expanded, orthonormal, outline
-from bayesadam.readers.formats import format_of, read_checkpoint, read_curvature
-from bayesadam.readers.probes import probe
+from bayesadam.readers import format_of, read_checkpoint, read_curvature
+from bayesadam.readers.compression import BLOCK, decode, encode, expanded, orthonormal, outline, probe
 from floats import approx, assert_close, close
 
 COMPRESSIONS = (None, "8bit", "factored")

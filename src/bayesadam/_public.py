@@ -49,7 +49,7 @@ from bayesadam.pruning import (
     to_torch_prune,
 )
 from bayesadam.publish import export_checkpoint
-from bayesadam.readers.recorder import Recorder
+from bayesadam.readers import Recorder
 from bayesadam.sample import sample_checkpoint
 from bayesadam.sparse_tuning import tune_only, tuning_masks
 

@@ -146,7 +146,7 @@ def _checkpoint_options(
     optimizer_key: Annotated[str | None, _OptimizerKey] = None,
 ) -> Any:
     """The options of every command that reads a checkpoint."""
-    from bayesadam.readers.formats import CheckpointOptions
+    from bayesadam.readers import CheckpointOptions
 
     weights = ",".join(weights_key) if weights_key else None
     return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights, optimizer_key)

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamError
 from bayesadam.posterior.running import biases_before_norms, norm_widths
-from bayesadam.readers.match import Entry, Match, match_optimizers
-from bayesadam.readers.read import pieces, read_entry
-from bayesadam.readers.reader import StateReader
+from bayesadam.readers import Entry, Match, StateReader, match_optimizers, pieces, read_entry
 
 Severity = Literal["error", "warning", "note"]
 _MARKS = {"error": "✗", "warning": "!", "note": "·"}

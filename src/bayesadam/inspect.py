@@ -17,12 +17,21 @@ from bayesadam.errors import BayesAdamError, MissingFileError, SettingError
 from bayesadam.gaussian.formulas import precision
 from bayesadam.gaussian.settings import Settings
 from bayesadam.posterior.stored import StoredPosterior
-from bayesadam.readers.formats import Checkpoint, CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
-from bayesadam.readers.formats.identify import read_alike
-from bayesadam.readers.formats.registry import refuse_keys
-from bayesadam.readers.formats.resolve import match_and_explain
-from bayesadam.readers.match import Entry, match_state_dict
-from bayesadam.readers.read import pieces, read_entry
+from bayesadam.readers import (
+    Checkpoint,
+    CheckpointKeywords,
+    CheckpointOptions,
+    Entry,
+    explain,
+    format_of,
+    match_checkpoint,
+    match_state_dict,
+    pieces,
+    read_alike,
+    read_checkpoint,
+    read_entry,
+    refuse_keys,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -212,13 +221,13 @@ def inspect_checkpoint(
     known = n_data if n_data is not None else checkpoint.recorded.n_data
     settings = Settings(1.0 if known is None else known, {})
     threshold = snr if snr is not None or known is None else 1.0
-    match, why = match_and_explain(checkpoint, reading)
+    match = match_checkpoint(checkpoint, options=reading)
     entries = shown(match.entries, "reading the state")
     reports = tuple(_of_entry(entry, settings, threshold, generator) for entry in entries)
     reader = match.entries[0].reader
     diagnosis = diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
     source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
-    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, why)
+    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, explain(checkpoint, match))
 
 
 def diagnose_checkpoint(
@@ -237,7 +246,7 @@ def diagnose_checkpoint(
             return _diagnosis(saved)
         checkpoint = read_checkpoint(path, reading)
         known = n_data if n_data is not None else checkpoint.recorded.n_data
-        match, _ = match_and_explain(checkpoint, reading)
+        match = match_checkpoint(checkpoint, options=reading)
         return diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
     except (MissingFileError, SettingError):
         raise

@@ -14,7 +14,7 @@ from bayesadam._alone import unwrap
 from bayesadam._shards import whole
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.settings import CovariantPrior, Precision, positive
-from bayesadam.readers.match import own_parameters
+from bayesadam.readers import own_parameters
 
 # (the module's name, the adapter's, its rank) → s.
 Scaling = Callable[[str, str | None, int], float | None]

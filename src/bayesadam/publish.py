@@ -16,13 +16,20 @@ from bayesadam.errors import FileError, SettingError
 from bayesadam.gaussian.kronecker import kronecker_of
 from bayesadam.gaussian.settings import Settings, prior_or_decay
 from bayesadam.posterior.header import header_of, weight_roles
-from bayesadam.readers.compression import check_compression, compressed, encode, outline
-from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
-from bayesadam.readers.formats.lazy import Lazy
-from bayesadam.readers.match import Match
-from bayesadam.readers.origin import origin_of, warn_of_memory
-from bayesadam.readers.probes import probe
-from bayesadam.readers.read import check_entries, read_entry, working_dtype
+from bayesadam.readers import (
+    CheckpointKeywords,
+    CheckpointOptions,
+    Lazy,
+    Match,
+    check_entries,
+    match_checkpoint,
+    origin_of,
+    read_checkpoint,
+    read_entry,
+    warn_of_memory,
+    working_dtype,
+)
+from bayesadam.readers.compression import check_compression, compressed, encode, outline, probe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

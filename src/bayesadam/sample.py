@@ -15,10 +15,16 @@ from bayesadam.errors import FileError, ImproperError
 from bayesadam.gaussian.formulas import PrecisionRule
 from bayesadam.gaussian.noise import draw, fresh_seed, stream_seed
 from bayesadam.gaussian.settings import Form, Precision, Settings, prior_or_decay
-from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, match_checkpoint, read_checkpoint
-from bayesadam.readers.formats.names import identities
-from bayesadam.readers.match import Entry
-from bayesadam.readers.read import check_entries, read_entry
+from bayesadam.readers import (
+    CheckpointKeywords,
+    CheckpointOptions,
+    Entry,
+    check_entries,
+    identities,
+    match_checkpoint,
+    read_checkpoint,
+    read_entry,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -18,7 +18,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.masks import pruning_masks
 from bayesadam.pruning.names import checked_masks
-from bayesadam.readers.match import listed_optimizers
+from bayesadam.readers import listed_optimizers
 
 
 def tuning_masks(posterior: Posterior, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:

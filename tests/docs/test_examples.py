@@ -277,10 +277,10 @@ def test_the_reference_names_what_is_there():
 
 def test_the_reference_of_checkpoints_is_what_users_call():
     """The registry and the steps inside are named, and have no entries between what a user looks for."""
-    entries = [path.removeprefix("bayesadam.") for path in _reference() if "checkpoint" in path]
-    assert entries.index("inspect_checkpoint") < entries.index("checkpoint.read_checkpoint")
-    assert entries.index("checkpoint.load_weights") < entries.index("checkpoint.register_format")
-    inside = {"checkpoint.format_of", "checkpoint.identify_reader", "checkpoint.write_pruned"}
+    entries = [path.removeprefix("bayesadam.") for path in _reference()]
+    assert entries.index("inspect_checkpoint") < entries.index("readers.read_checkpoint")
+    assert entries.index("readers.load_weights") < entries.index("readers.register_format")
+    inside = {"readers.format_of", "readers.identify_reader", "readers.write_pruned"}
     assert not inside & set(entries)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError
-from bayesadam.readers.formats import read_checkpoint
+from bayesadam.readers import read_checkpoint
 from cases import trained
 from floats import assert_close
 
@@ -35,7 +35,7 @@ def content(value: Any) -> bytes:
 def check(path: Path, pair: Any, kind: str, **options: Any) -> None:
     read = read_checkpoint(path, **options)
     expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.formats.read_curvature(read).second_moment
+    found = ba.readers.read_curvature(read).second_moment
     assert read.format == kind
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], v) for name, v in expected.items())
@@ -165,7 +165,7 @@ def test_the_optimisers_of_stable_baselines_are_named_for_the_parts_they_train(t
     for part, live in optimizers.items():
         read = read_checkpoint(path, weights_key=f"policy.{part}", optimizer_key=f"{part}.optimizer")
         expected = ba.readers.read_optimizer(policy, live).second_moment
-        found = ba.readers.formats.read_curvature(read).second_moment
+        found = ba.readers.read_curvature(read).second_moment
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], v) for name, v in expected.items())
 
@@ -193,6 +193,6 @@ def test_the_class_that_stable_baselines_wrote_down_decides(pair: Any, tmp_path:
     members = {**stable_baselines((pair[0], live)), "data": told}
     read = read_checkpoint(write_zip(tmp_path / "a2c.zip", members))
     assert read.recorded.optimizer == name
-    found = ba.readers.formats.read_curvature(read)
+    found = ba.readers.read_curvature(read)
     held = live.state[pair[0][0].weight]["square_avg"]
     assert_close(found.second_moment["0.weight"], (held - 0.9) / 0.1, atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesadam as ba
-from bayesadam.readers.formats import read_checkpoint
+from bayesadam.readers import read_checkpoint
 from cases import mlp, train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -16,7 +16,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.readers.formats import (
+from bayesadam.readers import (
     Contents,
     Format,
     format_of,
@@ -40,7 +40,7 @@ def saved(path: Path, tree: Any) -> Path:
     return path
 
 
-def check(read: ba.readers.formats.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check(read: ba.readers.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The weights are the model's, and the curvature is that of the live optimiser."""
     expected = ba.readers.read_optimizer(model, optimizer)
     found = read_curvature(read)
@@ -100,7 +100,7 @@ def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
     ).recorded
     assert (told.step, told.epoch, told.n_data, told.optimizer) == (40, 3, 500, "NAdam")
     silent = read_checkpoint(saved(tmp_path / "c.pt", {**tree, "epoch": True, "best": 0.5})).recorded
-    assert silent == ba.readers.formats.Recorded()
+    assert silent == ba.readers.Recorded()
 
 
 def test_a_buffer_called_step_is_not_the_trainers(tmp_path: Path) -> None:

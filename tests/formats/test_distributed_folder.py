@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, MatchError
+from bayesadam.readers import Lazy, format_of, read_checkpoint, renamed
 from bayesadam.readers.formats import distributed as distributed_module
-from bayesadam.readers.formats import format_of, read_checkpoint
 from bayesadam.readers.formats.distributed import DISTRIBUTED, covers
-from bayesadam.readers.formats.lazy import Lazy, renamed
 from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -274,7 +273,7 @@ def test_the_model_and_the_optimiser_may_have_a_folder_each(pair: Any, tmp_path:
 
 def test_without_the_model(pair: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "c", dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True)))
-    found = ba.readers.formats.read_curvature(read_checkpoint(folder)).second_moment
+    found = ba.readers.read_curvature(read_checkpoint(folder)).second_moment
     for name, v in ba.readers.read_optimizer(*pair).second_moment.items():
         assert torch.equal(found[name], v)
 
@@ -321,7 +320,7 @@ def test_eight_bit_states(tmp_path: Path) -> None:
 def test_it_is_not_written(pair: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "c", {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()})
     with pytest.raises(FileError, match="cannot be written"):
-        ba.readers.formats.write_pruned(read_checkpoint(folder), {}, tmp_path / "out")
+        ba.readers.write_pruned(read_checkpoint(folder), {}, tmp_path / "out")
 
 
 # --- refused --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bayesadam.readers.formats import format_of
+from bayesadam.readers import format_of
 from formats.fuzz import corpus, inspected
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
-from bayesadam.readers.formats import read_checkpoint, read_curvature
+from bayesadam.readers import read_checkpoint, read_curvature
 from bayesadam.readers.formats.huggingface import decay_orders, own_names
 from cases import three_steps
 

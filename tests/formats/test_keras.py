@@ -17,7 +17,7 @@ import torch
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError, MissingExtraError, SettingError, StateError
-from bayesadam.readers.formats import read_checkpoint, read_curvature
+from bayesadam.readers import read_checkpoint, read_curvature
 from floats import assert_close, close
 
 h5py = pytest.importorskip("h5py")
@@ -120,7 +120,7 @@ MLP = [f"layers.dense{end}.vars.{number}" for end in ("", "_1", "_2") for number
 
 def check(
     path: Path, names: Sequence[str], moments: Sequence[np.ndarray], beta: float = 0.9, steps: int = STEPS
-) -> ba.readers.formats.Checkpoint:
+) -> ba.readers.Checkpoint:
     """Each parameter has its own v̂, and no other has one."""
     read = read_checkpoint(path)
     found = read_curvature(read)
@@ -348,7 +348,7 @@ def test_a_layer_of_the_users_own(tmp_path: Path) -> None:
 
 def test_weight_decay_is_apart_from_the_gradient_in_adam_too(tmp_path: Path) -> None:
     path = write(tmp_path / "m.keras", *mlp(adam(numbers(*DENSE)), optimizer(weight_decay=0.1)))
-    for entry in ba.readers.formats.match_checkpoint(read_checkpoint(path)).entries:
+    for entry in ba.readers.match_checkpoint(read_checkpoint(path)).entries:
         assert (entry.reader.name, entry.weight_decay) == ("adam", 0.1)
         assert not entry.reader.couples_decay(entry.group)
 

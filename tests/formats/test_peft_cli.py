@@ -19,7 +19,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.errors import FileError, MatchError, MissingExtraError
-from bayesadam.readers.formats import match_checkpoint, read_checkpoint, read_curvature
+from bayesadam.readers import match_checkpoint, read_checkpoint, read_curvature
 from cases import three_steps
 from floats import approx
 

@@ -33,9 +33,9 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError
-from bayesadam.readers.formats import pickles, read_checkpoint
+from bayesadam.readers import explain, read_checkpoint
+from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
-from bayesadam.readers.formats.resolve import explain
 from cases import trained
 
 UTC = datetime.timezone.utc
@@ -84,7 +84,7 @@ class Colour(enum.Enum):
 def check(path: Path, pair: Any) -> None:
     """The file is read, and its curvature is the live one."""
     expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.formats.read_curvature(read_checkpoint(path)).second_moment
+    found = ba.readers.read_curvature(read_checkpoint(path)).second_moment
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], v) for name, v in expected.items())
 

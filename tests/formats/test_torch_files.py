@@ -17,7 +17,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError
-from bayesadam.readers.formats import read_checkpoint
+from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats.modules import as_weights
 from bayesadam.readers.formats.torch_files import load_torch, mapped
 from cases import trained
@@ -35,7 +35,7 @@ def tree(pair: Any) -> dict[str, Any]:
 def check(path: Path, pair: Any, kind: str) -> None:
     read = read_checkpoint(path)
     expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.formats.read_curvature(read).second_moment
+    found = ba.readers.read_curvature(read).second_moment
     assert read.format == kind
     assert read.recorded.epoch == 3
     assert found.keys() == expected.keys()
@@ -135,7 +135,7 @@ def test_the_tar_archives_of_the_first_torch(pair: Any, tmp_path: Path) -> None:
     read = read_checkpoint(path)
     assert read.format == "torch before 1.6"
     expected = ba.readers.read_optimizer(*pair).second_moment
-    found = ba.readers.formats.read_curvature(read).second_moment
+    found = ba.readers.read_curvature(read).second_moment
     assert all(torch.equal(found[name], v) for name, v in expected.items())
     assert all(torch.equal(read.weights[name], w) for name, w in pair[0].state_dict().items())
 
@@ -274,7 +274,7 @@ def test_a_whole_optimiser_knows_its_parameters_by_their_memory(zipped: bool, tm
     live.step()
     torch.save({"model": model, "optimizer": live}, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
     expected = ba.readers.read_optimizer(model, live).second_moment
-    found = ba.readers.formats.read_curvature(read_checkpoint(tmp_path / "c.pt")).second_moment
+    found = ba.readers.read_curvature(read_checkpoint(tmp_path / "c.pt")).second_moment
     assert all(torch.equal(found[name], v) for name, v in expected.items())
 
 

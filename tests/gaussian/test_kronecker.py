@@ -12,7 +12,7 @@ import bayesadam as ba
 from bayesadam.errors import FileError, SettingError
 from bayesadam.gaussian.kronecker import Kronecker
 from bayesadam.optim import SOAP
-from bayesadam.readers.rotated import eigenbasis
+from bayesadam.readers import eigenbasis
 from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.

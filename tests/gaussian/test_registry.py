@@ -8,8 +8,8 @@ from bayesadam import Posterior, Recorder
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.registry import STRUCTURES
 from bayesadam.posterior import posterior as building
+from bayesadam.readers import curvature, recorder
 from bayesadam.readers import match as matching
-from bayesadam.readers import read, recorder
 from floats import assert_close
 
 
@@ -57,7 +57,7 @@ def test_the_optimisers_state_is_matched_once(name, recorded, monkeypatch):
         calls.append(arguments)
         return matching.match_optimizers(*arguments)
 
-    for module in (building, read, recorder):
+    for module in (building, curvature, recorder):
         monkeypatch.setattr(module, "match_optimizers", counted)
     options = {"structure": name, "recorder": record if recorded else None}
     if recorded or name == "diagonal":

@@ -189,7 +189,7 @@ def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch)
     # Pieces of 7 weights: tensors are split at odd places.
     for module in ("experts", "stacks"):
         monkeypatch.setattr(f"bayesadam.merging.{module}.PIECE", 7)
-    monkeypatch.setattr("bayesadam.readers.read.PIECE", 7)
+    monkeypatch.setattr("bayesadam.readers.curvature.PIECE", 7)
     out = tmp_path / "merged.safetensors"
     report = merge_checkpoints(paths, out, base=tmp_path / "base.pt" if matching else None)
     file = load_file(out)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bayesadam.merging import methods
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 from floats import assert_close
 
 ALPHA = torch.tensor([1.0, 2.0, 0.5])

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from bayesadam.errors import StateError
-from bayesadam.readers.match import match_optimizers
-from bayesadam.readers.read import check_entries, pieces, read_entry
+from bayesadam.readers import check_entries, match_optimizers, pieces, read_entry
 from cases import train
 
 OPTIMIZERS = {

@@ -216,9 +216,7 @@ REFUSALS = [
     Refusal("bitsandbytes.optim.lion.Lion", "lion"),
     Refusal("bitsandbytes.optim.lion.Lion8bit", "lion", problem="large"),
     Refusal("timm.optim.lars.Lars", "lars"),
-    Refusal(
-        "timm.optim.nvnovograd.NvNovoGrad", "novograd", "one number per layer, not one per weight; train with Adam"
-    ),
+    Refusal("timm.optim.nvnovograd.NvNovoGrad", "novograd", "one number per layer, not per weight; train with Adam"),
 ]
 
 

@@ -17,7 +17,7 @@ pl = pytest.importorskip("lightning.pytorch")
 import bayesadam as ba  # noqa: E402
 from bayesadam import scores  # noqa: E402
 from bayesadam.errors import BayesAdamError, FileError, NoPosteriorWarning, SettingError, StateError  # noqa: E402
-from bayesadam.readers.formats import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
+from bayesadam.readers import load_weights, match_checkpoint, read_checkpoint, read_curvature  # noqa: E402
 from bayesadam.trainers.keeper import count_examples, fixed_batch_size  # noqa: E402
 from bayesadam.trainers.lightning import PosteriorCallback  # noqa: E402
 from cases import mlp  # noqa: E402
@@ -435,7 +435,7 @@ def test_a_checkpoint_is_read_with_its_record(run):
     assert found.recorded.n_data == N
     assert set(found.weights) == set(module.state_dict())
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in module.state_dict().items())
-    assert ba.readers.formats.identify_reader(found.optimizer, found.recorded.optimizer)
+    assert ba.readers.identify_reader(found.optimizer, found.recorded.optimizer)
 
 
 def test_the_posterior_of_a_checkpoint_is_that_of_the_live_optimiser(run):
@@ -504,7 +504,7 @@ def test_hyperparameters_that_would_run_code_do_not_run(tmp_path):
     run, module = fitted(tmp_path, module=Configured(Recipe()), max_epochs=1, logger=False)
     path, model, made = run.checkpoint_callback.best_model_path, Classifier(), Recipe.made
     ba.Posterior.from_checkpoint(path, model, N)
-    found = ba.readers.formats.read_curvature(read_checkpoint(path)).second_moment
+    found = ba.readers.read_curvature(read_checkpoint(path)).second_moment
     assert Recipe.made == made
     live = ba.readers.read_optimizer(module, run.optimizers[0]).second_moment
     assert found.keys() == live.keys()

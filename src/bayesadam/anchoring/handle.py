@@ -19,7 +19,7 @@ from bayesadam.gaussian.settings import positive
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.posterior.sums import check_growth
-from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, own_parameters
+from bayesadam.readers import Entry, check_parameter, listed_optimizers, own_parameters
 
 _SETTINGS = ("strength", "n_data", "every")
 

@@ -9,10 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bayesadam.errors import StateError
-from bayesadam.readers.match import Entry
-from bayesadam.readers.read import working_dtype
-from bayesadam.readers.reader import Group, StateReader, as_number, second_moment, stored_statistic
-from bayesadam.readers.registry import reader_of
+from bayesadam.readers import (
+    Entry,
+    Group,
+    StateReader,
+    as_number,
+    reader_of,
+    second_moment,
+    stored_statistic,
+    working_dtype,
+)
 
 Metric = Tensor | float
 

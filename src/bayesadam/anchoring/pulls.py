@@ -24,7 +24,7 @@ from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.low_rank import LowRank
 from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.structure import Named, Structure
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 
 # Of the mean resistance: weights that the new data do not move have next to none.
 _LEAST = 1e-3

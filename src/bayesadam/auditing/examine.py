@@ -30,7 +30,7 @@ from bayesadam.predict.batches import batches_of
 from bayesadam.predict.call import Call, Forward, batch_size, evaluating, examples, to_device
 from bayesadam.predict.gaussian import parameters_at_mean
 from bayesadam.predict.linearised import DEFAULT_BUDGET
-from bayesadam.readers.origin import warn_of_few
+from bayesadam.readers import warn_of_few
 
 # Bytes of an example's covariances for each pair of outputs: two in float32, and what is made of them in float64.
 _PER_PAIR = 32

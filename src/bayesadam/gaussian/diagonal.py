@@ -17,7 +17,7 @@ from bayesadam.gaussian.padding import keep_row
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.sharded import draw
 from bayesadam.gaussian.structure import Named, Structure, StructureSpec
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,7 @@ from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.formulas import PrecisionRule
 from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec
-from bayesadam.readers.match import Match
-from bayesadam.readers.read import read_entry, working_dtype
-from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_orthonormal
+from bayesadam.readers import Match, RotatedReader, Rotation, eigenbasis, is_orthonormal, read_entry, working_dtype
 
 
 @dataclass(frozen=True, eq=False)

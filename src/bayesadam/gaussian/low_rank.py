@@ -16,8 +16,7 @@ from bayesadam.errors import ImproperError
 from bayesadam.gaussian.diagonal import Diagonal, filled
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
-from bayesadam.readers.read import read_match, working_dtype
-from bayesadam.readers.rotated import Rotation, is_orthonormal
+from bayesadam.readers import Rotation, is_orthonormal, read_match, working_dtype
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5

@@ -15,9 +15,7 @@ from bayesadam import _storage as storage
 from bayesadam._shards import placed_like
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Precision, Settings
-from bayesadam.readers.match import Match
-from bayesadam.readers.read import Curvature, working_dtype
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Curvature, Match, Rotation, working_dtype
 
 Named = Mapping[str, Tensor]
 

@@ -18,21 +18,30 @@ from bayesadam.lora import Scaling, scaling_of_model
 from bayesadam.merging.lora import scaling_of_folder
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.readers.formats import (
+from bayesadam.readers import (
+    DEFAULTS,
+    UNKNOWN,
     CheckpointKeywords,
     CheckpointOptions,
+    Entry,
+    Origin,
+    Rotated,
+    RotatedReader,
+    Rotation,
+    clean_names,
     format_of,
+    identities,
     match_checkpoint,
+    origin_of,
+    own_parameters,
+    pieces,
     read_checkpoint,
+    read_entry,
+    renamed,
+    state_beside,
+    working_dtype,
 )
-from bayesadam.readers.formats.checkpoint import DEFAULTS, clean_names
-from bayesadam.readers.formats.lazy import renamed
-from bayesadam.readers.formats.names import identities
-from bayesadam.readers.formats.pairs import state_beside
-from bayesadam.readers.match import Entry, own_parameters
-from bayesadam.readers.origin import UNKNOWN, Origin, origin_of
-from bayesadam.readers.read import PIECE, pieces, read_entry, working_dtype
-from bayesadam.readers.rotated import Rotated, RotatedReader, Rotation
+from bayesadam.readers.curvature import PIECE
 
 AnyPath = str | os.PathLike[str]
 Source = Posterior | AnyPath | tuple[AnyPath, AnyPath]

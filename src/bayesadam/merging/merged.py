@@ -17,7 +17,7 @@ from bayesadam.errors import FileError
 from bayesadam.merging.experts import AnyPath, BaseSource, Source, reading_of
 from bayesadam.merging.plan import Method, plan_of
 from bayesadam.merging.report import MergeReport
-from bayesadam.readers.formats import CheckpointKeywords
+from bayesadam.readers import CheckpointKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

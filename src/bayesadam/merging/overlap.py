@@ -12,7 +12,7 @@ from bayesadam.merging.checks import check_alike
 from bayesadam.merging.experts import Source, expert_of, reading_of
 from bayesadam.merging.report import Sums
 from bayesadam.merging.stacks import stacked, tied_names
-from bayesadam.readers.formats import CheckpointKeywords
+from bayesadam.readers import CheckpointKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,9 +29,7 @@ from bayesadam.merging.experts import BaseSource, Expert, Source, as_operator, e
 from bayesadam.merging.lora import change_of, curvature_of, factors_of
 from bayesadam.merging.report import MergeReport, Sums, report_of
 from bayesadam.merging.stacks import adapters_of, averaged, stacked, tied_names
-from bayesadam.readers.formats import CheckpointOptions
-from bayesadam.readers.formats.lazy import meta
-from bayesadam.readers.origin import warn_of_memory
+from bayesadam.readers import CheckpointOptions, meta, warn_of_memory
 
 Method = Literal["fisher", "gradient-matching", "kronecker"]
 # δ as a share of the mean of Fᵢ over all weights and models, and of the mean of a parameter's Σ Kᵢ over its weights.

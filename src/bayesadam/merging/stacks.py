@@ -12,7 +12,8 @@ from bayesadam.errors import MatchError, StateError
 from bayesadam.lora import Pair
 from bayesadam.merging.experts import Expert
 from bayesadam.merging.lora import Adapter
-from bayesadam.readers.read import PIECE, working_dtype
+from bayesadam.readers import working_dtype
+from bayesadam.readers.curvature import PIECE
 
 
 def tied_names(experts: Sequence[Expert]) -> dict[str, str]:

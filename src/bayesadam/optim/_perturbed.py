@@ -15,9 +15,7 @@ from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision
 from bayesadam.posterior import Posterior
-from bayesadam.readers import StateReader
-from bayesadam.readers.match import match_optimizers
-from bayesadam.readers.read import working_dtype
+from bayesadam.readers import StateReader, match_optimizers, working_dtype
 
 Group = Mapping[str, Any]
 # Of the data and of the run, so the same in every group. Kept in the groups, since every tool that saves an optimiser

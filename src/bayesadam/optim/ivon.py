@@ -12,8 +12,7 @@ from bayesadam._checks import not_negative, positive
 from bayesadam.engine.rules.ivon import ivon_update
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
-from bayesadam.readers import StateReader
-from bayesadam.readers.reader import State
+from bayesadam.readers import State, StateReader
 
 
 def _upward(state: State, group: Group, shape: torch.Size) -> Tensor:

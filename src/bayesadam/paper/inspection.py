@@ -21,7 +21,7 @@ from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, diag
 from bayesadam.paper import plots
 from bayesadam.paper.run import Run, Target, as_json
 from bayesadam.paper.saved_file import plain_settings
-from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.readers import CheckpointOptions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

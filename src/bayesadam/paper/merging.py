@@ -11,7 +11,7 @@ from bayesadam.errors import SettingError
 from bayesadam.merging import merge_checkpoints
 from bayesadam.paper.run import Run, Target
 from bayesadam.paper.saved_file import plain_settings
-from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.readers import CheckpointOptions
 
 
 def run_merge(

@@ -11,7 +11,7 @@ from bayesadam._files import keep_apart
 from bayesadam.paper.run import Run, Target
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.publish import export_checkpoint
-from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.readers import CheckpointOptions
 from bayesadam.sample import sample_checkpoint
 
 # Endings of files that are written again as they are; of any other the weights alone are written.

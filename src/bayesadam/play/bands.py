@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam.posterior import Posterior
-from bayesadam.readers.recorder import Recorder
+from bayesadam.readers import Recorder
 
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
 LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())

@@ -14,9 +14,8 @@ from bayesadam._version import __version__
 from bayesadam.errors import MatchError
 from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.structure import Named, Stored
-from bayesadam.readers.origin import Origin
-from bayesadam.readers.probes import probe, same_weights
-from bayesadam.readers.read import working_dtype
+from bayesadam.readers import Origin, working_dtype
+from bayesadam.readers.compression import probe, same_weights
 
 SETTING_NAMES = tuple(f.name for f in fields(Settings))
 

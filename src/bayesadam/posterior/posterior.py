@@ -47,14 +47,26 @@ from bayesadam.posterior.running import running_statistics, warn_of_other_statis
 from bayesadam.posterior.sums import summed
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of, score_of
-from bayesadam.readers import StateReader
+from bayesadam.readers import (
+    UNKNOWN,
+    CheckpointOptions,
+    Origin,
+    Recorder,
+    StateReader,
+    check_parameter,
+    load_weights,
+    match_checkpoint,
+    match_optimizers,
+    origin_of,
+    own_parameters,
+    read_checkpoint,
+    read_match,
+    read_recorder,
+    warn_of_few,
+    working_dtype,
+)
 from bayesadam.readers import match as matching
 from bayesadam.readers.compression import compressed, expanded
-from bayesadam.readers.formats import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
-from bayesadam.readers.match import check_parameter, match_optimizers, own_parameters
-from bayesadam.readers.origin import UNKNOWN, Origin, origin_of, warn_of_few
-from bayesadam.readers.read import read_match, working_dtype
-from bayesadam.readers.recorder import Recorder, read_recorder
 
 _OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
 _GUARANTEE = "guarantee."

@@ -14,8 +14,8 @@ from bayesadam._storage import read_mapped
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Settings
 from bayesadam.posterior.posterior import Posterior
+from bayesadam.readers import Origin
 from bayesadam.readers.compression import moment_shape
-from bayesadam.readers.origin import Origin
 
 # Structures in which a parameter is independent of the others, so that it can be read without them.
 _APART = ("diagonal", "kronecker")

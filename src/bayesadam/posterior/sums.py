@@ -17,9 +17,7 @@ from bayesadam.gaussian.kronecker import Kronecker
 from bayesadam.gaussian.low_rank import LowRank, low_rank_of, no_rest
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.structure import Named, Structure
-from bayesadam.readers.match import own_parameters
-from bayesadam.readers.origin import UNKNOWN
-from bayesadam.readers.rotated import Rotation, eigenbasis
+from bayesadam.readers import UNKNOWN, Rotation, eigenbasis, own_parameters
 
 if TYPE_CHECKING:
     from bayesadam.posterior.posterior import Posterior

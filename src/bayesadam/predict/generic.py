@@ -18,7 +18,7 @@ from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.predict import contract
 from bayesadam.predict.call import Call, batch_size, examples, is_batched
 from bayesadam.predict.plan import Plan, agree, dense
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 
 VarianceOf = Callable[[str], Tensor]
 

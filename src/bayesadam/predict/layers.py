@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 
 # Brings a layer's tensor, of so many examples and after so many dimensions of other kinds, into the form (b, positions, ...).
 Layout = Callable[[Tensor, int, int], Tensor]

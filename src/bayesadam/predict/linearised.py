@@ -21,7 +21,7 @@ from bayesadam.predict.captured import replayed
 from bayesadam.predict.generic import Task, VarianceOf, batched_grad, generic_moments, projected_moments
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, ProductUse, RotatedUse, SumUse, Use
 from bayesadam.predict.plan import Plan, agree, edges_of, fitted, kind_of, plan_for, recorded
-from bayesadam.readers.rotated import Rotation
+from bayesadam.readers import Rotation
 
 # A GPU has the memory, and small pieces of work would not fill it.
 DEFAULT_BUDGET = (8 if torch.cuda.is_available() else 1) << 30

@@ -18,7 +18,7 @@ from bayesadam._shards import fsdp_modules, is_sharded, whole
 from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
 from bayesadam.predict.call import Call
 from bayesadam.predict.gaussian import Gaussian
-from bayesadam.readers.match import own_parameters
+from bayesadam.readers import own_parameters
 
 # θ, v̂, σ², μ in the parameters' type, and a draw.
 _COPIES = 5

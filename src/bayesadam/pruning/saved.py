@@ -18,16 +18,19 @@ from bayesadam.pruning.names import held_by_statistics, matching_names
 from bayesadam.pruning.rankings import RANKINGS, Weights
 from bayesadam.pruning.report import PrunedParameter, PruningReport
 from bayesadam.pruning.select import Cut, cut_after
-from bayesadam.readers.formats import (
+from bayesadam.readers import (
     CheckpointKeywords,
     CheckpointOptions,
+    Entry,
+    Lazy,
+    check_entries,
     match_checkpoint,
+    meta,
+    pieces,
     read_checkpoint,
+    read_entry,
     write_pruned,
 )
-from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.match import Entry
-from bayesadam.readers.read import check_entries, pieces, read_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from bayesadam.errors import FileError, SettingError, StateError
 from bayesadam.readers.rotated import is_orthonormal
+from bayesadam.readers.state import working_dtype
 
 Compression = Literal["8bit", "factored"]
 Named = Mapping[str, Tensor]
@@ -19,11 +20,13 @@ _RANGE, _ROWS, _COLUMNS = "_range", "_rows", "_columns"
 _SUFFIXES = ("", _RANGE, _ROWS, _COLUMNS)
 _MOMENTS = ("second_moment", "rest")
 _BASES = ("left", "right")
-_DIRECTIONS = "directions"
+# Beside the second moments, where a saved posterior stands for an optimiser's state.
+PROBE_KEY = "saved_posterior_probe"
+_PROBES = 16
 
 
 def check_compression(compress: str | None) -> None:
-    """Refuse names that are none of a compression."""
+    """Refuse a name that is no compression."""
     if compress is not None and compress not in get_args(Compression):
         raise SettingError(f"compress must be one of {get_args(Compression)} or None, got {compress!r}")
 
@@ -31,18 +34,19 @@ def check_compression(compress: str | None) -> None:
 def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     r"""A tensor of finite numbers, none of them negative, as the parts that a file holds, by the suffix of their role.
 
-    `None` keeps it as it is. `"8bit"` takes blocks of 512 entries in the flat order. With a and b the smallest positive and
-    the largest entry of a block, code 0 is zero and code k = 1, …, 255 stands for
+    `None` keeps it as it is. `"8bit"` takes blocks of 512 entries in the flat order. With a and b the smallest positive
+    and the largest entry of a block, code 0 is zero and code k = 1, …, 255 stands for
 
     .. math::
         v = a \, (b / a)^{(k - 1) / 254}, \qquad |\hat v - v| \le v \, \big( (b / a)^{1 / 508} - 1 \big)
 
-    and 10⁻⁵ v more, since log a and log b are float32 (float64 for float64 values). The error is multiplicative, as the uses
-    of v are: 0.9 % where a block spans two decades, 3.7 % for eight, 9.5 % for twenty. Zeros stay zeros, and nothing else becomes one.
+    and 10⁻⁵ v more, since log a and log b are float32 (float64 for float64 values). The error is multiplicative, as the
+    uses of v are: 0.9 % where a block spans two decades, 3.7 % for eight, 9.5 % for twenty. Zeros stay zeros, and
+    nothing else becomes one.
 
     `"factored"` keeps of two or more dimensions the sums r of the rows and c of the columns, over the matrix (first
-    dimension, all others): :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not fill a
-    row or a column are lost: a weight that no gradient reached then has some curvature. Vectors become 8 bits.
+    dimension, all others): :math:`v_{ij} \approx r_i c_j / \sum_k r_k`, exact where v has rank one. Zeros that do not
+    fill a row or a column are lost: a weight that no gradient reached then has some curvature. Vectors become 8 bits.
     """
     check_compression(compress)
     if compress is None:
@@ -50,7 +54,20 @@ def encode(values: Tensor, compress: str | None) -> dict[str, Tensor]:
     values = values.detach().cpu()
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise StateError("second moments that are negative, NaN or infinite cannot be compressed: training has failed")
-    return _factored(values) if compress == "factored" and values.dim() > 1 else _eight_bit(values)
+    if compress == "factored" and values.dim() > 1:
+        matrix = values.flatten(1)
+        rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
+        share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
+    blocks = _blocks(values)
+    positive, logs = blocks > 0, blocks.log()
+    low, high = torch.where(positive, logs, torch.inf).amin(dim=1, keepdim=True), logs.amax(dim=1, keepdim=True)
+    # A block of zeros has no logarithms.
+    low, high = (torch.where(positive.any(dim=1, keepdim=True), end, 0.0) for end in (low, high))
+    spread = (high - low).clamp_(min=torch.finfo(values.dtype).tiny)
+    codes = torch.where(positive, (logs - low).div_(spread).mul_(_LAST - 1).round_() + 1, 0.0)
+    flat = codes.to(torch.uint8).flatten()[: values.numel()]
+    return {"": flat.reshape(values.shape), _RANGE: torch.cat([low, high], dim=1)}
 
 
 def outline(shape: torch.Size, dtype: torch.dtype, compress: str | None) -> dict[str, Tensor]:
@@ -92,35 +109,55 @@ def decode(parts: Named, source: str) -> Tensor:
     return parts[""]
 
 
+def _blocks(values: Tensor) -> Tensor:
+    flat = values.flatten()
+    return pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
+
+
 def compressed(roles: Mapping[str, Named], compress: str | None) -> dict[str, Tensor]:
     """Tensors by role and parameter name as a file holds them, under `role.parameter`.
 
-    Second moments are those of `encode`. With a compression, bases and directions become bfloat16 where that leaves them
-    orthonormal within `is_orthonormal`; `expanded` restores orthonormal bases by one step of Newton and Schulz.
+    Second moments are those of `encode`. With a compression, bases and directions become bfloat16 where that leaves
+    them orthonormal within `is_orthonormal`; `expanded` restores orthonormal bases by one step of Newton and Schulz.
     """
     check_compression(compress)
     found: dict[str, Tensor] = {}
     for role, named in roles.items():
         if role in _MOMENTS:
-            parts = {name: encode(tensor, compress) for name, tensor in named.items()}
-            found |= {f"{role}{end}.{name}": part for name, each in parts.items() for end, part in each.items()}
+            for name, tensor in named.items():
+                found |= {f"{role}{end}.{name}": part for end, part in encode(tensor, compress).items()}
+            continue
+        narrow = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()} if compress else {}
+        if role in _BASES:
+            narrow = {name: basis for name, basis in narrow.items() if is_orthonormal(basis.float())}
+        elif role != "directions" or not narrow:
+            narrow = {}
         else:
-            found |= {
-                f"{role}.{name}": tensor for name, tensor in (_narrowed(role, named) if compress else named).items()
-            }
+            # Directions are one matrix over all parameters.
+            rows = [part.float().unsqueeze(-1).flatten(1).cpu() for part in narrow.values()]
+            narrow = narrow if is_orthonormal(torch.cat(rows, dim=1).T) else {}
+        found |= {f"{role}.{name}": narrow.get(name, tensor) for name, tensor in named.items()}
     return found
 
 
 def expanded(tensors: Named, source: str) -> dict[str, Tensor]:
     """A file's tensors as they were before `compressed`."""
-    found = {key: tensor for key, tensor in tensors.items() if not _is_part(key)}
-    for key in sorted({_whole(key) for key in tensors if _is_part(key)}):
-        found[key] = moment(tensors, key, source)
+    wholes = {key: _whole(key) for key in tensors}
+    parts = {whole for whole in wholes.values() if whole.partition(".")[0] in _MOMENTS}
+    found = {key: tensor for key, tensor in tensors.items() if wholes[key] not in parts}
+    found |= {key: moment(tensors, key, source) for key in sorted(parts)}
     for key, tensor in found.items():
         if tensor.dtype == torch.bfloat16:
             wide = tensor.float()
             found[key] = orthonormal(wide) if key.partition(".")[0] in _BASES and wide.dim() == 2 else wide
     return found
+
+
+def _whole(key: str) -> str:
+    """The name of the tensor that a part belongs to."""
+    role, dot, name = key.partition(".")
+    end = next((end for end in _SUFFIXES if end and role.endswith(end)), "")
+    return role.removesuffix(end) + dot + name
 
 
 def moment(tensors: Named, key: str, source: str) -> Tensor:
@@ -146,47 +183,20 @@ def orthonormal(columns: Tensor) -> Tensor:
     return columns @ factor
 
 
-def _eight_bit(values: Tensor) -> dict[str, Tensor]:
-    blocks = _blocks(values)
-    positive, logs = blocks > 0, blocks.log()
-    low, high = torch.where(positive, logs, torch.inf).amin(dim=1, keepdim=True), logs.amax(dim=1, keepdim=True)
-    # A block of zeros has no logarithms.
-    low, high = (torch.where(positive.any(dim=1, keepdim=True), end, 0.0) for end in (low, high))
-    spread = (high - low).clamp_(min=torch.finfo(values.dtype).tiny)
-    codes = torch.where(positive, (logs - low).div_(spread).mul_(_LAST - 1).round_() + 1, 0.0)
-    flat = codes.to(torch.uint8).flatten()[: values.numel()]
-    return {"": flat.reshape(values.shape), _RANGE: torch.cat([low, high], dim=1)}
+def probe(theta: Tensor) -> Tensor:
+    """At most 16 evenly spaced weights, by which saved second moments recognise the weights they belong to.
+
+    >>> probe(torch.arange(64.0).reshape(8, 8)).tolist()[:4]
+    [0.0, 4.0, 8.0, 12.0]
+    """
+    flat = theta.detach().flatten()
+    return flat[:: max(len(flat) // _PROBES, 1)][:_PROBES].to(working_dtype(theta.dtype), copy=True)
 
 
-def _blocks(values: Tensor) -> Tensor:
-    flat = values.flatten()
-    return pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
+def same_weights(known: Named, found: Named) -> bool:
+    """Whether probes by name differ by no more than a tenth of the known ones, in the mean square.
 
-
-def _factored(values: Tensor) -> dict[str, Tensor]:
-    matrix = values.flatten(1)
-    rows, columns = (matrix.sum(dim=dim, dtype=torch.float64) for dim in (1, 0))
-    share = rows / rows.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    return {_ROWS: share.to(values.dtype), _COLUMNS: columns.to(values.dtype).reshape(values.shape[1:])}
-
-
-def _narrowed(role: str, named: Named) -> Named:
-    """Bases, each by itself, and directions, which are one matrix over all parameters, as bfloat16 where that will do."""
-    narrow = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
-    if role in _BASES:
-        return {name: narrow[name] if is_orthonormal(narrow[name].float()) else held for name, held in named.items()}
-    if role != _DIRECTIONS:
-        return named
-    columns = torch.cat([rows.float().unsqueeze(-1).flatten(1).cpu() for rows in narrow.values()], dim=1).T
-    return narrow if is_orthonormal(columns) else named
-
-
-def _is_part(key: str) -> bool:
-    return _whole(key).partition(".")[0] in _MOMENTS
-
-
-def _whole(key: str) -> str:
-    """The name of the tensor that a part belongs to."""
-    role, dot, name = key.partition(".")
-    end = next((end for end in _SUFFIXES if end and role.endswith(end)), "")
-    return role.removesuffix(end) + dot + name
+    Weights rounded to 8 bits are within a hundredth; those of another training differ by their own size.
+    """
+    theirs, ours = (torch.cat([named[name].double().cpu() for name in known]) for named in (known, found))
+    return bool((ours - theirs).norm() <= 0.1 * theirs.norm())

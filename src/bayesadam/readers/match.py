@@ -13,9 +13,10 @@ from bayesadam._alone import unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.reader import Group, State, StateReader, has_tensors, outline, parameter_shape
+from bayesadam.readers.pairing import Pairing, names_in, pair, slots_of
 from bayesadam.readers.registry import reader_named, reader_of, readers_with_key
 from bayesadam.readers.rotated import unknown_bases
+from bayesadam.readers.state import Group, State, StateReader, has_tensors, outline
 
 _WRAPPER_PREFIXES = ("_orig_mod", "module")
 _FROZEN = "frozen (requires_grad is False)"
@@ -40,12 +41,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """The parameters whose state is known, those omitted with the reason, and the number of another model's parameters."""
+    """Parameters with their states.
+
+    Attributes:
+        entries: the parameters whose state is known, in the model's order.
+        omitted: the others, with the reason.
+        foreign: how many parameters of a live optimiser are another model's.
+        optimizers: the optimisers' names.
+        why: how states and parameters were paired, in words.
+    """
 
     entries: tuple[Entry, ...]
     omitted: Mapping[str, str]
     foreign: int = 0
     optimizers: tuple[str, ...] = ()
+    why: str = ""
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -59,43 +69,40 @@ def match_optimizers(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], reader: str | StateReader | None = None
 ) -> Match:
     """Match live optimisers to the model's parameters by identity; tied weights appear once, under their first name."""
-    names = {id(parameter): name for name, parameter in own_parameters(model).items()}
-    if not names:
+    parameters = own_parameters(model)
+    if not parameters:
         raise MatchError(f"{type(model).__name__} has no parameters")
-    optimizer_list = listed_optimizers(optimizers)
-    classes = " and ".join(type(optimizer).__name__ for optimizer in optimizer_list)
+    names = {parameter: name for name, parameter in parameters.items()}
+    listed = listed_optimizers(optimizers)
+    classes = tuple(type(optimizer).__name__ for optimizer in listed)
     taken: dict[str, Entry | str] = {}
     refusals: list[str] = []
-    owners: dict[str, int] = {}
     foreign = 0
-    for index, optimizer in enumerate(optimizer_list):
-        record = _resolve(optimizer, reader)
-        refusal = refuse(record, type(optimizer).__name__) if record.statistic == "none" else None
-        if refusal:
-            refusals.append(refusal)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    foreign += 1
-                elif owners.setdefault(name, index) != index:
-                    raise MatchError(
-                        f"parameter {name!r} is trained by two of the optimisers given; pass only the one whose second "
-                        "moment is to be used"
-                    )
-                elif refusal:
-                    taken[name] = f"trained by {type(optimizer).__name__}, which keeps no second moment per weight"
-                else:
-                    taken[name] = _entry_or_reason(name, parameter, optimizer.state.get(parameter, {}), group, record)
+    for optimizer, title in zip(listed, classes, strict=True):
+        record = _reader_for(optimizer, reader)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = [names[parameter] for parameter in trained if parameter in names]
+        foreign += len(trained) - len(own)
+        if twice := [name for name in own if name in taken]:
+            raise MatchError(
+                f"parameter {twice[0]!r} is trained by two of the optimisers given; pass only the one whose second "
+                "moment is to be used"
+            )
+        if record.statistic == "none":
+            refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
+            taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")
+        else:
+            taken |= _entries(parameters, optimizer.param_groups, optimizer.state, record, names)
+    source = " and ".join(classes)
     if foreign and not taken:
         raise MatchError(
-            f"none of the {foreign} parameters of {classes} belongs to this "
-            f"{type(model).__name__}: pass the model that this optimiser trained (a copied or re-created model has "
-            "new parameters; use Posterior.from_state_dict with optimizer.state_dict() for it)"
+            f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
+            "this optimiser trained (a copied or re-created model has new parameters; use Posterior.from_state_dict "
+            "with optimizer.state_dict() for it)"
         )
-    if len(refusals) == len(optimizer_list):
+    if len(refusals) == len(listed):
         raise StateError(refusals[0])
-    return _finished(model, taken, tuple(type(o).__name__ for o in optimizer_list), classes, foreign)
+    return _finished(parameters, taken, source, classes, foreign)
 
 
 def match_state_dict(
@@ -104,9 +111,8 @@ def match_state_dict(
     """Match a saved optimiser state to the model's parameters.
 
     Names are used where the state has them (keys that are names, or `param_names` in its groups) or the caller gives
-    them, in the optimiser's order. A state of one group without names follows `model.parameters()`, frozen ones
-    included or not, as its length says. Several groups without names have no known order and are refused unless the
-    shapes leave one answer. Every shape is checked.
+    them, in the optimiser's order. A state without names is matched by the model's order and every shape, several
+    groups by the rules that trainers follow (`bayesadam.readers.pairing`); more than one possible answer is an error.
     """
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -114,51 +120,110 @@ def match_state_dict(
             f"not an optimiser's state dict: it needs 'state' and 'param_groups', found {found}. Pass what "
             "optimizer.state_dict() returned, for instance checkpoint['optimizer']"
         )
+    record = usable_reader(reader)
+    parameters = own_parameters(model)
+    pairing = pair_by_names(state_dict, parameters, param_names)
+    if pairing is None:
+        slots = slots_of(state_dict, record)
+        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True)
+    return match_pairs(parameters, state_dict, record, pairing)
+
+
+def usable_reader(reader: str | StateReader) -> StateReader:
+    """The reader, by name or as it is, where it finds a second moment."""
     record = reader_named(reader) if isinstance(reader, str) else reader
     if record.statistic == "none":
-        raise StateError(refuse(record, record.name))
-    parameters = own_parameters(model)
-    states: Mapping[Any, State] = state_dict["state"]
-    named = _names_of(state_dict["param_groups"], states, parameters, param_names)
-    taken = {
-        named[key]: _entry_or_reason(named[key], parameters[named[key]], states.get(key, {}), group, record)
-        for group in state_dict["param_groups"]
+        raise StateError(f"{record.name} keeps no second moment per weight; {record.advice}")
+    return record
+
+
+def pair_by_names(
+    state_dict: Mapping[str, Any],
+    known: Mapping[str, Tensor],
+    given: Sequence[str] | None,
+    source: str = "param_names",
+) -> Pairing | None:
+    """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    counts = Counter(keys)
+    repeated = [key for key, count in counts.items() if count > 1]
+    unlisted = [key for key in state_dict["state"] if key not in counts]
+    if repeated or unlisted:
+        raise MatchError(
+            f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
+        )
+    if given is None:
+        given, source = names_in(state_dict), "the names in the state"
+    if given is None:
+        return None
+    names = [_unwrapped(name, known) for name in given]
+    if len(names) != len(keys):
+        raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    unknown = [name for name in names if name not in known]
+    if doubled or unknown:
+        raise MatchError(
+            f"by {source}, {(unknown or doubled)[:4]} "
+            f"{'are not among the weights' if unknown else 'are named twice'}: is it another model's state?"
+        )
+    return Pairing(dict(zip(keys, names, strict=True)), source)
+
+
+def shapes_listed(parameters: Mapping[str, nn.Parameter], count: int) -> dict[str, torch.Size]:
+    """The shapes of the parameters in a list of this length: the trainable ones where they are as many, else all."""
+    trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    return {name: parameters[name].shape for name in (trainable if count == len(trainable) else parameters)}
+
+
+def match_pairs(
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, Any],
+    reader: StateReader,
+    pairing: Pairing,
+    omitted: Mapping[str, str] | None = None,
+) -> Match:
+    """The match that a pairing of keys and names gives. `omitted` have a reason already."""
+    taken: dict[str, Entry | str] = {**(omitted or {})}
+    names = {key: name for key, name in pairing.names.items() if name not in taken}
+    taken |= _entries(parameters, state_dict["param_groups"], state_dict["state"], reader, names)
+    return _finished(parameters, taken, f"this {reader.name!r} state dict", (reader.name,), why=pairing.why)
+
+
+def _entries(
+    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[Group],
+    states: Mapping[Any, State],
+    reader: StateReader,
+    names: Mapping[Any, str],
+) -> dict[str, Entry | str]:
+    """Parameters with their states, or why they are omitted, by the name behind each key: a live tensor is its own key."""
+    return {
+        names[key]: _entry_or_reason(names[key], parameters[names[key]], states.get(key, {}), group, reader)
+        for group in groups
         for key in group["params"]
+        if key in names
     }
-    return _finished(model, taken, (record.name,), f"this {record.name!r} state dict")
-
-
-def refuse(reader: StateReader, class_name: str) -> str:
-    """Why an optimiser without a second moment gives no posterior, and what would."""
-    return f"{class_name} keeps no second moment per weight; {reader.advice}"
 
 
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """One optimiser or several as a list, each without a trainer's wrapper."""
-    listed = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in listed:
+    listed: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not listed:
+        raise MatchError("no optimiser was given: the list is empty")
+    for index, optimizer in enumerate(listed):
         if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
             raise MatchError(
                 f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
                 "Posterior.from_state_dict"
             )
-    if not listed:
-        raise MatchError("no optimiser was given: the list is empty")
-    return [_inner(optimizer) for optimizer in listed]  # type: ignore[arg-type]
+        # Accelerate and Lightning keep it in `.optimizer`.
+        while isinstance(inner := getattr(listed[index], "optimizer", None), Optimizer):
+            listed[index] = inner
+    return listed
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
-    """The torch optimiser inside a trainer's wrapper (Accelerate and Lightning keep it in `.optimizer`)."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _inner(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _resolve(optimizer: Optimizer, reader: str | StateReader | None) -> StateReader:
-    if isinstance(reader, StateReader):
-        return reader
-    if reader is not None:
-        return reader_named(reader)
-    found = reader_of(optimizer)
+def _reader_for(optimizer: Optimizer, reader: str | StateReader | None) -> StateReader:
+    found = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
     if found is None:
         keys = sorted({str(key) for state in optimizer.state.values() for key in state})
         similar = readers_with_key(keys)
@@ -174,11 +239,11 @@ def _entry_or_reason(
     name: str, parameter: nn.Parameter, state: State, group: Group, reader: StateReader
 ) -> Entry | str:
     """The parameter with its state, or why it is omitted."""
-    # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing beside
-    # it is no such state: the reader says what is missing.
-    untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
     if not parameter.requires_grad:
         return _FROZEN
+    # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
+    # beside it is no such state: the reader says what is missing.
+    untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
     if untrained and reader.statistic != "identity":
         return _UNTRAINED
     check_parameter(name, parameter)
@@ -186,7 +251,8 @@ def _entry_or_reason(
         similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
         raise StateError(
             f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), so its second moment is in rotated "
-            f"coordinates, and reader {reader.name!r} would take {reader.key!r} for the weights' own. Name the optimiser that wrote it"
+            f"coordinates, and reader {reader.name!r} would take {reader.key!r} for the weights' own. Name the "
+            "optimiser that wrote it"
             + (f", perhaps {' or '.join(map(repr, similar))}" if similar else "")
             + "; or describe it with bayesadam.readers.register(StateReader(...)) and a `read` function"
         )
@@ -197,24 +263,25 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     """Refuse parameters that no real Gaussian can be put on."""
     if parameter.is_meta:
         raise MatchError(f"parameter {name!r} is on the meta device and has no values: materialise the model first")
-    if parameter.is_complex():
-        raise MatchError(
-            f"parameter {name!r} is complex ({parameter.dtype}): freeze it, or store it as two real tensors"
-        )
     if parameter.is_quantized or not parameter.is_floating_point() or parameter.element_size() == 1:
         raise MatchError(
-            f"parameter {name!r} is quantised or not floating point ({parameter.dtype}): freeze it with "
-            "requires_grad_(False), and it is left out"
+            f"parameter {name!r} is complex, quantised or not floating point ({parameter.dtype}): freeze it with "
+            "requires_grad_(False), and it is left out; or store a complex one as two real tensors"
         )
     if is_sharded(parameter):
         check_placements(name, parameter)
 
 
 def _finished(
-    model: nn.Module, taken: Mapping[str, Entry | str], optimizers: tuple[str, ...], source: str, foreign: int = 0
+    parameters: Mapping[str, nn.Parameter],
+    taken: Mapping[str, Entry | str],
+    source: str,
+    optimizers: tuple[str, ...],
+    foreign: int = 0,
+    why: str = "the identity of tensors",
 ) -> Match:
     entries, omitted = [], {}
-    for name, parameter in unwrap(model).named_parameters():
+    for name, parameter in parameters.items():
         found = taken.get(name, "not in the optimiser" if parameter.requires_grad else _FROZEN)
         if isinstance(found, Entry):
             entries.append(found)
@@ -226,84 +293,15 @@ def _finished(
             raise StateError(f"{source} has not taken a step yet: train first, then read the posterior")
         described = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise StateError(f"{source} leaves no parameter to read: {described}")
-    return Match(tuple(entries), omitted, foreign, optimizers)
+    return Match(tuple(entries), omitted, foreign, optimizers, why)
 
 
-def _names_of(
-    groups: Sequence[Group],
-    states: Mapping[Any, State],
-    parameters: Mapping[str, nn.Parameter],
-    param_names: Sequence[str] | None,
-) -> dict[Any, str]:
-    """The parameter name behind each key of a state dict."""
-    keys = [key for group in groups for key in group["params"]]
-    repeated = [key for key, count in Counter(keys).items() if count > 1]
-    unlisted = [key for key in states if key not in set(keys)]
-    if repeated or unlisted:
-        raise MatchError(
-            f"the state dict is inconsistent: keys {(repeated or unlisted)[:4]} are repeated or in no group"
-        )
-    given, source = param_names, "the names in the state dict" if param_names is None else "param_names"
-    if given is None and all(isinstance(key, str) for key in keys):
-        given = keys
-    elif given is None and all("param_names" in group for group in groups):
-        given = [name for group in groups for name in group["param_names"]]
-    if given is None:
-        names, source = _names_by_order(groups, states, keys, parameters), "the order of model.parameters()"
-    else:
-        names = [_strip(name, parameters) for name in given]
-    if len(names) != len(keys):
-        raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    doubled = [name for name, count in Counter(names).items() if count > 1]
-    unknown = [name for name in names if name not in parameters]
-    if doubled or unknown:
-        raise MatchError(
-            f"by {source}, {(unknown or doubled)[:4]} "
-            f"{'are no parameters of this model' if unknown else 'are named twice'}: is it another model's state?"
-        )
-    for key, name in zip(keys, names, strict=True):
-        shape = parameter_shape(states.get(key, {}))
-        if shape is not None and shape != parameters[name].shape:
-            raise MatchError(
-                f"by {source}, the state under key {key!r} has shape {tuple(shape)} but parameter {name!r} has "
-                f"{tuple(parameters[name].shape)}: it is another model's state, or in another order. Pass "
-                "param_names=[...], the parameter names in the order in which the optimiser was given them"
-            )
-    return dict(zip(keys, names, strict=True))
-
-
-def _strip(name: str, parameters: Mapping[str, nn.Parameter]) -> str:
+def _unwrapped(name: str, known: Mapping[str, Any]) -> str:
     """`name` without the prefixes that torch.compile and data parallelism put before it."""
     parts = name.split(".")
-    while ".".join(parts) not in parameters:
+    while ".".join(parts) not in known:
         prefix = next((p for p in _WRAPPER_PREFIXES if p in parts[:-1]), None)
         if prefix is None:
             return name
         parts.remove(prefix)
     return ".".join(parts)
-
-
-def _names_by_order(
-    groups: Sequence[Group], states: Mapping[Any, State], keys: list[Any], parameters: Mapping[str, nn.Parameter]
-) -> list[str]:
-    every = list(parameters)
-    trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    names = next((names for names in (every, trainable) if len(names) == len(keys)), None)
-    if names is None:
-        raise MatchError(
-            f"the state dict holds {len(keys)} parameters, the model {len(every)} ({len(trainable)} of them trainable): "
-            "it is another model's state, or was built over a part of this one. Pass param_names=[...], the parameter "
-            "names in the order in which the optimiser was given them"
-        )
-    if len(groups) == 1:
-        return names
-    # Groups may hold the parameters in any order: only shapes that occur once can tell which is which.
-    by_shape: dict[torch.Size, str] = {parameters[name].shape: name for name in names}
-    shapes = [parameter_shape(states.get(key, {})) for key in keys]
-    if len(by_shape) == len(names) and all(shape in by_shape for shape in shapes):
-        return [by_shape[shape] for shape in shapes if shape is not None]
-    raise MatchError(
-        f"the state dict has {len(groups)} parameter groups and no names, so its order is not known and equal shapes "
-        "could be confused. Pass param_names=[...], the parameter names in the order in which the optimiser was given "
-        "them, or load it into an optimiser built as in training and use Posterior.from_optimizer"
-    )

@@ -16,8 +16,9 @@ from bayesadam._kinds import require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError, StateError
+from bayesadam.readers.curvature import Curvature
 from bayesadam.readers.match import Match, listed_optimizers, match_optimizers
-from bayesadam.readers.read import Curvature, working_dtype
+from bayesadam.readers.state import working_dtype
 
 
 class Recorder:
@@ -51,9 +52,11 @@ class Recorder:
         self.batch_size: int | None = None
         self._steps = [0] * len(self.optimizers)
         self._rings: dict[Tensor, Tensor] = {}
-        self._handles = [
-            handle for i, each in enumerate(self.optimizers) for handle in _attached(each, partial(self._record, i))
-        ]
+        self._handles: list[Any] = []
+        for index, each in enumerate(self.optimizers):
+            # After the step where it calls a closure, which is what computes the gradients.
+            self._handles.append(each.register_step_pre_hook(partial(self._hook, index, False)))
+            self._handles.append(each.register_step_post_hook(partial(self._hook, index, True)))
 
     @classmethod
     def from_batches(
@@ -61,8 +64,8 @@ class Recorder:
     ) -> Recorder:
         """The gradients of K mini-batches at a trained model's weights, whatever trained it: no step, seconds.
 
-        In eval mode: what batch norm computes in training is another function, flat along the size of every weight before
-        it, and says nothing of the one that predicts. The model is as before when it returns, or raises.
+        In eval mode: batch norm in training is another function, flat along the size of every weight before it, and
+        says nothing of the one that predicts. The model is as before when it returns, or raises.
 
         >>> model = torch.nn.Linear(3, 2)
         >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
@@ -70,7 +73,9 @@ class Recorder:
         torch.Size([4, 2, 3])
 
         Args:
-            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left out.
+            model: the trained model.
+            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left
+                out.
             loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
             keep: K; more batches are not read.
         """
@@ -104,16 +109,12 @@ class Recorder:
     @property
     def recorded(self) -> int:
         """How many gradients are stored now, K at most."""
-        return min(self._taken, self.keep)
-
-    @property
-    def _taken(self) -> int:
         if len(set(self._steps)) > 1:
             raise StateError(f"the optimisers have taken {self._steps} steps since: they must step together")
-        return -(-self._steps[0] // self.every)
+        return min(-(-self._steps[0] // self.every), self.keep)
 
     def remove(self) -> None:
-        """Let go of the optimiser; what was recorded stays."""
+        """Stop recording; the gradients recorded so far stay."""
         for handle in self._handles:
             handle.remove()
 
@@ -136,20 +137,18 @@ class Recorder:
         count = self.recorded
         if count == 0:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
-        found = {}
-        for entry in match.entries:
-            if entry.parameter not in self._rings:
-                continue
-            found[entry.name] = self._rings[entry.parameter][:count]
-            if not bool(torch.isfinite(found[entry.name]).all()):
+        entries = [entry for entry in match.entries if entry.parameter in self._rings]
+        found = {entry.name: self._rings[entry.parameter][:count] for entry in entries}
+        for name, gradients in found.items():
+            if not bool(torch.isfinite(gradients).all()):
                 raise StateError(
-                    f"a recorded gradient of {entry.name!r} is not finite: train on until it has left the last "
+                    f"a recorded gradient of {name!r} is not finite: train on until it has left the last "
                     f"{self.keep} of every {self.every} steps"
                 )
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` resumes from; tensors and plain data."""
+        """The state that `load_state_dict` resumes from; tensors and plain data."""
         rings = [self._rings.get(parameter) for parameter in self._parameters()]
         return {"keep": self.keep, "every": self.every, "steps": list(self._steps), "rings": rings}
 
@@ -174,20 +173,26 @@ class Recorder:
                 continue
             if ring.shape != (self.keep, *parameter.shape):
                 raise MatchError(
-                    f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients {tuple(ring.shape[1:])}"
+                    f"parameter {index} has shape {tuple(parameter.shape)}, its recorded gradients "
+                    f"{tuple(ring.shape[1:])}"
                 )
-            rings[parameter] = ring.to(_place(parameter), copy=True)
+            rings[parameter] = ring.to(parameter.device, working_dtype(parameter.dtype), copy=True)
         self._rings, self._steps = rings, list(steps)
 
     def _parameters(self) -> list[Tensor]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def _record(self, index: int) -> None:
+    def _hook(
+        self, index: int, after: bool, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        # A hook is given the arguments of the bound step, with the optimiser itself before them.
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if (closure is not None) != after:
+            return
         taken, rest = divmod(self._steps[index], self.every)
         if rest == 0:
             # Under a GradScaler a fused optimiser divides by the scale, and skips overflows, inside its own step.
-            optimizer = self.optimizers[index]
             scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
             if overflow is not None and bool(overflow):
                 return
@@ -204,11 +209,12 @@ class Recorder:
             return
         if is_sharded(parameter):
             raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded over processes, and recorded gradients must be whole: "
-                "record with replicas, or use structure='diagonal'"
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over processes, and recorded gradients must "
+                "be whole: record with replicas, or use structure='diagonal'"
             )
         if ring is None:
-            ring = self._rings[parameter] = _place(parameter).new_zeros(self.keep, *parameter.shape)
+            shape, dtype = (self.keep, *parameter.shape), working_dtype(parameter.dtype)
+            ring = self._rings[parameter] = torch.zeros(shape, device=parameter.device, dtype=dtype)
         ring[row].copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
         if scale is not None:
             ring[row].div_(scale.to(ring.device))
@@ -226,21 +232,3 @@ def read_recorder(match: Match, recorder: Recorder) -> tuple[Curvature, dict[str
         omitted={**match.omitted, **never},
     )
     return curvature, gradients
-
-
-def _attached(optimizer: Optimizer, record: Callable[[], None]) -> list[Any]:
-    """Record before a step; after it where the step calls a closure, which is what computes the gradients."""
-
-    def hook(with_closure: bool, _: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        # A hook is given the arguments of the bound step, with the optimiser itself before them.
-        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        if (closure is not None) == with_closure:
-            record()
-
-    before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-    return [before(partial(hook, False)), after(partial(hook, True))]
-
-
-def _place(parameter: Tensor) -> Tensor:
-    """An empty tensor of the device and type in which gradients are stored."""
-    return torch.empty(0, device=parameter.device, dtype=working_dtype(parameter.dtype))

@@ -25,7 +25,7 @@ from bayesadam.engine.rules.adam import Adam
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.readers.recorder import Recorder
+from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Schedule, fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -17,8 +17,8 @@ from bayesadam._shards import is_first_rank
 from bayesadam._warnings import warn
 from bayesadam.errors import SettingError, StateError
 from bayesadam.posterior import Posterior
+from bayesadam.readers import reader_of
 from bayesadam.readers.formats.torch_files import load_tree
-from bayesadam.readers.registry import reader_of
 from bayesadam.trainers.keeper import FILE_NAME, PosteriorKeeper, fixed_batch_size
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.pairs import is_state_file, state_beside
-from bayesadam.readers.formats.registry import Format, format_of
+from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
 from bayesadam.readers.formats.torch_files import (
     DAMAGED,
     damaged,

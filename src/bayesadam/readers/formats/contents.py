@@ -11,10 +11,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from bayesadam.errors import FileError
-from bayesadam.readers.formats.choice import Choice, choose
-from bayesadam.readers.formats.names import keeps_order
-from bayesadam.readers.formats.networks import Found, Keys, branches, find, is_optimizer, is_weights, named, tensors_of
+from bayesadam.readers.formats.networks import (
+    Choice,
+    Found,
+    Keys,
+    branches,
+    choose,
+    find,
+    is_optimizer,
+    is_weights,
+    named,
+    tensors_of,
+)
 from bayesadam.readers.formats.pickles import StandIn, classes_in, said
+from bayesadam.readers.pairing import keeps_order
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")

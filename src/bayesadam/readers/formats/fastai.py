@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Marks groups that together are one list in the model's order.
-ONE_LIST = "bayesadam: one list"
+from bayesadam.readers.pairing import ONE_LIST
+
 _ENTRIES = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
 
 

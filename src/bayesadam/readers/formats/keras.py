@@ -24,9 +24,9 @@ from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.archives import names_in_zip
 from bayesadam.readers.formats.contents import Contents, Recorded
-from bayesadam.readers.formats.names import REMEDY, AmbiguousError, Slot, assign
 from bayesadam.readers.formats.registry import Format, refuse_keys
 from bayesadam.readers.formats.torch_files import DAMAGED, as_file, as_memory, damaged, inside, mapped, zip_members
+from bayesadam.readers.pairing import REMEDY, AmbiguousError, Slot, assign
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _HDF5 = b"\x89HDF\r\n\x1a\n"

@@ -1,23 +1,44 @@
-"""The networks and the optimisers' states in a saved dictionary, and whether the one may have been trained by the other."""
+"""The networks and the optimisers' states in a saved dictionary, and which of them belong together.
+
+The usual keys are taken as long as no shape contradicts them, else the one pair that fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from bayesadam.errors import MatchError, StateError
-from bayesadam.readers.formats.fastai import ONE_LIST, torch_layout
-from bayesadam.readers.formats.groups import Matched, matched
-from bayesadam.readers.formats.identify import identify_reader, shape_behind
-from bayesadam.readers.formats.names import REMEDY, AmbiguousError, Slot, parameter_names, shapes_of, without_copies
-from bayesadam.readers.reader import StateReader, as_number, has_tensors, parameter_shape
+from bayesadam.errors import FileError, MatchError, StateError
+from bayesadam.readers.formats.fastai import torch_layout
+from bayesadam.readers.pairing import (
+    AmbiguousError,
+    candidates,
+    keeps_order,
+    memory_of,
+    names_in,
+    pair_weights,
+    slots_of,
+)
+from bayesadam.readers.registry import identify_reader
 
 _DEEPEST = 3
+# In lower case. A key that is not among them is taken where it is the only one that fits.
+_WEIGHTS_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "weights", "params")
+_STEMS = ("optimizer", "optim")
+_OPTIMIZER_KEYS = (*_STEMS, *(f"{s}_state_dict" for s in _STEMS), "optimizer_state", "optimizer_states", "opt")
+# Words in the key of a copy of other weights.
+_COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "polyak", "swa", "teacher", "best"}
+# More networks are not tried together.
+_MOST_TOGETHER = 6
+_MOST_ROWS = 12
 
 Keys = tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +62,16 @@ class Found:
     optimizers: Mapping[Keys, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def dotted(path: Keys) -> str:
-    """Keys as `weights_key` and `optimizer_key` have them."""
-    return ".".join(path)
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The networks, in the optimiser's order, the keys of its state, and why they were taken."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys | None
+    notes: tuple[str, ...] = ()
 
 
-def joined(networks: Iterable[Network]) -> str:
-    """Several networks as `weights_key` has them."""
-    return ",".join(dotted(network.path) for network in networks)
+# --- what there is -------------------------------------------------------------------------------------------------------
 
 
 def find(tree: Mapping[Any, Any]) -> Found:
@@ -71,7 +94,7 @@ def find(tree: Mapping[Any, Any]) -> Found:
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Dictionaries and numbers down to the third level, lists of states opened, states in torch's layout.
 
-    What is weights or an optimiser's state is not looked into.
+    Weights and optimisers' states are not searched further.
     """
     state = torch_layout(tree)
     yield path, state
@@ -110,88 +133,9 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def slots_of(state_dict: Mapping[str, Any], reader: StateReader | None = None) -> list[Slot]:
-    """The entries of an optimiser's list; shapes are those that its reader finds, None identifies that."""
-    groups = list(enumerate(state_dict["param_groups"]))
-    keys = [(key, 0 if group.get(ONE_LIST) else number) for number, group in groups for key in group["params"]]
-    decays = [_decay(group) for _, group in groups for _ in group["params"]]
-    held = [(key, number, state_dict["state"].get(key, {})) for key, number in keys]
-    if reader is None:
-        try:
-            reader = identify_reader(state_dict)
-        except StateError:
-            return [
-                Slot(key, number, parameter_shape(s) or parameter_shape(s, ["momentum_buffer"]), has_tensors(s), decay)
-                for (key, number, s), decay in zip(held, decays, strict=True)
-            ]
-    always = reader.statistic == "identity"
-    return [
-        Slot(key, number, shape_behind(reader, s), always or has_tensors(s), decay)
-        for (key, number, s), decay in zip(held, decays, strict=True)
-    ]
-
-
-def _decay(group: Mapping[str, Any]) -> float | None:
-    found = group.get("weight_decay")
-    return None if found is None else as_number(found, "weight_decay")
-
-
-def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The parameters' names in the optimiser's order, where its state has them."""
-    groups = state_dict["param_groups"]
-    keys = [key for group in groups for key in group["params"]]
-    if keys and all(isinstance(key, str) for key in keys):
-        return tuple(keys)
-    if groups and all("param_names" in group for group in groups):
-        return tuple(name for group in groups for name in group["param_names"])
-    return None
-
-
-def match_weights(
-    slots: Sequence[Slot], weights: Mapping[str, Tensor], *, ordered: bool, in_order: bool = False
-) -> Matched:
-    """`matched` with what may be parameters among the weights; integers count where the rest does not settle it."""
-    candidates = parameter_names(weights)
-    chosen = candidates.enough_for(len(slots))
-    whole = [name for name in candidates.whole if name not in candidates.repeats]
-    settled = len(chosen) == len(slots) or all(slot.needed for slot in slots) or set(whole) <= set(chosen)
-
-    def by(names: Sequence[str]) -> Matched:
-        return matched(slots, shapes_of(weights, names), ordered=ordered, in_order=in_order)
-
-    try:
-        found = by(chosen)
-    except AmbiguousError:
-        # A target network is trained by no optimiser.
-        trained = without_copies(weights, chosen)
-        if len(trained) == len(chosen):
-            raise
-        found = by(trained)
-    except MatchError as misfit:
-        try:
-            return by(whole)
-        except MatchError as error:
-            raise (error if isinstance(error, AmbiguousError) else misfit) from None
-    if settled:
-        return found
-    try:
-        other = by(whole)
-    except AmbiguousError:
-        raise
-    except MatchError:
-        return found
-    for slot in slots:
-        if slot.needed and found.names[slot.key] != other.names[slot.key]:
-            raise AmbiguousError(
-                f"the state under key {slot.key!r} may belong to {found.names[slot.key]!r} or to "
-                f"{other.names[slot.key]!r}, as tensors of integers are buffers or parameters. {REMEDY}"
-            )
-    return found
-
-
 def named(networks: Sequence[Network]) -> dict[str, tuple[Network, str]]:
     """The network and the name in it behind every name: of one network its own, of several with its keys before it."""
-    prefixes = ["" if len(networks) == 1 or n.alone else f"{dotted(n.path)}." for n in networks]
+    prefixes = ["" if len(networks) == 1 or n.alone else f"{_dotted(n.path)}." for n in networks]
     return {
         prefix + name: (network, name)
         for prefix, network in zip(prefixes, networks, strict=True)
@@ -203,3 +147,189 @@ def named(networks: Sequence[Network]) -> dict[str, tuple[Network, str]]:
 def tensors_of(networks: Sequence[Network]) -> dict[str, Tensor]:
     """The tensors of all of them by name."""
     return {name: network.tensors[own] for name, (network, own) in named(networks).items()}
+
+
+def _dotted(*paths: Keys) -> str:
+    """Keys as `weights_key` and `optimizer_key` have them."""
+    return ",".join(".".join(path) for path in paths)
+
+
+# --- which of it ---------------------------------------------------------------------------------------------------------
+
+
+def choose(found: Found, source: object, weights_key: str | None, optimizer_key: str | None) -> Choice:
+    """The networks and the optimiser that are named by the keys, else the usual, else the one pair that fits.
+
+    A file without an optimiser gives no networks where it has several: they are chosen by the state that comes from
+    elsewhere.
+    """
+    by_path = {network.path: network for network in found.networks}
+    given = None if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())
+    states = found.optimizers if optimizer_key is None else _given(found.optimizers, optimizer_key, "optimizer_key")
+    copies = {} if given else _copies(found.networks)
+    notes = tuple(f"{_dotted(copy.path)!r} was left out, a copy of {_dotted(of.path)!r}" for copy, of in copies.items())
+    sets = [network for network in found.networks if network not in copies]
+    usual = given or tuple(_usual({n.path: n for n in sets if not n.alone}, _WEIGHTS_KEYS).values())
+    usual_states = list(_usual(states, _OPTIMIZER_KEYS))
+    several = [n.path for n in usual] if not states and not given else usual_states if not found.networks else []
+    on_disk = any(tensor.is_meta for network in usual for tensor in tensors_of([network]).values())
+    if len(several) > 1 and (states or on_disk):
+        option, what = ("optimizer_key", "states") if states else ("weights_key", "sets of weights")
+        example = f"{option}={_dotted(several[0])!r}"
+        raise FileError(f"{source} holds several {what}, {_listed(several)}: say which with {example}")
+    if not states or not found.networks:
+        return Choice(usual if len(several) < 2 else (), next(iter(usual_states), None), notes)
+    clear = (given or len(usual) == 1) and len(usual_states) == 1
+    both_given = given is not None and len(given) == 1 and optimizer_key is not None
+    if clear and (both_given or _verdict(usual, states[usual_states[0]])):
+
+        def why(key: str | None, count: int) -> str:
+            return "as given" if key is not None else "the only one" if count == 1 else "the usual key"
+
+        taken = f"weights {_dotted(*(n.path for n in usual))!r}: {why(weights_key, len(found.networks))}"
+        by = f"optimiser {_dotted(usual_states[0])!r}: {why(optimizer_key, len(found.optimizers))}"
+        return Choice(usual, usual_states[0], (*notes, taken, by))
+    first = usual_states if len(usual_states) == 1 else list(states)
+    pairs = _pairs(sets, given, {path: states[path] for path in first})
+    if not pairs and len(first) < len(states):
+        pairs = _pairs(sets, given, states)
+    if len(pairs) == 1 and pairs[0].networks == (given or tuple(n for n in sets if n in pairs[0].networks)):
+        reason = f"{pairs[0]}: the only pair, and the only order, that no shape contradicts"
+        return Choice(pairs[0].networks, pairs[0].optimizer, (*notes, reason))
+    if not pairs and clear:
+        # The error comes where the states are matched.
+        return Choice(usual, usual_states[0], notes)
+    refusals = []
+    for state in states.values():
+        try:
+            identify_reader(state)
+        except StateError as error:
+            refusals.append(error)
+    if len(refusals) == len(states):
+        raise refusals[0]
+    shown = pairs or [_Pair((network,), path, "its shapes do not fit") for network in sets for path in states]
+    rows = "".join(f"\n  {pair} ({pair.verdict})" for pair in shown[:_MOST_ROWS])
+    more = f"\n  and {len(shown) - _MOST_ROWS} more" if len(shown) > _MOST_ROWS else ""
+    raise FileError(
+        f"{source} holds weights under {_listed([network.path for network in sets])} and states under "
+        f"{_listed(list(states))}"
+        f"{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, with{rows}{more}"
+    )
+
+
+def _listed(paths: Sequence[Keys]) -> str:
+    return " and ".join(repr(_dotted(path)) for path in paths[:6])
+
+
+def _given(candidates: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]:
+    """Those under the keys that an option names, in that order; a comma separates several."""
+    by_name = {_dotted(path): path for path in candidates}
+    names = [wanted] if wanted in by_name else [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in by_name:
+            there = ", ".join(map(repr, by_name)) or "none"
+            raise FileError(f"there is nothing of the kind under {option}={name!r}; there is {there}")
+    if len(set(names)) < len(names):
+        raise FileError(f"{option}={wanted!r} names a network twice")
+    return {by_name[name]: candidates[by_name[name]] for name in names}
+
+
+def _usual(candidates: Mapping[Keys, T], known: Sequence[str]) -> dict[Keys, T]:
+    """The shallowest under a usual key, else all."""
+    usual = [path for path in candidates if any(part.lower() in known for part in path[-2:])]
+    depth = min(map(len, usual), default=0)
+    return {path: value for path, value in candidates.items() if not usual or (path in usual and len(path) == depth)}
+
+
+def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
+    """Targets, averages and repeated weights, with the network that each is a copy of."""
+    tensors = {network: tensors_of([network]) for network in networks}
+    shapes = {n: {_plain(key): t.shape for key, t in held.items() if t.dim()} for n, held in tensors.items()}
+    memory = {n: [memory_of(tensor) for tensor in held.values()] for n, held in tensors.items()}
+    # The words of their keys: `criticTarget` is two.
+    words = {n: set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r" \1", _dotted(n.path)).lower())) for n in networks}
+    found: dict[Network, Network] = {}
+    for number, network in enumerate(networks):
+        alike = [n for n in networks if n is not network and n not in found and shapes[n] == shapes[network]]
+        originals = [n for n in alike if not words[n] & _COPIES]
+        same = [n for n in alike if n in networks[:number] and memory[n] == memory[network]]
+        if same or (originals and words[network] & _COPIES):
+            found[network] = (same or originals)[0]
+    return found
+
+
+def _plain(name: str) -> str:
+    """A name without the prefixes of torch.compile, data parallelism and averages."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+class _Pair(NamedTuple):
+    """Networks that an optimiser may have trained, and how certain that is."""
+
+    networks: tuple[Network, ...]
+    optimizer: Keys
+    verdict: str
+
+    def __str__(self) -> str:
+        state = f", optimizer_key={_dotted(self.optimizer)!r}" if self.optimizer else ""
+        return f"weights_key={_dotted(*(network.path for network in self.networks))!r}{state}"
+
+
+def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
+    """How an optimiser's state fits networks in this order; empty where something contradicts that."""
+    names = names_in(state)
+    tensors = tensors_of(networks)
+    if names is not None:
+        known = {_plain(name) for name in tensors}
+        return "every name is there" if all(_plain(name) in known for name in names) else ""
+    slots = slots_of(state)
+    if all(slot.shape is None for slot in slots):
+        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, integers=True)) else ""
+    try:
+        found = pair_weights(slots, tensors, ordered=all(keeps_order(n.tensors) for n in networks))
+    except AmbiguousError:
+        return "no shape contradicts it"
+    except MatchError:
+        return ""
+    behind = named(networks)
+    numbers = [networks.index(behind[found.names[slot.key]][0]) for slot in slots if slot.key in found.names]
+    if len(set(numbers)) < len(networks):
+        return ""
+    count = len(candidates(tensors))
+    gaps = f", of {len(slots)} in {count} parameters" if len(slots) < count else ""
+    return f"every shape fits{gaps}" + ("" if numbers == sorted(numbers) else ", group by group")
+
+
+def _pairs(
+    sets: Sequence[Network], given: tuple[Network, ...] | None, states: Mapping[Keys, Mapping[str, Any]]
+) -> list[_Pair]:
+    """Every pair that nothing contradicts."""
+    pairs: list[_Pair] = []
+    for path, state in states.items():
+        if given is None:
+            pairs += _candidates(sets, path, state)
+        elif verdict := _verdict(given, state):
+            pairs.append(_Pair(given, path, verdict))
+        elif len(given) <= _MOST_TOGETHER:
+            pairs += _orders(given, len(given), path, state)
+    return pairs
+
+
+def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
+    """One network, or the fewest in an order, that an optimiser may have trained."""
+    slots = slots_of(state)
+    together = [network for network in sets if not network.alone]
+    checked = names_in(state) is None and any(slot.shape is not None for slot in slots)
+    most = len(together) if checked and len(together) <= _MOST_TOGETHER else 1
+    for count in range(1, most + 1):
+        pairs = _orders(sets if count == 1 and len(slots) == 1 else together, count, path, state)
+        # Buffers and frozen parts leave gaps in the list.
+        exact = [pair for pair in pairs if count > 1 and pair.verdict == "every shape fits"]
+        if pairs:
+            return exact or pairs
+    return []
+
+
+def _orders(networks: Sequence[Network], count: int, path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
+    orders = itertools.permutations(networks, count)
+    return [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]

@@ -1,6 +1,7 @@
 """The kinds of files and folders that are known: one record each, distinguished by their content."""
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,22 @@ from bayesadam.errors import FileError, MissingFileError, SettingError
 from bayesadam.readers.formats.contents import Contents
 from bayesadam.readers.formats.networks import Keys
 
+_WEIGHTS = re.compile(r"(?<![a-z])(params|parameters|weights|model|net|network|module)(?![a-z])", re.IGNORECASE)
+_STATES = ("optimizer", "optim", "opt")
+_STATE = re.compile(rf"(?<![a-z])({'|'.join(_STATES)}|posterior)(?![a-z])", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Format:
     """A kind of file or folder.
 
     Attributes:
-        name: what it is called in `Checkpoint.format`.
+        name: its name in `Checkpoint.format`.
         recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
-        read: (path, weights_key, optimizer_key) → what it holds; raises FileError where it is damaged.
+        read: (path, weights_key, optimizer_key) → its contents; raises FileError where it is damaged.
         rewrite: (source, the keys that lead to some of its weights, those keys → other weights, target) writes it again
             with these; None where that cannot be done.
-        read_with: (path, weights_key, an optimiser's state) → what it holds, with that state for its own, whose file is
+        read_with: (path, weights_key, an optimiser's state) → its contents with that state for its own, whose file is
             not opened; None where weights and state are in one file.
     """
 
@@ -37,35 +42,19 @@ class Format:
 _registry: dict[str, Format] = {}
 
 
-def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
-    """Refuse `weights_key` and `optimizer_key` where there is nothing to choose from."""
-    for option, wanted in keys.items():
-        if wanted is not None:
-            raise SettingError(f"{option}={wanted!r} makes no sense for {path}: {why}")
-
-
 def registered_formats() -> tuple[Format, ...]:
     """Every known format, the last registered first: that is the order in which they are tried."""
     return tuple(reversed(_registry.values()))
 
 
 def register_format(added: Format, *, replace: bool = False) -> Format:
-    """Add a format; a later one is asked before an earlier one."""
+    """Add a format; a later one is tried before an earlier one."""
     if added.name in _registry and not replace:
         raise SettingError(
             f"a format named {added.name!r} exists already: choose another name, or pass replace=True to override it"
         )
     _registry[added.name] = added
     return added
-
-
-def head_of(path: Path) -> bytes:
-    """The first bytes of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(32)
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
@@ -87,3 +76,42 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         )
     known_names = ", ".join(known.name for known in registered_formats())
     raise FileError(f"{path} is of no known format ({known_names}); it starts with {head!r}")
+
+
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(32)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+
+
+def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
+    """Refuse `weights_key` and `optimizer_key` where there is nothing to choose from."""
+    for option, wanted in keys.items():
+        if wanted is not None:
+            raise SettingError(f"{option}={wanted!r} makes no sense for {path}: {why}")
+
+
+def state_beside(path: Path) -> Path | None:
+    """The one file with an optimiser's state next to weights: `optimizer.pt` next to `params.pt`, as skorch writes them.
+
+    Without one, the saved posterior that was published with them: `posterior.safetensors` next to `model.safetensors`
+    or `pytorch_model.bin`.
+    """
+    named = _WEIGHTS.search(path.stem)
+    if named is None:
+        return None
+    before, after = path.name[: named.start()], path.name[named.end() :]
+    found = [other for word in _STATES if (other := path.with_name(before + word + after)).is_file()]
+    if found:
+        return found[0] if len(found) == 1 else None
+    published = path.with_name(before.removesuffix("pytorch_") + "posterior" + after).with_suffix(".safetensors")
+    return published if published.is_file() else None
+
+
+def is_state_file(path: Path) -> bool:
+    """Whether a file is by its name an optimiser's state, and the weights are in another next to it."""
+    beside = (file for file in path.parent.glob("*") if file != path and file.is_file())
+    return bool(_STATE.search(path.stem)) and any(state_beside(file) == path for file in beside)

@@ -5,7 +5,6 @@ A posterior's second moments are the optimiser's state, its mode the weights.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam._files import replacing
 from bayesadam._storage import is_of_kind, map_tensors, read_mapped, write_tensors
-from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.compression import expanded, moment, moment_shape
-from bayesadam.readers.formats.checkpoint import Checkpoint
+from bayesadam.errors import FileError
+from bayesadam.readers.compression import PROBE_KEY, expanded, moment, moment_shape, probe
+from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.names import identities
 from bayesadam.readers.formats.networks import Keys
-from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
-from bayesadam.readers.origin import RECORDED_MARK, Origin
-from bayesadam.readers.probes import PROBE_KEY, probe
-from bayesadam.readers.published import BETA_KEY, MOMENT_KEY, PLAIN_MARK, ROTATED_MARK, ROTATED_MOMENT_KEY
-from bayesadam.readers.rotated import LEFT_KEY, RIGHT_KEY
+from bayesadam.readers.formats.registry import Format, refuse_keys
+from bayesadam.readers.rotated import (
+    BETA_KEY,
+    LEFT_KEY,
+    MOMENT_KEY,
+    PLAIN_MARK,
+    RIGHT_KEY,
+    ROTATED_MARK,
+    ROTATED_MOMENT_KEY,
+)
 
 _ROLE = "second_moment"
 _SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
@@ -117,52 +119,6 @@ def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | 
         return expanded({stored: tensors[stored]}, str(path))[stored]
 
     return Lazy(outline, read)
-
-
-def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
-    """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
-
-    To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
-    they nor masks that are made on access need fit into memory together.
-
-    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
-    again, and may be the one written to.
-    """
-    out, weights = Path(out), checkpoint.weights
-    unknown = sorted(masks.keys() - weights.keys())
-    if unknown:
-        raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
-    memory = identities(weights)
-    sharing: dict[tuple[Any, ...], list[str]] = {}
-    for name in masks:
-        sharing.setdefault(memory[name], []).append(name)
-
-    def pruned(name: str) -> Tensor:
-        weight = weights[name].detach()
-        for masked in sharing.get(memory[name], ()):
-            mask = masks[masked]
-            if mask.dtype != torch.bool or mask.shape != weight.shape:
-                raise MatchError(
-                    f"the mask of {masked!r} is {mask.dtype} of shape {tuple(mask.shape)}: it must be torch.bool of "
-                    f"shape {tuple(weight.shape)}, True where a weight stays"
-                )
-            weight = weight.masked_fill(~mask.cpu(), 0)
-        return weight
-
-    known = format_of(checkpoint.path)
-    if out.suffix == ".safetensors" and known.name != "safetensors":
-        with replacing(out) as temporary:
-            write_tensors(temporary, weights, pruned)
-        return
-    if known.name == "safetensors" and out.suffix != ".safetensors":
-        raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
-    if known.rewrite is None:
-        raise FileError(
-            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
-        )
-    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in sharing}
-    with replacing(out) as temporary:
-        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
 
 
 SAFETENSORS = Format("safetensors", _is_safetensors, _read, _rewrite)

@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 import bayesadam as ba
 from bayesadam.errors import StateError
 from bayesadam.inspect import inspect_checkpoint
-from bayesadam.readers import reader_named
-from bayesadam.readers.formats import identify_reader, match_checkpoint, read_checkpoint
-from bayesadam.readers.formats.identify import read_alike
+from bayesadam.readers import identify_reader, match_checkpoint, read_alike, read_checkpoint, reader_named
 from cases import mlp, train
 
 Make = Callable[[Iterable[Any]], Optimizer]

@@ -1,4 +1,6 @@
-"""The curvature V_t of a model, by parameter name, out of an optimiser or its saved state."""
+"""The curvature V_t of a model, by parameter name, out of an optimiser or its saved state; and its origin."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._shards import extremes, placed_like
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.match import Entry, Match, match_optimizers, match_state_dict
-from bayesadam.readers.reader import StateReader, second_moment, start_of, stored_statistic
+from bayesadam.readers.state import StateReader, second_moment, stored_statistic, working_dtype
 
 # Weights read together, whatever the size of a tensor.
 PIECE = 2**19
+# A mark of groups that stand for a saved posterior whose second moments are of recorded gradients.
+RECORDED_MARK = "recorded_gradients"
+_SHORT_MEMORY = 0.95
+_FEW = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +74,6 @@ def read_state_dict(
     return read_match(match_state_dict(model, state_dict, optimizer, param_names), bias_correction=bias_correction)
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of a posterior: float32, or float64 for float64 parameters."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, Tensor]:
     """The stored statistic's (smallest, largest) entry as one tensor, and v̂."""
     parameter, reader = entry.parameter, entry.reader
@@ -86,17 +88,17 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         if stored.shape != parameter.shape:
             raise MatchError(
                 f"the second moment of parameter {entry.name!r} has shape {tuple(stored.shape)}, the parameter "
-                f"{tuple(parameter.shape)}: the state belongs to another model"
+                f"{tuple(parameter.shape)}: the state belongs to another model, or its names are in another order"
             )
         ends = extremes(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():
-            ends -= start_of(reader, entry.group)
+            ends -= reader.first(entry.group)
         return ends, second_moment(stored, reader, entry.state, entry.group, bias_correction=bias_correction)
     except KeyError as missing:
         raise StateError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
-            f"{sorted(map(str, entry.state))}, its group {sorted(map(str, entry.group))}. Name the optimiser that wrote "
-            "it (optimizer='adamw', 'adagrad', …)"
+            f"{sorted(map(str, entry.state))}, its group {sorted(map(str, entry.group))}. Name the optimiser that "
+            "wrote it (optimizer='adamw', 'adagrad', …)"
         ) from None
 
 
@@ -121,7 +123,7 @@ def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
 
 
 def check_entries(match: Match, size: int | None = None) -> None:
-    """Refuse a state with second moments that are negative, NaN or infinite, reading so many of them at a time."""
+    """Refuse a state with second moments that are negative, NaN or infinite, reading `size` of them at a time."""
     ends = {}
     with torch.no_grad():
         for entry in match.entries:
@@ -146,10 +148,8 @@ def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
 
 def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
     """Refuse second moments that are negative, NaN or infinite; one transfer a device, not one a tensor."""
-    by_device: dict[torch.device, list[str]] = {}
-    for name, pair in ends.items():
-        by_device.setdefault(pair.device, []).append(name)
-    for names in by_device.values():
+    for device in {pair.device for pair in ends.values()}:
+        names = [name for name, pair in ends.items() if pair.device == device]
         table = torch.stack([ends[name].float() for name in names]).cpu()
         bad = ~torch.isfinite(table).all(dim=1) | (table[:, 0] < 0)
         if bad.any():
@@ -161,3 +161,82 @@ def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
                 "must be finite and not negative. Training met a non-finite gradient or the file is damaged; go back "
                 "to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
             )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The optimisers behind second moments, and the number of gradients.
+
+    Attributes:
+        optimizers: by their names.
+        steps: the fewest and the most gradients behind a parameter; None where nobody has counted.
+        beta: the smallest β₂ of the averages; None where there is none, or it is not known.
+        recorded: whether the gradients are a `Recorder`'s.
+    """
+
+    optimizers: tuple[str, ...] = ()
+    steps: tuple[float, float] | None = None
+    beta: float | None = None
+    recorded: bool = False
+
+    @property
+    def fewest(self) -> float | None:
+        """The fewest gradients behind a parameter, where that is known."""
+        return None if self.steps is None else self.steps[0]
+
+    def header(self) -> dict[str, Any]:
+        """Plain data, for the header of a file."""
+        steps = None if self.steps is None else list(self.steps)
+        return {"optimizer": list(self.optimizers), "steps": steps, "beta2": self.beta, "recorded": self.recorded}
+
+    @classmethod
+    def of_header(cls, header: Mapping[str, Any]) -> Origin:
+        """The origin in a file's header; older files have a part of it."""
+        steps = header.get("steps")
+        return cls(
+            tuple(header.get("optimizer") or ()),
+            None if steps is None else (float(steps[0]), float(steps[-1])),
+            header.get("beta2"),
+            bool(header.get("recorded")),
+        )
+
+
+UNKNOWN = Origin()
+
+
+def origin_of(match: Match) -> Origin:
+    """The origin of matched states."""
+    counted = [entry.reader.steps(entry.state, entry.group) for entry in match.entries]
+    steps = [count for count in counted if count is not None]
+    known = [entry.reader.beta(entry.group) for entry in match.entries]
+    betas = [beta for beta in known if beta is not None and 0 < beta < 1]
+    return Origin(
+        match.optimizers,
+        (min(steps), max(steps)) if steps else None,
+        min(betas, default=None),
+        any(RECORDED_MARK in entry.group for entry in match.entries),
+    )
+
+
+def warn_of_memory(origin: Origin, label: str) -> None:
+    """Warn of second moments with a short memory, or of a training that is shorter than their memory."""
+    beta, steps = origin.beta, origin.fewest
+    if beta is None:
+        return
+    if beta <= _SHORT_MEMORY:
+        warn(
+            f"{label} was trained with β₂ = {beta:g}: its second moment is that of the last {1 / (1 - beta):.0f} "
+            "steps, too few to merge by. Train with β₂ of 0.99 or more"
+        )
+    if steps is not None and steps * (1 - beta) < 1 - 1e-9:
+        warn(
+            f"{label} was trained for {steps:g} steps against a memory of 1/(1−β₂) = {1 / (1 - beta):.0f}: its second "
+            "moment is that of the start of training. Train longer, or with a smaller β₂, before merging"
+        )
+
+
+def warn_of_few(origin: Origin, what: str) -> None:
+    """Warn of fewer gradients than any curvature can be known by."""
+    if origin.fewest is not None and origin.fewest < _FEW:
+        more = "record 100 or more, keep=100" if origin.recorded else "train longer"
+        warn(f"{what} has {origin.fewest:g} gradients behind it, too few to know the curvature by: {more}")

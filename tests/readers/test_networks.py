@@ -17,8 +17,7 @@ import bayesadam as ba
 from bayesadam._options import in_options
 from bayesadam.cli import app
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats import read_checkpoint, read_curvature
-from bayesadam.readers.formats.resolve import explain
+from bayesadam.readers import explain, read_checkpoint, read_curvature
 from cases import mlp
 from floats import assert_close
 
@@ -44,7 +43,7 @@ def saved(path: Path, tree: Any) -> Path:
     return path
 
 
-def check(read: ba.readers.formats.Checkpoint, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+def check(read: ba.readers.Checkpoint, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
     """Every v̂ is that of the live optimiser, and so is every weight, also where the file has it."""
     found = read_curvature(read).second_moment
     live = {name: p for name, p in named.items() if p in optimizer.state}
@@ -237,9 +236,9 @@ def test_sac(tmp_path: Path) -> None:
     assert [row.strip() for row in str(caught.value).splitlines()[1:]] == [
         "weights_key='actor', optimizer_key='actor_optimizer' (every shape fits)",
         "weights_key='critic', optimizer_key='critic_optimizer' (every shape fits)",
-        "weights_key='log_alpha', optimizer_key='alpha_optimizer' (every shape fits)",
         # Its last bias is as long.
         "weights_key='critic', optimizer_key='alpha_optimizer' (every shape fits, of 1 in 4 parameters)",
+        "weights_key='log_alpha', optimizer_key='alpha_optimizer' (every shape fits)",
     ]
     read = read_checkpoint(path, optimizer_key="critic_optimizer")
     check(read, dict(critic.named_parameters()), lives["critic"])

@@ -12,7 +12,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.readers.formats import Rules, read_checkpoint, read_curvature
+from bayesadam.readers import Rules, read_checkpoint, read_curvature
 from cases import train, trained
 
 

@@ -1,0 +1,471 @@
+"""A checkpoint, weights by name and the optimiser's state, whoever wrote them; how to read and to match it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from bayesadam._alone import unwrap
+from bayesadam._files import replacing
+from bayesadam._shards import is_sharded, placed_like
+from bayesadam._storage import write_tensors
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
+from bayesadam.readers.curvature import Curvature, read_match
+from bayesadam.readers.formats.contents import Contents, with_choice
+from bayesadam.readers.formats.lazy import renamed
+from bayesadam.readers.formats.networks import Found, Keys, choose
+from bayesadam.readers.formats.registry import format_of, state_beside
+from bayesadam.readers.match import Match, match_pairs, own_parameters, pair_by_names, shapes_listed, usable_reader
+from bayesadam.readers.pairing import (
+    NAMES,
+    Pairing,
+    Slot,
+    candidates,
+    clean_names,
+    identities,
+    memory_of,
+    names_in,
+    pair,
+    pair_weights,
+    slots_of,
+)
+from bayesadam.readers.registry import identify_reader
+from bayesadam.readers.state import StateReader, has_tensors, parameter_shape
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """The options of everything that reads a checkpoint.
+
+    Attributes:
+        optimizer_path: the file with the optimiser's state, where it is not that of the weights; a state next to the
+            weights is then not opened.
+        optimizer: the name of the optimiser that wrote the state, or a reader; None identifies it by the state's keys.
+        param_names: the parameter names in the optimiser's order, where the state has none of its own.
+        groups_in_order: whether each of several groups was filled in the model's order, which no file says.
+        weights_key: which weights, where the file holds several; dots lead down, as in `"state.model"`. Several
+            networks that one optimiser trained, in its order: `("actor", "critic")`, or `"actor,critic"`.
+        optimizer_key: which optimiser's state, where the file holds several; `"optimizer_states.0"`.
+    """
+
+    optimizer_path: str | os.PathLike[str] | None = None
+    optimizer: str | StateReader | None = None
+    param_names: Sequence[str] | None = None
+    groups_in_order: bool = False
+    weights_key: str | Sequence[str] | None = None
+    optimizer_key: str | None = None
+
+    @property
+    def weights_keys(self) -> str | None:
+        """`weights_key` as one text, with a comma between several."""
+        given = self.weights_key
+        return given if given is None or isinstance(given, str) else ",".join(given)
+
+
+class CheckpointKeywords(TypedDict, total=False):
+    """The same as keyword arguments: `**options: Unpack[CheckpointKeywords]`."""
+
+    optimizer_path: str | os.PathLike[str] | None
+    optimizer: str | StateReader | None
+    param_names: Sequence[str] | None
+    groups_in_order: bool
+    weights_key: str | Sequence[str] | None
+    optimizer_key: str | None
+
+
+DEFAULTS = CheckpointOptions()
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Contents):
+    """A trainer's weights and optimiser state; tensors stay on the disk until they are used.
+
+    The fields that are not listed are those of `Contents`.
+
+    Attributes:
+        weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
+            parallelism.
+        optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
+        path: the file or folder with the weights.
+        format: its format's name.
+        stored_names: the name each of the weights has in the file.
+        optimizer_path: the file with the optimiser's state, where it is another.
+    """
+
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    path: Path = field(kw_only=True)
+    format: str = field(kw_only=True)
+    stored_names: Mapping[str, str] = field(kw_only=True)
+    optimizer_path: Path | None = field(kw_only=True, default=None)
+
+    @property
+    def param_names(self) -> tuple[str, ...] | None:
+        """The parameters' names in the optimiser's order, where its state has them."""
+        return names_in(self.optimizer)
+
+    def keys_to(self, name: str) -> Keys:
+        """The keys that lead to one of the weights in the file's dictionary."""
+        stored = self.stored_names[name]
+        return self.places.get(stored, (*self.weights_at, stored))
+
+    def n_data_or(self, given: float | None) -> float:
+        """N as given or, for None, as the trainer recorded it."""
+        known = self.recorded.n_data if given is None else given
+        if known is None:
+            raise SettingError(f"{self.path} does not say how many training examples there were: pass n_data=")
+        return known
+
+    def batch_size_or(self, given: int | None) -> int | None:
+        """B as given or, for None, as recorded, if it was."""
+        return self.recorded.batch_size if given is None else given
+
+    def __repr__(self) -> str:
+        keys = sum(len(group["params"]) for group in self.optimizer["param_groups"])
+        return f"Checkpoint({str(self.path)!r}, {self.format}, {len(self.weights)} tensors, {keys} in the optimiser)"
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
+) -> Checkpoint:
+    """Read a checkpoint of any known format, identified by its content.
+
+    `path` has the weights, and the optimiser's state unless that has a file of its own; `changes` are `options` as
+    keywords.
+    """
+    options = replace(options, **changes)
+    path = Path(path)
+    known = format_of(path)
+    second = None if options.optimizer_path is None else Path(options.optimizer_path)
+    if second is None:
+        contents = state = known.read(path, options.weights_keys, options.optimizer_key)
+    else:
+        state = format_of(second).read(second, None, options.optimizer_key)
+        contents = (
+            known.read_with(path, options.weights_keys, state.optimizer)
+            if known.read_with is not None
+            else known.read(path, options.weights_keys, None)
+        )
+    if contents.weights is None and contents.found.networks and state.optimizer is not None:
+        beside = Found(contents.found.networks, {(): state.optimizer})
+        contents = with_choice(contents, choose(beside, path, None, None))
+    if state.optimizer is None and second is None and (beside_it := state_beside(path)) is not None:
+        return read_checkpoint(path, replace(options, optimizer_path=beside_it))
+    if contents.weights is None:
+        raise FileError(
+            f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
+            "the optimiser's state, or name the key with weights_key="
+        )
+    if state.optimizer is None:
+        raise FileError(
+            f"{second or path} holds no optimiser state: found {state.summary}. "
+            + ("Save" if second else "Pass the file that has it as optimizer_path=, or save")
+            + " optimizer.state_dict() under 'optimizer'"
+        )
+    stored = clean_names(contents.weights)
+    weights = renamed(contents.weights, stored)
+    _check_owner(path, weights, state.optimizer)
+    held = {each.name: getattr(contents, each.name) for each in fields(contents)}
+    held |= {"weights": weights, "optimizer": state.optimizer, "recorded": contents.recorded.completed(state.recorded)}
+    return Checkpoint(**held, path=path, format=known.name, stored_names=stored, optimizer_path=second)
+
+
+def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+    """Refuse a saved posterior that belongs to other weights, by the few of them that are in it."""
+    states = getattr(optimizer["state"], "outline", optimizer["state"])
+    known = {
+        name: state[PROBE_KEY]
+        for name, state in states.items()
+        if name in weights and isinstance(state, Mapping) and PROBE_KEY in state
+    }
+    found = {name: probe(weights[name]) for name in known}
+    # Other shapes are refused by name once states are matched.
+    if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
+        raise MatchError(
+            f"the weights in {path} are not those that the saved posterior belongs to: give it the weights that were "
+            "published with it"
+        )
+
+
+def match_checkpoint(
+    checkpoint: Checkpoint,
+    model: nn.Module | None = None,
+    options: CheckpointOptions = DEFAULTS,
+    **changes: Unpack[CheckpointKeywords],
+) -> Match:
+    """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
+
+    Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule decides, if there
+    is one and it agrees with every shape; or the order of the file's weights, if shapes leave one answer: see
+    `bayesadam.readers.pairing`. A model distinguishes parameters from buffers, and has the order where the file has
+    none; where both have one, they must give the same answer. The model may be a part of what was trained, such as the
+    network inside a LightningModule. `changes` are `options` as keywords.
+    """
+    options = replace(options, **changes)
+    parameters, reader, pairing = (
+        _pair_weights(checkpoint, options) if model is None else _pair_model(checkpoint, model, options)
+    )
+    # No Gaussian can be put on them.
+    omitted = {
+        name: f"not of real numbers ({str(parameter.dtype).removeprefix('torch.')})"
+        for name, parameter in parameters.items()
+        if not parameter.is_floating_point()
+    }
+    return match_pairs(parameters, checkpoint.optimizer, reader, pairing, omitted)
+
+
+def read_curvature(
+    checkpoint: Checkpoint,
+    model: nn.Module | None = None,
+    options: CheckpointOptions = DEFAULTS,
+    **changes: Unpack[CheckpointKeywords],
+) -> Curvature:
+    """v̂ by parameter name; the arguments are those of `match_checkpoint`."""
+    return read_match(match_checkpoint(checkpoint, model, options, **changes))
+
+
+def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ...]:
+    """How the file is read without the model, in sentences: what is taken and why, by which rule, what is left out.
+
+    `match` is the result of `match_checkpoint` without the model; None computes it.
+    """
+    match = match or match_checkpoint(checkpoint)
+    beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"
+    groups = checkpoint.optimizer["param_groups"]
+    count = f"{sum(len(group['params']) for group in groups)} parameters"
+    shapes = sum(parameter_shape(entry.state, entry.reader) is not None for entry in match.entries)
+    others = len(checkpoint.weights) - len(match.entries) - len(match.omitted)
+    left_out = [f"{count} {reason}" for reason, count in Counter(match.omitted.values()).items()]
+    left_out += [f"{others} that are no parameters, such as buffers"] if others else []
+    classes = ", ".join(checkpoint.classes)
+    return (
+        f"{checkpoint.path}: format {checkpoint.format}{beside}.",
+        *(f"{note[0].upper()}{note[1:]}." for note in checkpoint.notes),
+        f"Optimiser: {match.optimizers[0]}, {count} in {len(groups)} group{'s' if len(groups) > 1 else ''}.",
+        f"Matched by {match.why}.",
+        f"{len(match.entries)} of {len(checkpoint.weights)} tensors have a state; {shapes} shapes were confirmed.",
+        *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
+        *([f"Objects of these classes were read as data, none was imported: {classes}."] if classes else []),
+    )
+
+
+_Paired = tuple[Mapping[str, nn.Parameter], StateReader, Pairing]
+
+
+def _pair_weights(checkpoint: Checkpoint, options: CheckpointOptions) -> _Paired:
+    """Keys and the names in the file."""
+    state, weights = checkpoint.optimizer, checkpoint.weights
+    reader, slots, given, why = _known(checkpoint, None, options)
+    pairing = pair_by_names(state, weights, given, why)
+    if pairing is None:
+        pairing = pair_weights(slots, weights, ordered=checkpoint.ordered, in_order=options.groups_in_order)
+    listed = {*candidates(weights, len(slots)), *pairing.names.values()}
+    held = {name: weights[name].detach() for name in weights if name in listed}
+    return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, reader, pairing
+
+
+def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions) -> _Paired:
+    """Keys and the names in the model."""
+    state, in_order, parameters = checkpoint.optimizer, options.groups_in_order, own_parameters(model)
+    own, is_part = _own_names(checkpoint, unwrap(model))
+    if is_part:
+        _, reader, whole = _pair_weights(checkpoint, options)
+        _require_shapes(checkpoint, own, parameters)
+        short = {stored: name for name, stored in own.items()}
+        names = {key: short[name] for key, name in whole.names.items() if name in short}
+        return parameters, reader, Pairing(names, whole.why)
+    reader, slots, given, why = _known(checkpoint, model, options)
+    _require_shapes(checkpoint, own, parameters)
+    pairing = pair_by_names(state, parameters, given, why)
+    if pairing is None:
+        shapes = shapes_listed(parameters, len(slots))
+        pairing = pair(slots, shapes, ordered=True, in_order=in_order)
+        filed = {name: shapes[name] for name in own if name in shapes}
+        # The class may have changed since.
+        if checkpoint.ordered and len(filed) == len(shapes) and list(filed) != list(shapes):
+            other = pair(slots, filed, ordered=True, in_order=in_order).names
+            for key, name in pairing.names.items():
+                if other.get(key) != name:
+                    raise MatchError(
+                        f"{checkpoint.path} has the weights in another order than the model: the state under key "
+                        f"{key!r} would be that of {other.get(key)!r} by the file, of {name!r} by the model. {NAMES}"
+                    )
+    lost = [name for key, name in pairing.names.items() if name not in own and has_tensors(state["state"].get(key))]
+    if checkpoint.rules.partial and lost:
+        # The posterior would be about weights that were never trained.
+        raise MatchError(
+            f"{checkpoint.path} does not hold {lost[:4]}, which the optimiser trained: load those weights yourself and "
+            "use Posterior.from_state_dict, or read the posterior from the live model and optimiser"
+        )
+    return parameters, reader, pairing
+
+
+def _known(
+    checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions
+) -> tuple[StateReader, list[Slot], Sequence[str] | None, str]:
+    """The reader, the optimiser's list, and the names that the caller or the trainer's rule gives, with their source."""
+    state = checkpoint.optimizer
+    reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
+    slots = slots_of(state, reader)
+    if options.param_names is not None or checkpoint.param_names is not None:
+        return reader, slots, options.param_names, "the names that were given"
+    return reader, slots, _by_rules(checkpoint, slots, model), "the trainer's own rule"
+
+
+def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | None) -> list[str] | None:
+    """The names in the optimiser's order by the trainer's own rule; None where it has none, or none that fits.
+
+    Every version of the rule is compared with the sizes of the groups and all shapes; those that fit must agree.
+    """
+    rules = checkpoint.rules
+    whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
+    if rules.orders is None or whole is None:
+        return None
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    answers = {
+        tuple(name for group in order for name in group)
+        for order in rules.orders(whole)
+        if [len(group) for group in order] == sizes
+    }
+    fitting = sorted(
+        names for names in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, names, strict=True))
+    )
+    if len(fitting) > 1:
+        at = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
+        raise MatchError(
+            f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
+            f"{slots[at].key!r} may belong to {' or to '.join(repr(names[at]) for names in fitting)}. {NAMES}"
+        )
+    if not fitting:
+        return None
+    stored = {} if model is not None or rules.names is None else {own: n for n, own in rules.names(whole).items()}
+    return [stored.get(name, name) for name in fitting[0]]
+
+
+def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
+    """The checkpoint's name by the model's name, and whether the model is a part of what was trained.
+
+    The model's names may themselves begin with what looks like a wrapper's prefix.
+    """
+    held = model.state_dict(keep_vars=True)
+    shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
+    weights, rules = checkpoint.weights, checkpoint.rules
+    stored = {checkpoint.stored_names[name]: name for name in weights}
+    if rules.names is not None:
+        own = rules.names(model)
+        names = {own.get(key, key): name for key, name in stored.items()}
+    else:
+        by_file = len(held.keys() & stored.keys()) > len(held.keys() & weights.keys())
+        names = {key if by_file else name: name for key, name in stored.items()}
+    if rules.partial or not shapes or not names.keys().isdisjoint(shapes):
+        return names, False
+    first = next(iter(shapes))
+    found = sorted({name.removesuffix(first) for name in weights if name.endswith("." + first)})
+    fitting = [prefix for prefix in found if all(prefix + name in weights for name in shapes)]
+    if len(fitting) > 1:
+        # Networks of one architecture and other sizes.
+        outline = getattr(weights, "outline", weights)
+        fitting = [p for p in fitting if all(outline[p + n].shape == shape for n, shape in shapes.items())] or fitting
+    if len(fitting) > 1:
+        raise MatchError(
+            f"{checkpoint.path} holds the model's weights more than once, under {' and '.join(map(repr, fitting))}: "
+            "pass the module that was trained"
+        )
+    if not fitting:
+        return names, False
+    return {name.removeprefix(fitting[0]): name for name in weights if name.startswith(fitting[0])}, True
+
+
+def _require_shapes(checkpoint: Checkpoint, names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
+    outline = getattr(checkpoint.weights, "outline", checkpoint.weights)
+    for name, stored in names.items():
+        if name in own and outline[stored].shape != own[name].shape:
+            raise MatchError(
+                f"{checkpoint.path} is another model's: {name!r} has shape {tuple(outline[stored].shape)} in the file "
+                f"and {tuple(own[name].shape)} in the model"
+            )
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Copy the checkpoint's weights and buffers into the model, all or none of them."""
+    inner = unwrap(model)
+    names, _ = _own_names(checkpoint, inner)
+    own = {n: tensor for n, tensor in inner.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    # A tied tensor may be saved under one of its names.
+    saved = {memory_of(own[name]) for name in names if name in own}
+    missing = [
+        name
+        for name, tensor in own.items()
+        if name not in names and not name.endswith("num_batches_tracked") and memory_of(tensor) not in saved
+    ]
+    unknown = [name for name in names if name not in own]
+    if (missing and not checkpoint.rules.partial) or unknown:
+        raise MatchError(
+            f"{checkpoint.path} is another model's: {type(inner).__name__} "
+            + (f"has no {unknown[:4]}" if unknown else f"has {missing[:4]}, which it lacks")
+        )
+    _require_shapes(checkpoint, names, own)
+    weights = {name: checkpoint.weights[stored] for name, stored in names.items()}
+    sharded = [name for name in weights if is_sharded(own[name])]
+    with torch.no_grad():
+        for name in sharded:
+            own[name].copy_(placed_like(weights[name], own[name]))
+    inner.load_state_dict({name: tensor for name, tensor in weights.items() if name not in sharded}, strict=False)
+
+
+def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
+    """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
+
+    To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
+    they nor masks that are made on access need fit into memory together.
+
+    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
+    again, and may be the one written to.
+    """
+    out, weights = Path(out), checkpoint.weights
+    unknown = sorted(masks.keys() - weights.keys())
+    if unknown:
+        raise MatchError(f"the checkpoint has no weights {unknown[:4]} to prune; it has {list(weights)[:4]}, …")
+    memory = identities(weights)
+    sharing: dict[tuple[Any, ...], list[str]] = {}
+    for name in masks:
+        sharing.setdefault(memory[name], []).append(name)
+
+    def pruned(name: str) -> Tensor:
+        weight = weights[name].detach()
+        for masked in sharing.get(memory[name], ()):
+            mask = masks[masked]
+            if mask.dtype != torch.bool or mask.shape != weight.shape:
+                raise MatchError(
+                    f"the mask of {masked!r} is {mask.dtype} of shape {tuple(mask.shape)}: it must be torch.bool of "
+                    f"shape {tuple(weight.shape)}, True where a weight stays"
+                )
+            weight = weight.masked_fill(~mask.cpu(), 0)
+        return weight
+
+    known = format_of(checkpoint.path)
+    if out.suffix == ".safetensors" and known.name != "safetensors":
+        with replacing(out) as temporary:
+            write_tensors(temporary, weights, pruned)
+        return
+    if known.name == "safetensors" and out.suffix != ".safetensors":
+        raise FileError(f"{checkpoint.path} is a safetensors file: give {out} that ending, too")
+    if known.rewrite is None:
+        raise FileError(
+            f"{checkpoint.path}: format {known.name!r} cannot be written; choose a path that ends in .safetensors"
+        )
+    stored = {checkpoint.keys_to(name): name for name in weights if memory[name] in sharing}
+    with replacing(out) as temporary:
+        known.rewrite(checkpoint.path, stored.keys(), lambda keys: pruned(stored[keys]), temporary)
