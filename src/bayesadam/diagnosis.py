@@ -236,9 +236,9 @@ def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Findi
     if coupled:
         shares = {result.name: result.decay_share for result in examined if result.name in coupled}
         text = (
-            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks into "
-            f"v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is {max(shares.values()):.1%} of v). "
-            "AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
+            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks "
+            f"into v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is "
+            f"{max(shares.values()):.1%} of v). AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
         )
         data = {"weight_decay": coupled, "median_share_of_v": shares}
         yield Finding("coupled-decay", "warning", text, tuple(coupled), data)
@@ -267,8 +267,8 @@ def _low_precision(match: Match) -> Iterator[Finding]:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
         text = (
-            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
-            "average that changes by less than its last digit stands still. Keep the optimiser's state in float32"
+            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for "
+            "β₂: an average that changes by less than its last digit stands still. Keep the state in float32"
         )
         yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
 

@@ -154,7 +154,7 @@ class Diagonal(Structure):
     def filled(self, rows: Mapping[str, int]) -> Diagonal:
         """The same with v̂ = 1 in place of 0 in some rows; with a left basis in a direction without curvature.
 
-        A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
+        A row that no gradient reached lies in the space of those directions, where Σ is the same in all axes.
         """
         rows = dict(rows)
         for name in rows.keys() & self.bases.keys():
