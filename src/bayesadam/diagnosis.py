@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._shards import whole
+from bayesadam._shards import extremes, whole
 from bayesadam.errors import BayesAdamError
-from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.diagonal import Diagonal, zeros
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.weights import GaussianWeights, of_match
 from bayesadam.posterior.running import biases_before_norms, norm_widths
@@ -121,12 +122,15 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
     entries = {} if match is None else {entry.name: entry for entry in match.entries}
     for name, shape in gaussian.shapes.items():
         try:
-            with torch.no_grad():
-                yield _examined(gaussian, name, shape.numel(), entries.get(name))
+            result = _examined(gaussian, name, shape.numel(), entries.get(name))
         except BayesAdamError as error:
-            yield Examined(name, shape.numel(), error=str(error))
+            result = Examined(name, shape.numel(), error=str(error))
+        yield result
+        # Its tensors go before the next are read.
+        del result
 
 
+@torch.no_grad()
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
     hidden, share = False, 0.0
     if entry is None:
@@ -143,8 +147,10 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
             theta, some = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
             decayed = (entry.weight_decay * theta).square() / some.clamp(min=torch.finfo(v.dtype).tiny)
             share = float(decayed.clamp(max=1.0).nan_to_num().median())
-    bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, int(whole((v == 0).sum())), bad or int(hidden), "", share)
+    low, high = extremes(v) if numel else (0.0, 0.0)
+    # A count takes memory, and most have none.
+    bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
+    return Examined(name, numel, part, int(zeros(v)), bad or int(hidden), "", share)
 
 
 def diagnose(
