@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,3 +59,25 @@ def three_steps(folder: Path) -> Any:
         disable_tqdm=True,
         logging_strategy="no",
     )
+
+
+def soap(
+    params: Any,
+    lr: float = 1e-2,
+    *,
+    max_side: int = 10_000,
+    precondition_every: int = 10,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.95, 0.95),
+) -> torch.optim.Optimizer:
+    """SOAP as pytorch_optimizer has it; the test is skipped without that package."""
+    package = pytest.importorskip("pytorch_optimizer")
+    optimizer: torch.optim.Optimizer = package.SOAP(
+        params,
+        lr=lr,
+        betas=betas,
+        weight_decay=weight_decay,
+        precondition_frequency=precondition_every,
+        max_precondition_dim=max_side,
+    )
+    return optimizer

@@ -203,6 +203,10 @@ def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_pat
     assert found.dead == 20
     assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
     assert {"few-steps", "zero-curvature"} <= set(found.diagnosis.codes())
+    # The live one is inspected by the same function.
+    live = inspect_checkpoint(posterior)
+    agrees(live, posterior.snr())
+    assert (live.source, live.format, live.dead, live.scale_note) == ("Sequential", "posterior", 20, found.scale_note)
     # Another N than the file's.
     agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
 
@@ -212,7 +216,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
     posterior.save(tmp_path / "p.safetensors", weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ba.export_checkpoint(path, tmp_path / "e.safetensors", 500)
+        ba.GaussianWeights.open(path, 500).export(tmp_path / "e.safetensors")
     for file in ("p.safetensors", "e.safetensors"):
         found = inspect_checkpoint(tmp_path / file)
         assert (found.has_weights, found.quantity, found.threshold) == (False, "σ", None)

@@ -14,6 +14,7 @@ peft = pytest.importorskip("peft")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.lora import pairs_in  # noqa: E402
+from cases import soap  # noqa: E402
 from floats import approx, assert_close  # noqa: E402
 
 WORDS, WIDTH, CLASSES, RANK, BATCH = 7, 6, 3, 3, 10
@@ -114,7 +115,7 @@ KINDS = [
     pytest.param({"structure": "diagonal"}, ONE_EACH, id="diagonal"),
     pytest.param({"structure": "diagonal"}, ONE_A_RANK, id="diagonal, one c a rank"),
     pytest.param({"structure": "diagonal", "form": "likelihood"}, ONE_A_RANK, id="likelihood form"),
-    pytest.param({"structure": "kronecker", "make": ba.optim.SOAP}, POWERS_OF_TWO, id="kronecker of SOAP"),
+    pytest.param({"structure": "kronecker", "make": soap}, POWERS_OF_TWO, id="kronecker of SOAP"),
     pytest.param({"structure": "kronecker", "recorded": True}, ONE_EACH, id="kronecker of a recorder"),
     pytest.param({"structure": "low-rank", "recorded": True}, ONE_A_RANK, id="low-rank"),
     pytest.param({"structure": "low-rank+diagonal", "recorded": True}, ONE_A_RANK, id="low-rank+diagonal"),
@@ -218,7 +219,7 @@ def test_the_prior_is_the_diagonal_of_the_penalty(adapted):
     assert {delta} == {value for name, value in prior.items() if "modules_to_save" in name}
 
 
-@pytest.mark.parametrize("options", [{"make": ba.optim.SOAP}, {"recorded": True}], ids=["SOAP", "recorder"])
+@pytest.mark.parametrize("options", [{"make": soap}, {"recorded": True}], ids=["SOAP", "recorder"])
 def test_rotated_factors_get_the_mean(adapted, options):
     whole, found = read(adapted).prior_precision, read(adapted, "kronecker", **options).prior_precision
     for pair in pairs_in(whole):

@@ -31,7 +31,7 @@ from bayesadam.inspect import inspect_checkpoint
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
 from bayesadam.optim import Badam
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Predictive, Top
 from bayesadam.pruning import (
     PruningReport,
@@ -48,9 +48,7 @@ from bayesadam.pruning import (
     shrink,
     to_torch_prune,
 )
-from bayesadam.publish import export_checkpoint
-from bayesadam.readers import Recorder
-from bayesadam.sample import sample_checkpoint
+from bayesadam.readers.recorder import Recorder
 from bayesadam.sparse_tuning import tune_only, tuning_masks
 
 __all__ = [
@@ -66,6 +64,7 @@ __all__ = [
     "DivergedError",
     "FileError",
     "Finding",
+    "GaussianWeights",
     "HeldOutWarning",
     "ImproperError",
     "LoraPrior",
@@ -93,7 +92,6 @@ __all__ = [
     "bandits",
     "calibrate",
     "doctor",
-    "export_checkpoint",
     "from_torch_prune",
     "inspect_checkpoint",
     "keep_pruned",
@@ -109,7 +107,6 @@ __all__ = [
     "pruning_masks",
     "pruning_report",
     "readers",
-    "sample_checkpoint",
     "save_masks",
     "scores",
     "shrink",

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, SettingError
-from bayesadam.gaussian.kronecker import Kronecker
-from bayesadam.optim import SOAP
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.readers import eigenbasis
+from cases import soap
 from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.
@@ -41,7 +41,7 @@ class Net(nn.Module):
 def trained(power: float = 0.5, form: str = "map", max_side: int = 100) -> ba.Posterior:
     torch.manual_seed(0)
     model = Net().double()
-    optimizer = SOAP(model.parameters(), lr=1e-2, max_side=max_side, precondition_every=2)
+    optimizer = soap(model.parameters(), lr=1e-2, max_side=max_side, precondition_every=2)
     for _ in range(12):
         optimizer.zero_grad()
         (model(torch.randn(8, 2, 5).double()) - 1).square().mean().backward()
@@ -78,7 +78,7 @@ def dense(posterior: ba.Posterior) -> dict[str, Tensor]:
 
 def test_soap_gives_bases_to_matrices_alone():
     posterior = trained()
-    assert isinstance(posterior.structure, Kronecker)
+    assert isinstance(posterior.structure, Diagonal)
     assert set(posterior.structure.bases) == {"conv.weight", "inner.weight", "odd", "head.weight"}
     one_sided = trained(max_side=3).structure.bases
     assert one_sided["conv.weight"].right is None
@@ -172,7 +172,7 @@ def test_saving_and_loading(tmp_path):
 def test_from_a_state_dict_and_a_checkpoint(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = SOAP(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = soap(model.parameters(), lr=1e-2, weight_decay=0.1)
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.randn(8, 3)).square().mean().backward()

@@ -14,6 +14,7 @@ import bayesadam as ba
 from bayesadam.merging import merge, merge_checkpoints, similarity
 from bayesadam.merging import plan as planning
 from bayesadam.merging.plan import plan_of
+from cases import soap
 from floats import approx, assert_close, close
 
 
@@ -166,7 +167,7 @@ def test_kronecker_needs_bases_of_enough_gradients(tuned, tmp_path):
 
 
 def test_soap_is_merged_by_its_bases_live_and_saved(tuned, tmp_path):
-    found = [fine_tuned(tuned[0], seed, kind=ba.optim.SOAP) for seed in range(2)]
+    found = [fine_tuned(tuned[0], seed, kind=soap) for seed in range(2)]
     live = [
         ba.Posterior.from_optimizer(m, o, 960, structure="kronecker", prior_precision=1.0, batch_size=16)
         for m, o, _ in found

@@ -14,7 +14,6 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Predictive, PredictiveMixture
 from bayesadam.likelihoods import likelihood as likelihood_of
-from bayesadam.optim import SOAP
 from bayesadam.posterior.mixture import Mixture
 from bayesadam.predict import (
     BinaryMixture,
@@ -24,7 +23,7 @@ from bayesadam.predict import (
     RegressionMixture,
     RegressionPredictive,
 )
-from cases import mlp, train, trained
+from cases import mlp, soap, train, trained
 from floats import approx, assert_close
 
 WEIGHTS = (0.5, 0.2, 0.3)
@@ -57,7 +56,7 @@ def posteriors() -> list[ba.Posterior]:
         found.append(ba.Posterior.from_optimizer(model, optimizer, 500, prior_precision=20.0, form=form))
     torch.manual_seed(2)
     model = mlp(3, 4, 2).double()
-    optimizer = SOAP(model.parameters(), lr=1e-2, precondition_every=2)
+    optimizer = soap(model.parameters(), lr=1e-2, precondition_every=2)
     train(model, optimizer, seed=2)
     found.append(ba.Posterior.from_optimizer(model, optimizer, 500, prior_precision=20.0, structure="kronecker"))
     return [p.replace(noise_variance=[0.1 + 0.1 * i, 0.3]) for i, p in enumerate(found)]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import SettingError
-from bayesadam.optim import SOAP
 from bayesadam.predict.call import Call
 from bayesadam.predict.statistics import running_deviation
-from cases import mlp
+from cases import mlp, soap
 from floats import approx, assert_close
 
 # Eight gradients are few: that is told of a posterior at its own settings, and not what is asked here.
@@ -67,7 +66,7 @@ def trained(
     """A posterior of any structure over a small network in float64."""
     torch.manual_seed(0)
     model = (mlp(3, 4, 3) if model is None else model).double()
-    kind = SOAP if structure == "soap" else torch.optim.Adam
+    kind = soap if structure == "soap" else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=5e-2)
     recorder = None
     if structure not in ("diagonal", "soap"):

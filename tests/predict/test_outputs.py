@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import RegressionPredictive, SelectedClasses, SelectedMixture
-from cases import mlp
+from cases import mlp, soap
 from floats import assert_close
 
 CLASSES = 120
@@ -60,7 +60,7 @@ def posterior_over(model: nn.Module, inputs: Tensor, structure: str = "diagonal"
     model.double()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     if structure == "kronecker":
-        optimizer = ba.optim.SOAP(model.parameters(), lr=1e-2, precondition_every=2)
+        optimizer = soap(model.parameters(), lr=1e-2, precondition_every=2)
     recorder = ba.Recorder(optimizer, keep=20, every=1) if structure == "low-rank" else None
     draw = torch.Generator().manual_seed(2)
     for _ in range(20 if recorder else 5):

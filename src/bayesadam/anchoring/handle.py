@@ -16,10 +16,10 @@ from bayesadam.anchoring.metrics import metric, reader_for
 from bayesadam.anchoring.pulls import loaded_pull, pull_of
 from bayesadam.errors import ImproperError, MatchError, SettingError
 from bayesadam.gaussian.settings import positive
+from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.posterior.sums import check_growth
-from bayesadam.readers import Entry, check_parameter, listed_optimizers, own_parameters
+from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, own_parameters
 
 _SETTINGS = ("strength", "n_data", "every")
 

@@ -29,8 +29,8 @@ class LowRank(Structure):
     .. math::
         \Lambda = U \operatorname{diag}(w s^p)\, U^\top + D, \qquad D = \operatorname{diag}(w r^p + \delta)
 
-    which for r ≠ 0 and p ≠ 1 takes the power of the two parts one by one. With the thin singular value decomposition
-    :math:`D^{-1/2} U \operatorname{diag}(w s^p)^{1/2} = Q \operatorname{diag}(\sigma)\, W^\top` Woodbury's identity reads
+    which for r ≠ 0 and p ≠ 1 takes the power of each part by itself. With the thin singular value decomposition
+    :math:`D^{-1/2} U \operatorname{diag}(w s^p)^{1/2} = Q \operatorname{diag}(\sigma)\, W^\top` Woodbury's identity is
 
     .. math::
         \Sigma = D^{-1/2} \big( I - Q \operatorname{diag} \tfrac{\sigma^2}{1 + \sigma^2}\, Q^\top \big) D^{-1/2}
@@ -69,6 +69,11 @@ class LowRank(Structure):
         scaled = {name: _column(inside.sqrt(), rows) * rows / shape[name] ** 0.5 for name, rows in self.rows.items()}
         return [_orthonormal(scaled)[1].square(), *(r / shape[name] for name, r in rest.items())]
 
+    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
+        """D, and diag(w sᵖ)^½ Uᵀ."""
+        roots = (settings.weight * self.values.pow(settings.power)).sqrt()
+        return self._outside.precision_factors(settings)[0], {n: _column(roots, r) * r for n, r in self.rows.items()}
+
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/D, the variances outside the directions."""
         return self._outside.variance(settings)
@@ -82,8 +87,8 @@ class LowRank(Structure):
     def _whitened(self, settings: Settings) -> Directions:
         if self.flat_weights(settings):
             raise ImproperError(
-                "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside its "
-                "directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
+                "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside "
+                "its directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
             )
         inside = settings.weight * self.values.pow(settings.power)
         numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}
@@ -150,7 +155,7 @@ class LowRank(Structure):
         return outside - self.directions(settings).variance.double().log().sum()
 
     def effective_dimension(self, settings: Settings) -> float:
-        """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik, the number of directions that the data determine."""
+        """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik."""
         found, variance = self.directions(settings), self.coordinate_variance(settings)
         total = self._outside.effective_dimension(settings)
         for name, rows in found.rows.items():
@@ -167,9 +172,9 @@ class LowRank(Structure):
         if gamma <= _FULL * rank:
             return None
         return (
-            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: uncertainty is "
-            f"overstated in the directions that were not. Record more of them, ba.Recorder(optimizer, keep={2 * rank}), or use "
-            "structure='kronecker'"
+            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: "
+            "uncertainty is overstated in the directions that were not. Record more of them, "
+            f"ba.Recorder(optimizer, keep={2 * rank}), or use structure='kronecker'"
         )
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
@@ -180,7 +185,7 @@ class LowRank(Structure):
         """The same with r = 1 in place of 0 in some rows."""
         return LowRank(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, Named]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
         rest = {} if self.kind == "low-rank" else dict(self.rest)
         return {"directions": dict(self.rows), "eigenvalues": {"directions": self.values}, "rest": rest}
@@ -213,7 +218,7 @@ def no_rest(rows: Named) -> dict[str, Tensor]:
 
 
 def _orthonormal(rows: Named) -> tuple[dict[str, Tensor], Tensor]:
-    """Qᵀ and σ of the thin singular value decomposition W diag(σ) Qᵀ of (K, P) rows, falling; as many as there are weights."""
+    """Qᵀ and σ, falling, of the thin singular value decomposition W diag(σ) Qᵀ of (K, P) rows."""
     first = next(iter(rows.values()))
     columns = torch.cat([tensor.to(first.device).unsqueeze(-1).flatten(1).T for tensor in rows.values()])
     basis, triangle = torch.linalg.qr(columns)
@@ -245,15 +250,17 @@ def _build(reading: Reading, *, with_rest: bool = False) -> LowRank:
 
 def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
     named = {name: stored.tensors[f"directions.{name}"] for name in stored.names}
-    check_owner(stored.path, {name: rows.shape[1:] for name, rows in named.items()}, stored.parameters)
+    if stored.parameters is not None:
+        check_owner(stored.path, {name: rows.shape[1:] for name, rows in named.items()}, stored.parameters)
     values = stored.tensors["eigenvalues.directions"]
     flat = [rows.unsqueeze(-1).flatten(1) for rows in named.values() if len(rows) == len(values)]
     whole = len(flat) == len(named) and is_orthonormal(torch.cat(flat, dim=1).T)
     if not whole or values.dim() != 1 or not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise stored.damaged("its directions are not orthonormal, or not as many as its eigenvalues")
-    rows = {name: r.to(stored.parameters[name].device, working_dtype(r.dtype)) for name, r in named.items()}
+    places = {name: "cpu" if stored.parameters is None else stored.parameters[name].device for name in named}
+    rows = {name: r.to(places[name], working_dtype(r.dtype)) for name, r in named.items()}
     first = next(iter(rows.values()))
-    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else stored.moments("rest"), kind)
+    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.moments("rest")), kind)
 
 
 LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import _storage as storage
-from bayesadam import likelihoods
 from bayesadam._alone import unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.gaussian.weights import Marginals, check_draws
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import LogitMixture, Score, average
-from bayesadam.posterior.distribution import Distribution, check_draws
-from bayesadam.posterior.posterior import Posterior, read_report
-from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
+from bayesadam.posterior.distribution import Distribution
+from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
+from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import chosen_places
 from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
@@ -38,20 +38,11 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(
-    Distribution[
-        likelihoods.RegressionMixture,
-        likelihoods.ClassificationMixture,
-        likelihoods.BinaryMixture,
-        likelihoods.HeteroscedasticMixture,
-        likelihoods.PoissonMixture,
-    ]
-):
+class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
-    Frozen, like its members: changing it returns a new one. Members may have a model each or share one, since each keeps
-    its own weights; a shared model's buffers and frozen weights are then those of all, so that networks with batch norm
-    need a model each.
+    Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
+    model's buffers and frozen weights are then those of all, so that networks with batch norm need a model each.
 
     >>> def member(seed):
     ...     model, generator = torch.nn.Linear(2, 1), torch.Generator().manual_seed(seed)
@@ -100,13 +91,17 @@ class Mixture(
     @property
     def variance(self) -> dict[str, Tensor]:
         """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
-        means = [member.mean for member in self.members]
-        centre = self._averaged(means)
+        means, centre = [member.mean for member in self.members], self.mean
         found = [member.variance for member in self.members]
         for variance, mean in zip(found, means, strict=True):
             for name, mu in mean.items():
                 variance[name].add_((mu - centre[name]).square_())
         return self._averaged(found)
+
+    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Σ π_m x_m by name."""
+        shares = list(zip(self.weights, named, strict=True))
+        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
 
     @property
     def n_weights(self) -> int:
@@ -134,6 +129,11 @@ class Mixture(
                 whole[places] = values.to(whole)
         return draws
 
+    def _picks(self, n: int, seed: int) -> list[int]:
+        """n members' numbers, drawn with probabilities π from a stream of their own."""
+        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+        return list(map(int, np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")))
+
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
@@ -151,7 +151,7 @@ class Mixture(
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
-        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before, as in `Posterior`."""
+        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
         self.require_proper()
         seed = fresh_seed(generator)
         (number,) = self._picks(1, seed)
@@ -178,7 +178,7 @@ class Mixture(
         return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
 
     def _score(self, inputs: Any, options: Options) -> Score:
-        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, which is exact."""
+        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, exactly."""
         seed = fresh_seed(options.generator)
         each = [
             score_of(member, inputs, replace(options, generator=_stream(seed, number)))
@@ -220,45 +220,51 @@ class Mixture(
         tensors: dict[str, Tensor] = {}
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
-            own, header = member.packed()
+            own, of_member = member.packed()
             own |= {f"{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
             tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
-            headers.append(header)
-        header = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
-        if self.calibration is not None:
-            header["calibration"] = self.calibration.header()
-            tensors |= {f"guarantee.{name}": t for name, t in self.calibration.guarantee.tensors().items()}
+            headers.append(of_member)
+        header: dict[str, Any] = {"version": __version__, "structure": _KIND}
+        header |= {"weights": list(self.weights), "members": headers}
+        add_report(self.calibration, tensors, header)
         storage.write(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
-        """Read a saved mixture for `model`, one module for all members, which is not changed.
+        """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
 
         Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
         """
         if not isinstance(model, nn.Module):
             raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
         tensors, header = storage.read(path)
-        kind, weights, headers = (header.get(key) for key in ("structure", "weights", "members"))
-        if kind != _KIND:
+        if header.get("structure") != _KIND:
+            kind = header.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
+        weights, headers = header.get("weights"), header.get("members")
         if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
             raise FileError(f"{path} is damaged: its header has not a weight for every member")
         members = []
         for number, own in enumerate(headers):
-            mark = f"{number}."
-            parts = {key.removeprefix(mark): tensor for key, tensor in tensors.items() if key.startswith(mark)}
             if not isinstance(own, dict):
                 raise FileError(f"{path} is damaged: member {number} has no header")
-            mark = f"{_BESIDES}."
-            besides = {key.removeprefix(mark): parts.pop(key) for key in list(parts) if key.startswith(mark)}
-            members.append(Posterior.unpacked(path, parts, own, _with(path, model, besides)))
-        for member in members:
-            member.require_whole("a mixture")
+            parts = storage.under(f"{number}.", tensors)
+            of_member = _with(path, model, storage.under(f"{_BESIDES}.", parts))
+            parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
+            members.append(Posterior.unpacked(path, parts, own, of_member))
+            members[-1].require_whole("a mixture")
         try:
-            return cls(members, weights, calibration=read_report(path, tensors, header))
+            found = cls(members, weights, calibration=read_report(path, tensors, header))
         except (MatchError, SettingError) as error:
             raise FileError(f"{path} is damaged: {error}") from error
+        copy_into(model, members[0].mean)
+        return found
+
+    @property
+    def likelihood(self) -> str | None:
+        """The likelihood of its members' outputs, or the one that it was calibrated for."""
+        report = None if self.calibration is None else self.calibration.likelihood
+        return next((member.likelihood for member in self.members if member.likelihood is not None), report)
 
     def require_proper(self) -> None:
         """Raise unless every weight of every member has a finite variance."""
@@ -271,37 +277,23 @@ class Mixture(
     def __iter__(self) -> Iterator[Posterior]:
         return iter(self.members)
 
-    def __repr__(self) -> str:
-        first = self.members[0]
+    @property
+    def _kinds(self) -> str:
         kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        return f"{kinds}, {self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
+
+    def __repr__(self) -> str:
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        return (
-            f"Mixture({len(self)} x {type(first.model).__name__}, {kinds}, {self.n_weights:,} weights in "
-            f"{len(first.mode)} parameters, weights=({shares}))"
-        )
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {self._kinds}, weights=({shares}))"
 
     def __str__(self) -> str:
-        first, report = self.members[0], self.calibration
-        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
         lines = [
-            ("structure", f"{kinds}, {self.n_weights:,} weights in {len(first.mode)} parameters"),
+            ("structure", self._kinds),
             ("members", f"{len(self)}, weights {', '.join(f'{weight:.3g}' for weight in self.weights)}"),
             ("data", "N = " + " / ".join(dict.fromkeys(f"{member.n_data:,.10g}" for member in self.members))),
-            *shown(settings_of(self.members), {} if report is None else report.before),
-            *described(report),
+            *described(self),
         ]
-        return table(f"Mixture over {type(first.model).__name__}", lines)
-
-    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Σ π_m x_m by name."""
-        shares = list(zip(self.weights, named, strict=True))
-        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
-
-    def _picks(self, n: int, seed: int) -> list[int]:
-        """n members' numbers, drawn with probabilities π from a stream of their own."""
-        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
-        places = np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")
-        return list(map(int, places))
+        return table(f"Mixture over {type(self.members[0].model).__name__}", lines)
 
 
 def require_one_network(posterior: object, what: str) -> None:
@@ -332,20 +324,21 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
             kind = type(member).__name__
             raise SettingError(f"the members of a mixture are Posteriors, but member {number} is {kind}")
         member.require_whole("a mixture")
-    first, *others = members
-    for number, member in enumerate(others, start=1):
-        for name in (*first.mode, *member.mode):
-            for owner, other, lacking in ((0, number, member), (number, 0, first)):
-                if name not in lacking.mode:
-                    raise MatchError(
-                        f"member {other} has no parameter {name!r}, which member {owner} has: the members of a mixture are "
-                        "posteriors over the same parameters"
-                    )
-            mine, theirs = first.mode[name], member.mode[name]
-            shapes, devices = (tuple(mine.shape), tuple(theirs.shape)), (mine.device, theirs.device)
-            for what, (here, there) in (("has shape", shapes), ("is on", devices)):
-                if here != there:
-                    raise MatchError(f"{name!r} {what} {here} in member 0 and {there} in member {number}")
+    first = members[0]
+    for number, member in enumerate(members):
+        if odd := [name for name in (*first.mode, *member.mode) if (name in first.mode) != (name in member.mode)]:
+            owner, other = (0, number) if odd[0] in first.mode else (number, 0)
+            raise MatchError(
+                f"member {other} has no parameter {odd[0]!r}, which member {owner} has: the members of a mixture are "
+                "posteriors over the same parameters"
+            )
+        for name, mine in first.mode.items():
+            theirs = member.mode[name]
+            if mine.shape != theirs.shape:
+                shapes = f"{tuple(mine.shape)} in member 0 and {tuple(theirs.shape)} in member {number}"
+                raise MatchError(f"{name!r} has shape {shapes}")
+            if mine.device != theirs.device:
+                raise MatchError(f"{name!r} is on {mine.device} in member 0 and {theirs.device} in member {number}")
 
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
@@ -379,8 +372,8 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
         tracked = [name for name, module in norms if module.running_mean is not None]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
-                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
-                "are right for one network alone: give each member a model of its own"
+                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, "
+                "which are right for one network alone: give each member a model of its own"
             )
             return
 

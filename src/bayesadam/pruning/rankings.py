@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.gaussian.formulas import precision, shrunk_mean
-from bayesadam.gaussian.settings import Precision
+from bayesadam.gaussian.settings import Precision, precision, shrunk_mean
 from bayesadam.posterior import Posterior
 from bayesadam.pruning.names import near
 
