@@ -20,8 +20,7 @@ from bayesadam.bandits.settings import (
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import Adam, Dropout, Gaussian, Rule
-from bayesadam.engine.rules.adam import second_moment
+from bayesadam.engine.rules import Adam, Dropout, Gaussian, Rule, second_moment
 from bayesadam.engine.stack import Schedule, Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.gaussian.formulas import PrecisionRule

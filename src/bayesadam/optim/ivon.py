@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.engine.rules.ivon import ivon_update
+from bayesadam.engine.rules import ivon_update
 from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import Group, not_negative
 from bayesadam.optim._perturbed import PerturbedOptimizer

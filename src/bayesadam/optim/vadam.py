@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.engine.rules.vadam import vadam_update
+from bayesadam.engine.rules import vadam_update
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.settings import Precision, positive
 from bayesadam.optim._checked import Group
