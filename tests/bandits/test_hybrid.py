@@ -16,9 +16,9 @@ from bayesadam.bandits import (
     reward_problem,
     simulate,
 )
-from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.hybrid import Head, Hybrid
-from bayesadam.bandits.linear import Statistics
+from bayesadam.bandits.hybrid import Hybrid
+from bayesadam.bandits.learner import Buffer
+from bayesadam.bandits.linear import LinearPosterior, Statistics
 from bayesadam.bandits.simulation import Playing
 from floats import approx, assert_close
 
@@ -60,7 +60,7 @@ def statistics(arms: torch.Tensor, x: torch.Tensor, rewards: torch.Tensor) -> St
 @pytest.mark.parametrize("size", [1, 7, COUNT])
 def test_updates_in_blocks_are_the_normal_equations(size):
     arms, x, rewards = observations()
-    head = Head.zeros(RUNS, ARMS, WIDTH, CPU)
+    head = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU)
     for first in range(0, COUNT, size):
         part = slice(first, first + size)
         head.update(arms[:, part], x[:, part], rewards[:, part])
@@ -77,7 +77,7 @@ def test_updates_in_blocks_are_the_normal_equations(size):
 def test_a_fit_is_the_normal_equations_around_prior_means():
     arms, x, rewards = observations()
     prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, 3, WIDTH)))
-    head, precision = Head.zeros(RUNS, ARMS, WIDTH, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    head, precision = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
     head = replace(head, mean=head.mean.repeat(1, 1, 3, 1), scale=head.scale.repeat(1, 1, 3))
     identity = torch.eye(WIDTH, dtype=torch.float64)
     residual = head.fit(statistics(arms, x, rewards), prior, precision[:, None, None, None] * identity)
@@ -91,7 +91,7 @@ def test_a_fit_is_the_normal_equations_around_prior_means():
 
 def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
     arms, x, rewards = observations()
-    head, zero = Head.zeros(RUNS, ARMS, WIDTH, CPU), np.zeros(WIDTH)
+    head, zero = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU), np.zeros(WIDTH)
     head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), 0.5 * torch.eye(WIDTH, dtype=torch.float64))
     errors, rest = head.left_out(head.mean.squeeze(2), arms, x, rewards)
     assert ((rest > 0) & (rest < 1)).all()

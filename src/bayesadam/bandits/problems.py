@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._extras import require
-from bayesadam.bandits.settings import is_count
+from bayesadam.bandits.learner import is_count
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from bayesadam.gaussian.noise import stream_seed
@@ -122,7 +122,7 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
             raise SettingError(f"the wheel's δ must be a number, as in 'wheel:0.95', got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    return _TABLES[name](progress)
+    return _of_table(name, progress)
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
@@ -307,36 +307,6 @@ def _columns(*columns: Numbers) -> Numbers:
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-def _mushroom(progress: bool) -> BanditProblem:
-    table = load_table("mushroom", dtype=np.uint8, progress=progress)
-    assert table.labels is not None
-    n, width = table.contexts.shape
-    make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
-    return BanditProblem("mushroom", width, 2, n, None, make)
-
-
-def _financial(progress: bool) -> BanditProblem:
-    contexts = load_table("financial", dtype=np.float64, progress=progress).contexts
-    make = partial(_financial_rounds, _Table.of(contexts, standardise=False))
-    return BanditProblem("financial", contexts.shape[1], FINANCIAL_ARMS, len(contexts), len(contexts), make)
-
-
-def _jester(progress: bool) -> BanditProblem:
-    ratings = load_table("jester", progress=progress).contexts
-    n, columns = ratings.shape
-    make = partial(_jester_rounds, ratings)
-    return BanditProblem("jester", JESTER_FEATURES, columns - JESTER_FEATURES, n, n, make)
-
-
-def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[bool], BanditProblem]:
-    def load(progress: bool) -> BanditProblem:
-        table = load_table(name, dtype=dtype, progress=progress)
-        assert table.labels is not None
-        return _known(name, table.contexts, table.labels, table.n_labels, rounds)
-
-    return load
-
-
 def _known(
     name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int | None = None, *, standardise: bool = True
 ) -> BanditProblem:
@@ -345,16 +315,34 @@ def _known(
     return BanditProblem(name, contexts.shape[1], n_arms, min(rounds or n, n), n, make)
 
 
-_TABLES: dict[str, Callable[[bool], BanditProblem]] = {
-    "mushroom": _mushroom,
-    "financial": _financial,
-    "jester": _jester,
-    "statlog": _labelled("statlog", np.float32, None),
-    "adult": _labelled("adult", np.float32, None),
-    "covertype": _labelled("covertype", np.float32, LARGE_TABLE_ROUNDS),
-    "census": _labelled("census", np.uint8, LARGE_TABLE_ROUNDS),
+# The tables and the type that each is kept in.
+_TABLES: dict[str, npt.DTypeLike] = {
+    "mushroom": np.uint8,
+    "financial": np.float64,
+    "jester": np.float32,
+    "statlog": np.float32,
+    "adult": np.float32,
+    "covertype": np.float32,
+    "census": np.uint8,
 }
 PROBLEMS = (*_TABLES, "wheel")
+
+
+def _of_table(name: str, progress: bool) -> BanditProblem:
+    table = load_table(name, dtype=_TABLES[name], progress=progress)
+    n, width = table.contexts.shape
+    if name == "financial":
+        make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
+        return BanditProblem(name, width, FINANCIAL_ARMS, n, n, make)
+    if name == "jester":
+        arms = width - JESTER_FEATURES
+        return BanditProblem(name, JESTER_FEATURES, arms, n, n, partial(_jester_rounds, table.contexts))
+    assert table.labels is not None
+    if name == "mushroom":
+        make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
+        return BanditProblem(name, width, 2, n, None, make)
+    rounds = LARGE_TABLE_ROUNDS if name in ("covertype", "census") else None
+    return _known(name, table.contexts, table.labels, table.n_labels, rounds)
 
 
 def _read_frame(path: Path) -> Any:

@@ -166,7 +166,10 @@ def adam_update(
 ) -> None:
     """One step of Adam, in place."""
     torch_adam(
-        *(_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])),
+        _pieces(weights),
+        _pieces(gradient),
+        _pieces(state["exp_avg"]),
+        _pieces(state["exp_avg_sq"]),
         max_exp_avg_sqs=[],
         state_steps=list(state["step"].unbind()),
         fused=True,

@@ -29,6 +29,9 @@ class Streams:
         # A captured CUDA graph must register these.
         self.generators = [] if on_cpu else [torch.Generator(device).manual_seed(seed) for seed in own]
 
+    def __len__(self) -> int:
+        return len(self._numpy or self.generators)
+
     def normal(self, *shape: int) -> Tensor:
         """(seeds, *shape) standard normals."""
         return self._drawn(torch.randn, "standard_normal", shape)
@@ -40,7 +43,7 @@ class Streams:
     def _drawn(self, on_device: Callable[..., Tensor], on_cpu: str, shape: tuple[int, ...]) -> Tensor:
         if self.generators:
             return torch.stack([on_device(shape, generator=g, device=self.device) for g in self.generators])
-        out = np.empty((len(self._numpy), *shape), np.float32)
+        out = np.empty((len(self), *shape), np.float32)
         for source, part in zip(self._numpy, out, strict=True):
             getattr(source, on_cpu)(out=part, dtype=np.float32)
         return torch.from_numpy(out)
@@ -56,13 +59,13 @@ class Streams:
         if self.generators:
             return (self.uniform(*shape) >= rate).float().div_(1 - rate)
         size = int(np.prod(shape))
-        out = np.empty((len(self._numpy), size), np.float32)
+        out = np.empty((len(self), size), np.float32)
         scale = np.float32(1 / (1 - rate))
         for source, part in zip(self._numpy, out, strict=True):
             # Raw bits, four units to a word: the masks are most of the random numbers there are.
             bits = source.bit_generator.random_raw(-(-size // 4)).view(np.uint16)[:size]
             np.multiply(bits >= round(rate * _RESOLUTION), scale, out=part)
-        return torch.from_numpy(out).view(len(self._numpy), *shape)
+        return torch.from_numpy(out).view(len(self), *shape)
 
     def gamma(self, shape: Tensor) -> Tensor:
         """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
