@@ -382,7 +382,7 @@ def test_linear_draws_are_students():
     posterior = LinearPosterior.of(data, precision=0.25, shape=6, scale=6)
     here = torch.tensor([0.5, -1.0, 1.0], dtype=torch.float64)
     n = 60_000
-    draws = posterior.draws(here.expand(1, n, 3), Streams([1], "l", CPU))[0, :, 0]
+    draws = posterior.draws(here.expand(1, n, 3), 1, Streams([1], "l", CPU))[0, :, 0, 0]
     lam = posterior.covariance[0, 0]
     a, b = float(posterior.shape[0, 0]), float(posterior.scale[0, 0])
     scale = math.sqrt(b / a * float(here @ lam @ here))

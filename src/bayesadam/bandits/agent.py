@@ -40,12 +40,9 @@ Floats = npt.ArrayLike
 
 @dataclass(frozen=True)
 class Decision:
-    """A chosen arm.
+    """A chosen arm; its reward is reported by the `id`.
 
-    Attributes:
-        id: by which its reward is reported.
-        arm: the arm.
-        probability: with which the agent, as it was then, chooses this arm in this context; see `Agent.decide`.
+    The probability is that of this arm in this context for the agent as it was then; see `Agent.decide`.
     """
 
     id: int
@@ -81,15 +78,12 @@ def make_agent(
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     if not isinstance(name, str):
-        raise SettingError(
-            f"make_agent takes the agent's name first, got {name!r}: make_agent('hybrid', n_features=..., n_arms=...)"
-        )
+        example = "make_agent('hybrid', n_features=..., n_arms=...)"
+        raise SettingError(f"make_agent takes the agent's name first, got {name!r}: {example}")
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
-            raise SettingError(
-                f"{key} must be a positive whole number, got {value!r}: make_agent({name!r}, n_features=5, n_arms=3) "
-                "is for contexts of 5 numbers and 3 arms"
-            )
+            example = f"make_agent({name!r}, n_features=5, n_arms=3)"
+            raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
     return Agent(Store(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior))
 
 
@@ -100,14 +94,14 @@ class Agent:
     in its `Store`, the decisions that wait and the arms in its `Standing`, both also in a file where it has a log.
     """
 
-    def __init__(self, store: Store, standing: Standing | None = None, followed: tuple[str, int] | None = None) -> None:
+    def __init__(self, store: Store, standing: Standing | None = None, known: tuple[str, int] | None = None) -> None:
         self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
         self._store = store
-        self._standing = Standing(store.n_features, store.n_arms) if standing is None else standing
+        self._standing = standing or Standing(store.n_features, store.n_arms)
         self._warned_of_range = False
         self._log: LogFile | None = None
-        # The log whose lines make up what this agent knows, and up to where.
-        self._followed = followed
+        # The id of the log that this agent has learnt, and up to which byte.
+        self._known = known
 
     @property
     def n_arms(self) -> int:
@@ -225,15 +219,14 @@ class Agent:
         if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
             wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
             raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
-        for one in arms.tolist():
-            if not 0 <= one <= last:
-                raise SettingError(f"there is no arm {one}: they are 0 to {last}, and add_arm makes another")
+        if arms.min() < 0 or arms.max() > last:
+            raise SettingError(f"there is no such arm in {arm!r}: they are 0 to {last}, and add_arm makes another")
         rewards = self._checked_rewards(reward, len(rows), single)
         with self._store.learning:
             if self._log is not None:
                 with self._store.acting:
                     self._log.write(Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
-            self._store.learn(rows, torch.from_numpy(arms.astype(np.int64)), rewards)
+            self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
@@ -243,12 +236,10 @@ class Agent:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
-                if self._log is not None and decision not in self._log.standing.waiting:
-                    self._log.write(Updated([context], [arm], value.numpy()))
-                    self._standing.take(Rewarded(decision, float(value)))
-                else:
-                    self._take(Rewarded(int(decision), value.numpy()[0]))
-            self._store.learn(_floats([context]), torch.tensor([arm]), value)
+                # A decision of before the log is an update there.
+                update = Updated([context], [arm], value.numpy())
+                self._take(Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+            self._learn([context], [arm], value)
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -263,21 +254,16 @@ class Agent:
         """
         with self._store.acting:
             if self._waits(decision):
-                if self._log is not None and decision in self._log.standing.waiting:
-                    self._log.write(Forgotten(int(decision)))
-                self._standing.take(Forgotten(int(decision)))
+                self._take(Forgotten(int(decision)))
 
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
         if isinstance(decision, Decision):
             raise MatchError(f"a decision is known by its id: give {decision.id}, the `id` of {decision}")
-        waiting = self._standing.waiting
         if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
-            raise MatchError(
-                f"decision {decision!r} was never made: give the `id` of what decide returned; {len(waiting)} wait for "
-                "a reward, see agent.pending"
-            )
-        return decision in waiting
+            said = f"give the `id` of what decide returned; {len(self.pending)} wait for a reward, see agent.pending"
+            raise MatchError(f"decision {decision!r} was never made: {said}")
+        return decision in self._standing.waiting
 
     # --- arms
 
@@ -311,10 +297,16 @@ class Agent:
                 self._store.add_arm()
         return arm
 
-    def _take(self, event: Event) -> None:
-        """Write an event to the log, then apply it: what cannot be written does not happen."""
+    def _take(self, event: Event, otherwise: Event | None = None) -> None:
+        """Write an event to the log, then apply it: what cannot be written does not happen.
+
+        For a decision that is not in the log, `otherwise` is written.
+        """
         if self._log is not None:
-            self._log.write(event)
+            foreign = isinstance(event, Rewarded | Forgotten) and event.decision not in self._log.standing.waiting
+            written = otherwise if foreign else event
+            if written is not None:
+                self._log.write(written)
         self._standing.take(event)
 
     # --- files
@@ -337,14 +329,14 @@ class Agent:
         store = self._store
         with store.learning, store.acting:
             if self._log is not None:
-                self._followed = self._log.header.id, self._log.end
+                self._known = self._log.header.id, self._log.end
                 self._log.close()
                 self._log = None
             if path is None:
                 return
             prior = store.prior is not None
             header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms, prior)
-            file = LogFile(path, header, sync=sync, known=self._followed)
+            file = LogFile(path, header, sync=sync, known=self._known)
             try:
                 self._join(file)
             except BaseException:
@@ -357,26 +349,24 @@ class Agent:
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        return self._log.header.id if self._log is not None else self._followed and self._followed[0]
+        return self._log.header.id if self._log is not None else self._known and self._known[0]
 
     def _join(self, file: LogFile) -> None:
         """Take over what a log has and the agent has not."""
         self._check_width(file.header, file.path)
         own, theirs = self._standing, file.standing
-        mine = self._followed is not None and self._followed[0] == file.header.id
+        mine = self.log_id == file.header.id
         if mine:
             self._follow(file.news, file.path)
         if own.n_arms < theirs.n_arms:
-            raise MatchError(
-                f"{file.path} has {theirs.n_arms} arms and the agent {own.n_arms}: add arms first, or see replay"
-            )
-        both = [] if mine else sorted(theirs.waiting.keys() & own.waiting.keys())
-        if both:
-            raise MatchError(
-                f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent: reward or "
-                "forget the agent's, or give it another log"
-            )
-        own.waiting |= {} if mine else theirs.waiting
+            said = f"{file.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
+            raise MatchError(f"{said}: add arms first, or see replay")
+        if not mine:
+            both = sorted(theirs.waiting.keys() & own.waiting.keys())
+            if both:
+                said = f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent"
+                raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
+            own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
     def _check_width(self, header: Header, path: os.PathLike[str]) -> None:
@@ -387,39 +377,36 @@ class Agent:
         """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
         first = next((event.decision for event in events if isinstance(event, Decided)), self._standing.next_id)
         if first < self._standing.next_id:
-            raise MatchError(
-                f"{path} has a decision {first}, and the agent has one of its own: attach the log before the agent "
-                "decides, or replay it into a new agent"
-            )
-        store, came = self._store, Updated([], [], [])
-
-        def learn(told: Updated) -> None:
-            if told.arms:
-                store.learn(_floats(told.contexts), torch.tensor(told.arms), _floats(told.rewards))
-
+            said = f"{path} has a decision {first}, and the agent has one of its own"
+            raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
+        store, came = self._store, list[Any]()
         for event in events:
-            if isinstance(event, Rewarded | Forgotten) and event.decision not in self._standing.waiting:
-                # The agent was rewarded while it wrote no log.
-                continue
-            if isinstance(event, Rewarded):
-                context, arm = self._standing.waiting[event.decision]
-                came = Updated([*came.contexts, context], [*came.arms, arm], [*came.rewards, event.reward])
-            due = len(came.arms) >= self.settings.train_every - store.since_training
-            if due or isinstance(event, Updated | ArmChanged):
-                learn(came)
-                came = Updated([], [], [])
-            self._standing.take(event)
+            # A decision that does not wait was rewarded while the agent wrote no log.
+            waits = not isinstance(event, Rewarded | Forgotten) or event.decision in self._standing.waiting
+            if isinstance(event, Rewarded) and waits:
+                came.append((*self._standing.waiting[event.decision], event.reward))
+            others = isinstance(event, Updated | ArmChanged)
+            if came and (others or len(came) >= self.settings.train_every - store.since_training):
+                self._learn(*zip(*came, strict=True))
+                came = []
+            if waits:
+                self._standing.take(event)
             if isinstance(event, Updated):
-                learn(event)
+                self._learn(event.contexts, event.arms, event.rewards)
             elif isinstance(event, ArmChanged) and event.change == "added":
                 store.add_arm()
-        learn(came)
+        if came:
+            self._learn(*zip(*came, strict=True))
+
+    def _learn(self, contexts: Any, arms: Any, rewards: Any) -> None:
+        rows, paid = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, rewards))
+        self._store.learn(rows, torch.from_numpy(np.asarray(arms, np.int64)), paid)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._store.learning, self._store.acting:
-            followed = self._followed if self._log is None else (self._log.header.id, self._log.end)
-            self._store.save(path, self._standing, followed)
+            known = self._known if self._log is None else (self._log.header.id, self._log.end)
+            self._store.save(path, self._standing, known)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
@@ -443,21 +430,16 @@ class Agent:
         rewards = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
         if rewards.shape != (count,) or not np.isfinite(rewards).all():
             wanted = "one finite number" if single else f"{count} finite numbers"
-            raise MatchError(
-                f"the reward must be {wanted}, got {reward!r}: where a reward is not known, report none, and forget "
-                "the decision"
-            )
+            said = "where a reward is not known, report none, and forget the decision"
+            raise MatchError(f"the reward must be {wanted}, got {reward!r}: {said}")
         given = getattr(self.settings, "reward_range", None)
         if given is not None and not self._warned_of_range:
             # In float32, as rewards are kept.
             low, high = np.asarray(given, dtype=np.float32)
             outside = rewards[(rewards < low) | (rewards > high)]
             if len(outside):
-                warn(
-                    f"a reward of {outside[0]:g} lies outside reward_range={given}. It is learnt, but exploration uses "
-                    "the range: make the agent with one that holds every reward, or check the units of this one. "
-                    "Further rewards outside it do not warn"
-                )
+                said = "make the agent with one that holds every reward, or check the units of this one"
+                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}, which exploration uses: {said}")
                 self._warned_of_range = True
         return torch.from_numpy(rewards)
 
@@ -472,10 +454,8 @@ class Agent:
 
     def _checked_mask(self, mask: npt.NDArray[np.bool_], count: int) -> Tensor:
         if mask.shape != (count, self.n_arms) or mask.dtype != np.bool_:
-            raise MatchError(
-                f"a mask of arms must be of shape {(count, self.n_arms)} and of booleans, got {mask.shape} of "
-                f"{mask.dtype}"
-            )
+            wanted = f"of shape {(count, self.n_arms)} and of booleans"
+            raise MatchError(f"a mask of arms must be {wanted}, got {mask.shape} of {mask.dtype}")
         available = torch.from_numpy(mask) & self._mask(self._standing.arms())
         barred = (~available.any(dim=1)).nonzero()
         if len(barred):
@@ -521,13 +501,9 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
         if agent.n_arms != header.n_arms:
             raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
         agent._follow(events, reader.path)
-        agent._followed = header.id, reader.end
+        agent._known = header.id, reader.end
     reader.warn_of_rest("is left out")
     return agent
-
-
-def _floats(values: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(values, np.float32))
 
 
 def _check_draws(draws: int) -> None:

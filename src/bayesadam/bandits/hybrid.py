@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count, is_number
+from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count, is_number, is_tuple
 from bayesadam.bandits.linear import LinearPosterior, Statistics, with_constant
 from bayesadam.bandits.networks import Greedy, GreedySettings, SomeWidths
 from bayesadam.bandits.prior import Prior
@@ -32,9 +32,7 @@ _CHUNK = 4096
 
 
 def _is_range(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value)) and value[0] < value[1]
-    )
+    return value is None or (is_tuple(value, is_number, 2) and value[0] < value[1])
 
 
 Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
@@ -211,11 +209,8 @@ class Hybrid(Greedy):
             mean, std = mean + weight * _of(means, drawn), std + weight * variance.sqrt()
         return mean, std
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        return self._many_scores(contexts, 1, streams).squeeze(2)
-
-    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
-        drawn = self._drawn(contexts.shape[1], draws, streams)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        drawn = self._drawn(contexts.shape[1], n, streams)
         mean, std = self._predictive(contexts, drawn)
         shapes = self._pooled(self._linear)[0].mT.unsqueeze(1).expand(drawn.shape)
         scales = (shapes / streams.gamma(shapes)).sqrt()
@@ -339,14 +334,6 @@ class Hybrid(Greedy):
         return torch.as_tensor((above > _LEAST_PROBABLE).all(dim=1))
 
 
-_TUNED = {
-    "lr": 4e-3,
-    "lr_decay": 0.0,
-    "init_range": None,
-    "batch_size": 256,
-    "average": 0.995,
-    "l2": 6e-3,
-    "dropout": 0.2,
-    "standardise": True,
-}
+_TUNED = {"lr": 4e-3, "lr_decay": 0.0, "init_range": None, "batch_size": 256, "average": 0.995}
+_TUNED |= {"l2": 6e-3, "dropout": 0.2, "standardise": True}
 HYBRID = Entry(Hybrid, HybridSettings, tuned=_TUNED, paper=_TUNED)

@@ -40,6 +40,11 @@ def is_number(value: Any, least: float = -math.inf) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= least
 
 
+def is_tuple(value: Any, kind: Callable[[Any], bool], count: int | None = None) -> bool:
+    """Whether a value is a tuple of this kind, and of this length where one is given."""
+    return isinstance(value, tuple) and count in (None, len(value)) and all(map(kind, value))
+
+
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
@@ -233,12 +238,10 @@ class Learner(ABC):
     def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.settings, self.buffer, self.n_arms = settings, buffer, n_arms
         self.device, self.seeds = buffer.contexts.device, tuple(seeds)
-        # The state besides that of the networks, by name.
+        # The state besides that of the networks, by name, and the sources: of exploration, and of a choice's scores.
         self._memory: dict[str, Tensor] = {}
         self._streams: dict[str, Streams] = {}
-        self._explore = self._stream("explore", seeds)
-        # The source of the scores of a choice.
-        self._choice = self._explore
+        self._choice = self._explore = self._stream("explore", seeds)
 
     def _stream(self, purpose: str, seeds: Sequence[int]) -> Streams:
         """A new source of random numbers, part of the state."""
@@ -251,7 +254,7 @@ class Learner(ABC):
 
     def drawn(self, contexts: Tensor) -> Tensor:
         """One draw of the scores for every row, (runs, k, arms), before any arm is drawn at random."""
-        return self._scores(contexts, self._choice)
+        return self._draws(contexts, 1, self._choice).squeeze(2)
 
     def explored(self, scores: Tensor) -> Tensor:
         """The scores, replaced by random numbers in a share ε of the rows."""
@@ -261,13 +264,8 @@ class Learner(ABC):
         return torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
 
     @abstractmethod
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        """One independent draw for every row, (runs, k, arms), from these streams."""
-
-    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
-        """Independent draws for every row, (runs, k, draws, arms)."""
-        found = self._scores(contexts.repeat_interleave(draws, dim=1), streams)
-        return found.view(*contexts.shape[:2], draws, self.n_arms)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        """n independent draws of the scores for every row, (runs, k, n, arms), from these streams."""
 
     def _outcomes(self, contexts: Tensor) -> Tensor | None:
         """All scores a row can have, equally probable, (runs, k, outcomes, arms), where they are finitely many."""
@@ -305,7 +303,7 @@ class Learner(ABC):
         """P(a has the largest score in A), (runs, k, arms)."""
         scores = self._outcomes(contexts)
         if scores is None:
-            scores = self._many_scores(contexts, draws, streams)
+            scores = self._draws(contexts, draws, streams)
             scores = scores if drawn is None else torch.cat([scores, drawn.unsqueeze(2)], dim=2)
         best = scores.masked_fill(~allowed.unsqueeze(2), -torch.inf).argmax(dim=3)
         counts = torch.zeros(allowed.shape, dtype=torch.float64, device=self.device)
@@ -347,8 +345,8 @@ def equal_shares(allowed: Tensor) -> Tensor:
 class Uniform(Learner):
     """Chooses every arm with the same probability."""
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        return streams.uniform(contexts.shape[1], self.n_arms)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        return streams.uniform(contexts.shape[1], n, self.n_arms)
 
     def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
         return equal_shares(allowed)

@@ -170,14 +170,15 @@ class LinearPosterior:
         sides = self.covariance.transpose(1, 2).reshape(runs, width, -1)
         return ((x @ sides).view(runs, k, -1, width) * x.unsqueeze(2)).sum(dim=3).clamp_(min=0)
 
-    def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:
-        """β·x of every arm by the first component, `each` draws of (σ², β) for every row of x: (runs, k·each, arms).
+    def draws(self, x: Tensor, n: int, streams: Streams) -> Tensor:
+        """β·x of every arm by the first component, n draws of (σ², β) for every row of x: (runs, k, n, arms).
 
         One row depends on β only through β·x, which given σ² is N(μ·x, σ² xᵀ C x).
         """
-        means, widths = (of.repeat_interleave(each, dim=1) for of in (x @ self.mean[:, :, 0].mT, self.widths(x)))
-        noise = self.scale[..., 0].unsqueeze(1) / streams.gamma(self.shape.unsqueeze(1).expand_as(means))
-        return torch.addcmul(means, (noise * widths).sqrt(), streams.normal(*means.shape[1:]).double())
+        means, widths = (x @ self.mean[:, :, 0].mT).unsqueeze(2), self.widths(x).unsqueeze(2)
+        shape, scale = (of[:, None, None].expand(-1, x.shape[1], n, -1) for of in (self.shape, self.scale[..., 0]))
+        std = (scale / streams.gamma(shape) * widths).sqrt()
+        return torch.addcmul(means, std, streams.normal(*std.shape[1:]).double())
 
     def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).
@@ -236,12 +237,8 @@ class Linear(Learner):
         """Of contexts (runs, k, ...), including the constant, float64."""
         return with_constant(contexts)
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        return self._many_scores(contexts, 1, streams).squeeze(2)
-
-    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
-        found = self.linear_posterior().draws(self._features(contexts), streams, draws)
-        return found.float().view(*contexts.shape[:2], draws, self.n_arms)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        return self.linear_posterior().draws(self._features(contexts), n, streams).float()
 
     def _outcomes(self, contexts: Tensor) -> None:
         return None

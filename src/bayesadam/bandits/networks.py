@@ -22,6 +22,7 @@ from bayesadam.bandits.learner import (
     PositiveOrNone,
     is_count,
     is_number,
+    is_tuple,
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
 from bayesadam.engine.network import ACTIVATIONS, Network, flatten, forward, initial, unflatten
@@ -40,17 +41,9 @@ def _is_share(value: Any) -> bool:
     return is_number(value, 0) and value < 1
 
 
-def _are_widths(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(is_count, value))
-
-
-def _are_betas(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_share, value))
-
-
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
-Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
+Betas = Annotated[tuple[float, float], Check(lambda v: is_tuple(v, _is_share, 2), "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(lambda v: is_tuple(v, is_count), "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
@@ -144,30 +137,28 @@ class NetworkLearner(Learner):
         return None
 
     def _n_data(self) -> float:
-        return 1.0
+        own = self.settings
+        return own.n_data(self.buffer.effective_count) if isinstance(own, GaussianSettings) else 1.0
 
     def gaussian(self) -> Gaussian | None:
         """Mean and variance of the weights, (networks, weights), where the agent has a Gaussian over them."""
         return self.stack.gaussian()
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        moments = self._named_moments()
-        if moments is None:
-            return forward(self.network, self.params, contexts)
-        return sampled_outputs(self.network, *moments, contexts, streams)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        if self._moments is None and (found := self.gaussian()) is not None:
+            # Kept until the next training.
+            self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
+        rows = contexts.repeat_interleave(n, dim=1)
+        if self._moments is None:
+            scores = forward(self.network, self.params, rows)
+        else:
+            scores = sampled_outputs(self.network, *self._moments, rows, streams)
+        return scores.view(*contexts.shape[:2], n, self.n_arms)
 
     def _outcomes(self, contexts: Tensor) -> Tensor | None:
-        if self._named_moments() is not None:
+        if isinstance(self.settings, GaussianSettings):
             return None
         return forward(self.network, self.params, contexts).unsqueeze(2)
-
-    def _named_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """The Gaussian's mean and variance by name, kept until the next training."""
-        if self._moments is None:
-            found = self.gaussian()
-            if found is not None:
-                self._moments = unflatten(self.network, found.mean), unflatten(self.network, found.variance)
-        return self._moments
 
     def observe(self, rows: slice) -> None:
         """Compare the new rewards with the predictions of the network, which has not seen them."""
@@ -293,10 +284,11 @@ EPSILON_GREEDY = Entry(Greedy, GreedySettings, tuned={"epsilon": 0.05}, paper={"
 class MCDropout(Greedy):
     """Units are dropped in training and when choosing alike, with one mask per row."""
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        rule = self.stack.rule
-        masks = rule.masks(rule.noise(streams, self.network, contexts.shape[1]), self.network)
-        return forward(self.network, self.params, contexts, masks=masks)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        rule, (runs, k, _) = self.stack.rule, contexts.shape
+        masks = rule.masks(rule.noise(streams, self.network, k * n), self.network)
+        scores = forward(self.network, self.params, contexts.repeat_interleave(n, dim=1), masks=masks)
+        return scores.view(runs, k, n, self.n_arms)
 
     def _outcomes(self, contexts: Tensor) -> None:
         return None
@@ -344,9 +336,6 @@ class Badam(Greedy):
 
     settings: BadamSettings
 
-    def _n_data(self) -> float:
-        return self.settings.n_data(self.buffer.effective_count)
-
     def gaussian(self) -> Gaussian:
         """Computed from Adam's second moment."""
         own, moment = self.settings, second_moment(self.stack.state, self.settings.betas[1])
@@ -355,17 +344,8 @@ class Badam(Greedy):
 
 
 # Of badam, badam-map, bbb, vadam and ivon: chosen by `benchmarks/tune_bandits.py`, with seeds 7001 and 7002.
-_BADAM: Mapping[str, Any] = {
-    "lr": 1.33e-4,
-    "betas": (0.9, 0.9999),
-    "average": 0.0,
-    "train_steps": 20,
-    "l2": 5.82e-4,
-    "l2_by_noise": False,
-    "dropout": 0.1,
-    "prior_variance": 0.0836,
-    "n_per_round": 1000.0,
-}
+_BADAM = {"lr": 1.33e-4, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "l2": 5.82e-4, "l2_by_noise": False}
+_BADAM |= {"dropout": 0.1, "prior_variance": 0.0836, "n_per_round": 1000.0}
 BADAM = Entry(Badam, BadamSettings, tuned=_BADAM)
 BADAM_MAP = Entry(Badam, BadamSettings, tuned={**_BADAM, "form": "map"}, paper={"form": "map"})
 
@@ -411,57 +391,21 @@ class Variational(NetworkLearner):
         given = {"averages": own.betas, "prior_precision": 1 / own.prior_variance, "initial_hessian": None}
         return self._kind.with_settings(**vars(own), **given)
 
-    def _n_data(self) -> float:
-        return self.settings.n_data(self.buffer.effective_count)
-
     def _prepare(self) -> None:
         super()._prepare()
         if self._estimates_noise:
             torch.div(0.5, self.noise_variance(), out=self.stack.scale)
 
 
-BBB = Entry(
-    partial(Variational, BayesByBackprop),
-    VariationalSettings,
-    tuned={
-        "lr": 4.93e-4,
-        "betas": (0.9, 0.9999),
-        "train_steps": 100,
-        "standardise": False,
-        "prior_variance": 0.189,
-        "n_per_round": 10.0,
-        "noise_variance": 0.5,
-        "initial_std": 0.0349,
-    },
-    paper={"noise_variance": 0.01},
-)
-VADAM = Entry(
-    partial(Variational, Vadam),
-    VariationalSettings,
-    tuned={
-        "lr": 4.9e-3,
-        "betas": (0.9, 0.9999),
-        "average": 0.0,
-        "train_steps": 20,
-        "prior_variance": 7.39e-3,
-        "n_per_round": 10.0,
-        "noise_variance": 0.1,
-        "initial_std": 0.0732,
-    },
-)
-IVON_AGENT = Entry(
-    partial(Variational, IVON),
-    VariationalSettings,
-    tuned={
-        "lr": 0.0183,
-        "train_steps": 20,
-        "standardise": False,
-        "prior_variance": 0.994,
-        "n_per_round": 1000.0,
-        "noise_variance": 0.1,
-        "initial_std": 0.0458,
-    },
-)
+_BBB = {"lr": 4.93e-4, "betas": (0.9, 0.9999), "train_steps": 100, "standardise": False, "prior_variance": 0.189}
+_BBB |= {"n_per_round": 10.0, "noise_variance": 0.5, "initial_std": 0.0349}
+_VADAM = {"lr": 4.9e-3, "betas": (0.9, 0.9999), "average": 0.0, "train_steps": 20, "prior_variance": 7.39e-3}
+_VADAM |= {"n_per_round": 10.0, "noise_variance": 0.1, "initial_std": 0.0732}
+_IVON = {"lr": 0.0183, "train_steps": 20, "standardise": False, "prior_variance": 0.994}
+_IVON |= {"n_per_round": 1000.0, "noise_variance": 0.1, "initial_std": 0.0458}
+BBB = Entry(partial(Variational, BayesByBackprop), VariationalSettings, _BBB, paper={"noise_variance": 0.01})
+VADAM = Entry(partial(Variational, Vadam), VariationalSettings, _VADAM)
+IVON_AGENT = Entry(partial(Variational, IVON), VariationalSettings, _IVON)
 
 
 # --- bootstrap ------------------------------------------------------------------------------------------------------
@@ -502,10 +446,9 @@ class Bootstrap(Greedy):
     def _importance(self, rows: Tensor) -> Tensor:
         return self._counts.gather(1, rows).float()
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        chosen = streams.rows(self.settings.members, contexts.shape[1])
-        every = self._outcomes(contexts)
-        return every.gather(2, chosen[:, :, None, None].expand(-1, -1, 1, self.n_arms)).squeeze(2)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        chosen = streams.rows(self.settings.members, contexts.shape[1], n)
+        return self._outcomes(contexts).gather(2, chosen.unsqueeze(3).expand(-1, -1, -1, self.n_arms))
 
     def _outcomes(self, contexts: Tensor) -> Tensor:
         runs, k, _ = contexts.shape

@@ -93,14 +93,8 @@ class Store:
         new.restore(state)
         return new
 
-    def save(self, path: str | os.PathLike[str], standing: Standing, followed: tuple[str, int] | None) -> None:
-        """Write everything to a file, whole or not at all.
-
-        Args:
-            path: the file.
-            standing: the decisions that wait, and the arms.
-            followed: the id of the agent's log and the bytes of it that it knows.
-        """
+    def save(self, path: str | os.PathLike[str], standing: Standing, known: tuple[str, int] | None) -> None:
+        """Write everything to a file, whole or not at all; `known` is the id of the agent's log and its length."""
         rows = [np.asarray(context, np.float32) for context, _ in standing.waiting.values()]
         tensors = {
             "contexts": self.buffer.contexts[:, : self.buffer.count],
@@ -125,7 +119,7 @@ class Store:
             "pulls": standing.pulls,
             "next_id": standing.next_id,
             "since_training": self.since_training,
-            "log": followed,
+            "log": known,
         }
         storage.write(path, tensors, header, storage.AGENT)
 
