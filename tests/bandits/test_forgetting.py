@@ -16,6 +16,7 @@ from bayesadam.engine.streams import Streams
 from floats import approx, assert_close
 
 H = 9.0
+SLOW = pytest.mark.slow
 SMALL = {"hidden": (6, 5), "batch_size": 16, "train_steps": 4}
 
 
@@ -182,18 +183,12 @@ def late_reward(name: str, forget: float | None) -> float:
     return float(np.mean(rewards[-5:]))
 
 
-@pytest.mark.parametrize("name", ["linear", "greedy", "neural-linear"])
+@pytest.mark.parametrize("name", ["linear", *(pytest.param(name, marks=SLOW) for name in ("greedy", "neural-linear"))])
 def test_an_agent_that_forgets_follows_a_change(name):
     assert late_reward(name, 60.0) > max(0.8, late_reward(name, None) + 0.05)
 
 
 # --- everywhere, and nowhere else -----------------------------------------------------------------------------------
-
-
-def small(name: str, **changes: object):
-    known = agent_settings(name).names()
-    own = {"hidden": (16, 16), "batch_size": 64, "train_steps": 5, "window": 30}
-    return agent_settings(name, **{key: value for key, value in {**own, **changes}.items() if key in known})
 
 
 def test_a_saved_agent_forgets_as_before(tmp_path):
@@ -207,48 +202,3 @@ def test_a_saved_agent_forgets_as_before(tmp_path):
     assert again.settings.forget == 11.0
     for name, tensor in agent._store.trainer.state().items():
         assert torch.equal(tensor, again._store.trainer.state()[name]), name
-
-
-# What agents with these settings chose before they could forget, and before decisions had probabilities.
-NETWORK = {"lr_decay": 0.0, "init_range": None, "standardise": True}
-GREEDY = {**NETWORK, "lr": 5e-4, "l2": 6e-3, "l2_by_noise": True, "dropout": 0.3, "average": 0.995}
-SETTINGS_BEFORE = {
-    "badam": {**GREEDY, "prior_variance": 0.02},
-    "badam-map": {**GREEDY, "prior_variance": 1e-3},
-    "bbb": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 1e-3},
-    "vadam": {**NETWORK, "noise_variance": None, "lr": 0.01},
-    "ivon": {**NETWORK, "noise_variance": None, "n_per_round": 100.0, "lr": 0.05, "betas": (0.9, 0.9999)},
-}
-BEFORE = {
-    "badam": "0120120122101012220211221111211111111111111111111112",
-    "badam-map": "0120120121111111111111111111111111111111111111111111",
-    "mc-dropout": "0120120121111111111111111110111111111111111111111111",
-    "bbb": "0120120121111111111111111111111111111111111111111111",
-    "vadam": "0120120121111111111111111111111111111111111111111111",
-    "greedy": "0120120121111111111111111111111111111111111111111111",
-    "uniform": "0120120121012201012210000012111110012012002220201112",
-    "epsilon-greedy": "0120120121111111111101111111111111111111111111111111",
-    "ivon": "0120120121111111111111111111111111111111111211111111",
-    "neural-linear": "0120120121112120112220011202010110100012001211000001",
-    "linear": "0120120121112000112210011002010110200212011221000002",
-    "bootstrap": "0120120120222101211110212022111012211110001002100111",
-}
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_without_forgetting_choices_are_those_of_before(name):
-    settings = small(name)
-    if name in SETTINGS_BEFORE:
-        own = {key: getattr(settings, key) for key in ("hidden", "batch_size", "train_steps")}
-        settings = agent_settings(name, "paper", **own, **SETTINGS_BEFORE[name])
-    agent = make_agent(name, 3, 3, seed=7, settings=settings)
-    arms = []
-    for number, row in enumerate(np.random.default_rng(1).normal(size=(120, 3))[: len(BEFORE[name])]):
-        if number % 3 == 0:
-            decision = agent.decide(row)
-            arms.append(decision.arm)
-            agent.reward(decision.id, float(row[arms[-1] % 3]))
-        else:
-            arms.append(agent.act(row))
-            agent.update(row, arms[-1], float(row[arms[-1] % 3]))
-    assert "".join(map(str, arms)) == BEFORE[name]

@@ -217,7 +217,7 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
     text = whole.read_bytes()
     start = text[:-1].rindex(b"\n") + 1
     path = tmp_path / "log.jsonl"
-    for end in range(start + 1, len(text)):
+    for end in (start + 1, start + 2, *range(start + 9, len(text) - 2, 37), len(text) - 2, len(text) - 1):
         path.write_bytes(text[:end])
         with pytest.warns(
             ba.BayesAdamWarning, match=rf"the last line of .*, {end - start} bytes, was only half written"

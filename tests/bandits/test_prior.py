@@ -105,7 +105,7 @@ def slopes(number: int, arms: int = 3):
 
 @pytest.fixture(scope="module")
 def prior() -> Prior:
-    return fit_prior([slopes(number) for number in range(12)], hidden=(30,), rounds=300, steps=600)
+    return fit_prior([slopes(number) for number in range(12)], hidden=(30,), rounds=200, steps=300)
 
 
 def test_an_agent_that_starts_from_a_prior_needs_less(prior):

@@ -90,8 +90,7 @@ def make_agent(
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    `act` may be called from other threads while `update` trains, and does not wait for it. What was seen and learnt is
-    in its `Store`, the decisions that wait and the arms in its `Standing`, both also in a file where it has a log.
+    `act` may be called from other threads while `update` trains, and does not wait for it.
     """
 
     def __init__(self, store: Store, standing: Standing | None = None, known: tuple[str, int] | None = None) -> None:
@@ -269,8 +268,10 @@ class Agent:
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
-        with self._store.learning:
-            return self._change(self.n_arms, "added")
+        with self._store.learning, self._store.acting:
+            self._take(ArmChanged(self.n_arms, "added"))
+            self._store.add_arm()
+            return self.n_arms - 1
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
@@ -280,7 +281,7 @@ class Agent:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
             if len(available) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._change(int(arm), "removed")
+            self._take(ArmChanged(int(arm), "removed"))
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
@@ -288,14 +289,7 @@ class Agent:
             removed = self._standing.removed
             if not _is_index(arm) or arm not in removed:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
-            self._change(int(arm), "restored")
-
-    def _change(self, arm: int, change: Any) -> int:
-        with self._store.acting:
-            self._take(ArmChanged(arm, change))
-            if change == "added":
-                self._store.add_arm()
-        return arm
+            self._take(ArmChanged(int(arm), "restored"))
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
         """Write an event to the log, then apply it: what cannot be written does not happen.

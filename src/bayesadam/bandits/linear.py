@@ -136,10 +136,6 @@ class LinearPosterior:
         With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
         G = L⁻¹ X C and z = L⁻¹ e.
         """
-        if arms.shape[1] == 1:
-            for run, arm in enumerate(arms.squeeze(1).tolist()):
-                self._update_one(run, arm, x[run, 0], rewards[run, 0])
-            return
         chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
         own = x.unsqueeze(1) * chosen.unsqueeze(3)
         errors = (rewards[:, None, :, None] - x.unsqueeze(1) @ self.mean.mT) * chosen.unsqueeze(3)
@@ -153,16 +149,6 @@ class LinearPosterior:
         self.mean.add_(z.mT @ gain)
         self.shape.add_(0.5 * chosen.sum(dim=2))
         self.scale.add_(0.5 * z.square().sum(dim=2))
-
-    def _update_one(self, run: int, arm: int, x: Tensor, reward: Tensor) -> None:
-        """The rank-one update: with u = C x and q = 1 + xᵀ u, C ← C − u uᵀ/q, μ ← μ + u e/q, b ← b + ½ e²/q."""
-        mean, covariance = self.mean[run, arm], self.covariance[run, arm]
-        errors, reach = reward - mean @ x, covariance @ x
-        spread = 1 + float(reach @ x)
-        covariance.addr_(reach, reach, alpha=-1 / spread)
-        mean.addr_(errors, reach, alpha=1 / spread)
-        self.shape[run, arm] += 0.5
-        self.scale[run, arm].addcmul_(errors, errors, value=0.5 / spread)
 
     def widths(self, x: Tensor) -> Tensor:
         """xᵀ C x of every arm, (runs, k, arms)."""

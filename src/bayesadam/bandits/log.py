@@ -117,20 +117,14 @@ def _line(event: Event | Header) -> bytes:
 
 
 class Standing:
-    """The decisions that wait and the arms there are, after some events of an agent or of a log.
-
-    Attributes:
-        n_arms: how many arms there have been.
-        removed: those that are not chosen now.
-        pulls: how often each was tried in turn at first.
-        next_id: of the next decision.
-        waiting: context and arm of the decisions that wait for a reward, by id.
-    """
+    """The decisions that wait and the arms there are, after some events of an agent or of a log."""
 
     def __init__(self, n_features: int, n_arms: int) -> None:
         self.n_features, self.n_arms, self.next_id = n_features, n_arms, 0
         self.removed: set[int] = set()
+        # How often each arm was tried in turn at first.
         self.pulls = [0] * n_arms
+        # Context and arm of the decisions that wait for a reward, by id.
         self.waiting: dict[int, tuple[Floats, int]] = {}
 
     def take(self, event: Event) -> None:
@@ -201,12 +195,7 @@ def _check_finite(*values: float) -> None:
 class LogReader:
     """The events of a log in order; damage in any line but a half-written last one is an error that names the line.
 
-    Attributes:
-        header: the first line.
-        standing: after the events that were read so far.
-        start: where the newest event's line begins, in bytes.
-        end: where it ends.
-        rest: how many bytes of a half-written line follow the last event, once all were read.
+    The newest event's line goes from byte `start` to `end`; `rest` bytes of a half-written line follow the last one.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -248,18 +237,13 @@ class LogReader:
     def warn_of_rest(self, consequence: str) -> None:
         """Warn of a half-written last line."""
         if self.rest:
-            said = f"the last line of {self.path}, {self.rest} bytes, was only half written, by a killed machine, and "
-            warn(said + consequence)
+            warn(f"the last line of {self.path}, {self.rest} bytes, was only half written and {consequence}")
 
 
 class LogFile:
-    """A log that is written: open, locked against other writers, and read up to its end.
+    """A log that is written: open, locked against other writers, and read up to its `end`.
 
-    Attributes:
-        header: the first line, of the log as it was begun.
-        standing: after the last line.
-        end: the length of the file, in bytes.
-        news: the events from byte `known[1]` on, where `known[0]` is the id of the log.
+    `news` are the events from byte `known[1]` on, where `known[0]` is the id of the log.
     """
 
     def __init__(self, path: AnyPath, header: Header, *, sync: bool, known: tuple[str, int] | None = None) -> None:
@@ -318,11 +302,11 @@ class LogFile:
 def _lock(descriptor: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:
-        # Not on Windows.
-        return
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        # On Windows.
+        return
     except BlockingIOError:
         raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
 

@@ -100,12 +100,14 @@ class NetworkLearner(Learner):
         dropout = settings.dropout if isinstance(settings, GreedySettings) else 0.0
         self.network = Network(buffer.contexts.shape[2], settings.hidden, n_arms, settings.activation, dropout)
         self.owners = self._owners()
+        # N of the last training, by which the Gaussian is read: a saved agent resumes with it.
+        self._n = self._n_data()
         self.stack = Stack(
             self.network,
             self._rule(),
             self.owners,
             self._batch,
-            n_data=self._n_data(),
+            n_data=self._n,
             weights=initial_weights(self.network, self.owners, settings.init_range, self.device),
             device=self.device,
             average=settings.average,
@@ -193,7 +195,8 @@ class NetworkLearner(Learner):
 
     def _prepare(self) -> None:
         """Write N and the rewards' scale, which a training's steps read."""
-        self.stack.n_data.fill_(self._n_data())
+        self._n = self._n_data()
+        self.stack.n_data.fill_(self._n)
         if self.settings.standardise:
             shift, scale = self.buffer.moments()
             self._shift.copy_(self._by_network(shift))
@@ -221,9 +224,9 @@ class NetworkLearner(Learner):
         return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the count of steps too."""
+        """Take over N and the count of steps too."""
         super().load(tensors)
-        self.stack.done, self._moments = int(tensors["steps"]), None
+        self.stack.done, self._n, self._moments = int(tensors["steps"]), float(tensors["n_data"]), None
 
 
 def initial_weights(network: Network, seeds: Sequence[int], span: float | None, device: torch.device) -> Tensor:
@@ -339,7 +342,7 @@ class Badam(Greedy):
     def gaussian(self) -> Gaussian:
         """Computed from Adam's second moment."""
         own, moment = self.settings, second_moment(self.stack.state, self.settings.betas[1])
-        rule = PrecisionRule(self._n_data(), 1 / own.prior_variance, own.power, own.form == "likelihood")
+        rule = PrecisionRule(self._n, 1 / own.prior_variance, own.power, own.form == "likelihood")
         return Gaussian(rule.mean(self.stack.mean, moment), rule.precision(moment).reciprocal_())
 
 

@@ -158,7 +158,7 @@ class Overlap:
         effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
         largest_weight: the largest w.
         largest_share: the largest w over Σ w.
-        mean_weight: of w; its expectation is the share of the policy's probability on arms that could be chosen.
+        mean_weight: of w; its expectation is 1 − `impossible`.
         impossible: the share of the policy's probability on arms that the log could not choose.
         never_chosen: its share on arms that the log never chose.
     """
@@ -171,9 +171,7 @@ class Overlap:
     never_chosen: float
 
     @classmethod
-    def of(
-        cls, shares: Numbers, weights: Numbers, arms: npt.NDArray[np.int64], possible: npt.NDArray[np.bool_]
-    ) -> Overlap:
+    def of(cls, shares: Numbers, weights: Numbers, arms: Any, possible: npt.NDArray[np.bool_]) -> Overlap:
         """From the policy's probabilities (n, arms), w (n,), the arms chosen (n,), and which could be (n, arms)."""
         total, never = weights.sum(), np.bincount(arms, minlength=shares.shape[1]) == 0
         return cls(
@@ -197,10 +195,8 @@ class Overlap:
         if self.never_chosen > _MOST_IMPOSSIBLE:
             found.append(f"{self.never_chosen:.1%} of the policy's probability is on arms that the log never chose")
         if gap > _MOST_ERRORS * self.mean_weight.error + 1e-9:
-            found.append(
-                f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: some arms are too "
-                "seldom chosen to be seen, or the probabilities in the log are wrong"
-            )
+            said = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
+            found.append(f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: {said}")
         return found
 
 
@@ -211,8 +207,7 @@ class Estimates:
     Attributes:
         logged: of the policy that wrote the log.
         direct: by a linear model of the rewards alone, see `RewardModel.direct`.
-        ips: see `inverse_propensity`.
-        snips: see `self_normalised`.
+        ips, snips: see `inverse_propensity` and `self_normalised`.
         doubly_robust: see `doubly_robust`; the one to use.
         level: of the intervals in the table.
         decisions: how many were used.
@@ -253,8 +248,7 @@ class Estimates:
         lines += [
             f"{self.decisions} decisions" + (f"; left out: {out}" if out else ""),
             f"effective sample size {own.effective_size:.4g}, largest weight {own.largest_weight:.4g}",
-            f"the policy's probability on arms that could not be chosen: {own.impossible:.2%}, that never were: "
-            f"{own.never_chosen:.2%}",
+            f"the policy's probability on impossible arms {own.impossible:.2%}, on unseen arms {own.never_chosen:.2%}",
             *(f"not to be trusted: {doubt}" for doubt in self.doubts),
         ]
         return "\n".join(lines)
@@ -305,10 +299,8 @@ def evaluate(
         "without a probability": int((~known).sum()),
     }
     if len(used) < 2:
-        raise MatchError(
-            f"the log has {len(used)} decisions with a probability and a reward, and two are needed at least; left "
-            f"out: {_counts(left_out) or 'none'}"
-        )
+        said = f"two decisions with a probability and a reward are needed; left out: {_counts(left_out) or 'none'}"
+        raise MatchError(f"the log has {len(used)} decisions to use, and {said}")
     contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
     if isinstance(policy, Agent):
         # The agent is offered the arms of the log; arms of its own that the log does not have were not on offer.

@@ -111,8 +111,7 @@ def simulate(
 class Playing:
     """A simulation under way, for a caller who wants to advance several in turn; arguments are those of `simulate`.
 
-    On a GPU each has a stream of its own, and `advance` returns before the GPU is done: one simulation alone leaves most
-    of it idle.
+    On a GPU each has a stream of its own, and `advance` returns before the GPU is done, so that several keep it busy.
     """
 
     def __init__(
@@ -192,17 +191,24 @@ class Playing:
 
     @property
     def turns(self) -> range:
-        """One for each `advance` that is left."""
-        return self._lanes[0].turns
+        """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
+        forced = self._lanes[0].forced
+        rest = max(0, self.rounds - max(self.done, forced))
+        return range((self.done < min(forced, self.rounds)) + -(-rest // self._settings.train_every))
 
     def advance(self) -> None:
         """The rounds up to the next training, and the training; now and then, the checkpoint."""
         with torch.cuda.stream(self._stream):
             for _ in (map if self._pool is None else self._pool.map)(_Lane.advance, self._lanes):
                 pass
-            late = time.perf_counter() - self._written >= self._checkpoint_seconds
-            if self._path is not None and (self.finished or late):
-                self._save(self._path)
+            now = time.perf_counter()
+            if self._path is not None and (self.finished or now - self._written >= self._checkpoint_seconds):
+                tensors: dict[str, Tensor] = {}
+                for number, lane in enumerate(self._lanes):
+                    tensors |= {f"{number}/{name}": tensor for name, tensor in lane.buffer.state().items()}
+                    tensors |= {f"{number}/learner.{name}": tensor for name, tensor in lane.learner.state().items()}
+                header = {**self._header, "seconds": now - self._start}
+                storage.write(self._path, tensors, header, storage.SIMULATION)
                 self._written = time.perf_counter()
 
     def result(self) -> Simulation:
@@ -223,28 +229,20 @@ class Playing:
             reward=reward[:, points - 1],
             regret=regret[:, points - 1],
             lost=reward[:, -1] <= single,
-            seconds=self._seconds(),
+            seconds=time.perf_counter() - self._start,
             settings=self._settings,
         )
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    def _save(self, path: Path) -> None:
-        lanes = enumerate(self._lanes)
-        tensors = {f"{number}/{name}": t for number, lane in lanes for name, t in lane.state().items()}
-        storage.write(path, tensors, {**self._header, "seconds": self._seconds()}, storage.SIMULATION)
 
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
         for name, value in self._header.items():
             if found.get(name) != value:
                 other = "other data" if name == "data" else f"{name}={found.get(name)!r}, not {value!r}"
-                raise MatchError(
-                    f"{path} is of a simulation with {other}: delete it to start again, or use another path"
-                )
+                raise MatchError(f"{path} is of a simulation with {other}: delete it to start again, or use another")
         with torch.cuda.stream(self._stream):
             for number, lane in enumerate(self._lanes):
-                lane.restore(storage.under(f"{number}/", tensors))
+                own = storage.under(f"{number}/", tensors)
+                lane.buffer.restore(own)
+                lane.learner.restore(storage.under("learner.", own))
         self._start -= float(found["seconds"])
 
 
@@ -284,23 +282,15 @@ class _Lane:
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
         n_arms = self._pays.shape[2]
         self.learner = make_learner(agent, settings, self.buffer, n_arms, seeds, prior)
-        self._forced = settings.initial_pulls * n_arms
-
-    @property
-    def turns(self) -> range:
-        """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
-        first, total = self.buffer.count, self._pays.shape[1]
-        forced = first < min(self._forced, total)
-        rest = max(0, total - max(first, self._forced))
-        return range(forced + -(-rest // self.learner.settings.train_every))
+        self.forced = settings.initial_pulls * n_arms
 
     @torch.no_grad()
     def advance(self) -> None:
         """The rounds up to the next training, and the training."""
         runs, total, n_arms = self._pays.shape
         first = self.buffer.count
-        forced = first < self._forced
-        last = min(self._forced if forced else first + self.learner.settings.train_every, total)
+        forced = first < self.forced
+        last = min(self.forced if forced else first + self.learner.settings.train_every, total)
         if forced:
             arms = (torch.arange(first, last, device=self._pays.device) % n_arms).expand(runs, -1)
         else:
@@ -310,19 +300,10 @@ class _Lane:
         if last < total:
             self.learner.train()
 
-    def state(self) -> dict[str, Tensor]:
-        return self.buffer.state() | {f"learner.{name}": tensor for name, tensor in self.learner.state().items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.buffer.restore(state)
-        self.learner.restore(storage.under("learner.", state))
-
 
 def _fingerprint(played: Sequence[Rounds], prior: Prior | None) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for rounds in played:
-        digest.update(rounds.contexts.tobytes())
-        digest.update(rounds.rewards.tobytes())
-    for tensor in prior.tensors().values() if prior is not None else ():
-        digest.update(tensor.numpy().tobytes())
+    arrays = [array for rounds in played for array in (rounds.contexts, rounds.rewards)]
+    for array in arrays + ([] if prior is None else [tensor.numpy() for tensor in prior.tensors().values()]):
+        digest.update(array.tobytes())
     return digest.hexdigest()

@@ -129,7 +129,7 @@ class Store:
         tensors, header = storage.read(path, storage.AGENT)
         try:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
-            about, followed = header["prior"], header["log"]
+            about, known = header["prior"], header["log"]
             prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
             store = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
             store._rebuild(store.buffer.widened(header["room"]))
@@ -147,4 +147,4 @@ class Store:
             raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
         except SettingError as error:
             raise FileError(f"{path} is not an agent of this version: {error}") from error
-        return store, standing, None if followed is None else (followed[0], followed[1])
+        return store, standing, known and (known[0], known[1])
