@@ -116,21 +116,11 @@ class Entry(NamedTuple):
 
 
 class Buffer:
-    """Contexts, chosen arms and rewards of a stack of runs, in memory that is allocated once.
+    """Contexts (runs, room, features), chosen arms and rewards (runs, room) of a stack of runs.
 
-    The contexts are the caller's own (runs, room, features): observation i is row i, so nothing is copied. Only the
-    first `count` rows have been seen.
-
-    With a half-life h, an observation that i others have followed weighs 2^(−i/h), whatever their arms. Without one
-    every observation weighs 1.
-
-    Attributes:
-        contexts: (runs, room, features), float32.
-        arms: (runs, room), int64.
-        rewards: (runs, room), float32.
-        sums: Σ w r and Σ w r² of every run, (runs, 2), float64.
-        count: how many observations every run has.
-        half_life: h, infinite where nothing is forgotten.
+    The contexts are the caller's own: observation i is row i, so nothing is copied. The first `count` rows are seen.
+    With a half-life h, an observation that i others have followed weighs w = 2^(−i/h), whatever their arms; otherwise
+    1. `sums` are Σ w r and Σ w r² of every run, (runs, 2), float64.
     """
 
     def __init__(self, contexts: Tensor, half_life: float | None = None) -> None:
@@ -280,14 +270,11 @@ class Learner(ABC):
         `streams`, unbiased with a standard error of √(P(1 − P)/M). The learner does not change.
 
         `drawn` are the scores of a choice, one draw more. All M + 1 draws are exchangeable, so given all of them the
-        share, (count + 1)/(M + 1) for the chosen arm, is the probability of the choice; an arm that none of them
-        prefers could not be chosen. As an estimate of P given the choice, the share is too large by (1 − P)/(M + 1)
-        with a standard error of √(M P(1 − P))/(M + 1), and P E[1/share | chosen] = 1 − (1 − P)^(M+1): weights of
-        inverse shares are unbiased except for arms with P of the order 1/M or less.
+        share, (count + 1)/(M + 1) for the chosen arm, is the probability of the choice. As an estimate of P given the
+        choice, it is too large by (1 − P)/(M + 1) with a standard error of √(M P(1 − P))/(M + 1), and
+        P E[1/share | chosen] = 1 − (1 − P)^(M+1): inverse shares are unbiased but for arms with P of the order 1/M.
 
-        Args:
-            contexts: (runs, k, features).
-            allowed: A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
+        `allowed` is A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
         """
         runs, k, _ = contexts.shape
         allowed = allowed.expand(runs, k, self.n_arms)

@@ -21,13 +21,7 @@ _PIECE = 64
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """The sufficient statistics of linear regression, float64; the last feature is a constant 1.
-
-    Attributes:
-        gram: Σ x xᵀ, (runs, arms, features, features).
-        cross: Σ x r, (runs, arms, features).
-        squares: Σ r², (runs, arms).
-    """
+    """Σ x xᵀ, Σ x r and Σ r² of every run and arm, (runs, arms, ...), float64; the last feature is a constant 1."""
 
     gram: Tensor
     cross: Tensor
@@ -169,11 +163,7 @@ class LinearPosterior:
     def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).
 
-        Args:
-            mean: μ of every arm, (runs, arms, features).
-            arms: of the observations, (runs, k); so are the rewards.
-            x: their features.
-            rewards: in units of the targets.
+        The mean of every arm is (runs, arms, features); arms and rewards of the observations are (runs, k).
         """
         own = arms.unsqueeze(2)
         rest = (1 - self.widths(x).gather(2, own).squeeze(2)).clamp_(min=1e-3)
@@ -183,9 +173,6 @@ class LinearPosterior:
 def with_constant(x: Tensor) -> Tensor:
     """The features with a constant 1 appended, float64."""
     return F.pad(x.double(), (0, 1), value=1.0)
-
-
-# --- linear ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,9 +239,6 @@ class Linear(Learner):
 
 
 LINEAR = Entry(Linear, LinearSettings)
-
-
-# --- neural-linear --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -238,9 +238,6 @@ def initial_weights(network: Network, seeds: Sequence[int], span: float | None, 
     return flatten(params).to(device)
 
 
-# --- greedy, ε-greedy -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class GreedySettings(NetworkSettings):
     """Adam, with a penalty and dropout as regularisers.
@@ -281,9 +278,6 @@ GREEDY = Entry(Greedy, GreedySettings)
 EPSILON_GREEDY = Entry(Greedy, GreedySettings, tuned={"epsilon": 0.05}, paper={"epsilon": 0.05})
 
 
-# --- MC dropout -----------------------------------------------------------------------------------------------------
-
-
 class MCDropout(Greedy):
     """Units are dropped in training and when choosing alike, with one mask per row."""
 
@@ -298,9 +292,6 @@ class MCDropout(Greedy):
 
 
 MC_DROPOUT = Entry(MCDropout, GreedySettings, tuned={"dropout": 0.2}, paper={"dropout": 0.2})
-
-
-# --- Gaussians over the weights -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -409,9 +400,6 @@ _IVON |= {"n_per_round": 1000.0, "noise_variance": 0.1, "initial_std": 0.0458}
 BBB = Entry(partial(Variational, BayesByBackprop), VariationalSettings, _BBB, paper={"noise_variance": 0.01})
 VADAM = Entry(partial(Variational, Vadam), VariationalSettings, _VADAM)
 IVON_AGENT = Entry(partial(Variational, IVON), VariationalSettings, _IVON)
-
-
-# --- bootstrap ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,6 @@ _GROWTH = 1.1
 _PRIOR = {"precision": LinearSettings.precision, "shape": 2.0, "scale": 1.0}
 
 
-# --- estimators -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A mean reward, and its standard error."""
@@ -145,9 +142,6 @@ def predicted_before(log: Log) -> Numbers:
         found[first:last] = model.fit(first).predict(log.contexts[first:last])
         first = last
     return found
-
-
-# --- evaluation -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,6 @@ class Rule(ABC):
         return Functions(unflatten(network, repeated))
 
 
-# --- Adam -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Adam(Rule):
     """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε), by torch's fused kernel.
@@ -212,9 +209,6 @@ def optimizer_state_dict(
     return {"state": entries, "param_groups": [group]}
 
 
-# --- dropout --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Dropout(Adam):
     """Adam under the network's dropout, in prediction as in training (MC dropout).
@@ -243,9 +237,6 @@ class Dropout(Adam):
         drawn = streams.masks(network.dropout, n, sum(network.hidden)).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
         return Functions(unflatten(network, weights.repeat_interleave(n, dim=0)), masks)
-
-
-# --- variational rules ----------------------------------------------------------------------------------------------
 
 
 class Perturbed(Rule):
@@ -467,9 +458,6 @@ def ivon_update(
     hessian.sub_(excess, alpha=1 - betas[1]).addcdiv_(excess.square_(), damped, value=0.5 * (1 - betas[1]) ** 2)
     direction = momentum.div(correction).add_(mean * decay).mul_(lr * (initial_hessian + decay))
     mean.sub_(direction.div_(hessian + decay))
-
-
-# --- SWAG -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,17 @@ class Stack:
     Args:
         seeds: one per network; a seed's numbers do not depend on the other seeds.
         batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
+        n_data: N, in device memory.
         weights: flat weights to start from, (s, weights); None draws them from the seeds.
-        average: β of a moving average of the weights, `mean`; 0 for none.
+        average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
         clip: the norm at which each network's gradient is clipped.
         predraw: on CUDA, draw a block's random numbers outside the graph, which is faster and takes more memory.
         steps_per_graph: steps that one CUDA graph holds.
 
     Attributes:
-        weights: (s, weights).
-        mean: their moving average, or the weights themselves.
         state: the rule's memory by name.
         done: steps taken.
-        n_data: N, in device memory.
-        scale: what turns the gradient into that of the mean negative log-likelihood, (s, 1); for rules that need it.
+        scale: turns the gradient into that of the mean negative log-likelihood, (s, 1), for rules that need it.
         penalty: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
     """
 
@@ -154,13 +152,9 @@ class Stack:
         """The Gaussian that the rule ends with, around `mean`."""
         return self.rule.gaussian(self.mean, self.state, self.n_data)
 
-    def moments(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Mean and variance of one network's weights by name, on the CPU, where the rule has a Gaussian."""
-        found = self.gaussian()
-        if found is None:
-            return None
-        mean, variance = (member(unflatten(self.network, part.cpu()), index) for part in found)
-        return mean, variance
+    def moments(self, index: int) -> list[dict[str, Tensor]]:
+        """Mean and variance of one network's weights by name, on the CPU; empty where the rule has no Gaussian."""
+        return [member(unflatten(self.network, part.cpu()), index) for part in self.gaussian() or ()]
 
     def functions(self, index: int, n: int, streams: Streams) -> Functions:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
