@@ -11,7 +11,7 @@ from bayesadam.bandits.linear import LINEAR, NEURAL_LINEAR
 from bayesadam.bandits.prior import Prior
 from bayesadam.errors import SettingError
 
-_REGISTRY: Mapping[str, Entry] = {
+REGISTRY: Mapping[str, Entry] = {
     "hybrid": HYBRID,
     "badam": networks.BADAM,
     "badam-map": networks.BADAM_MAP,
@@ -33,7 +33,7 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
     "paper": {"init_range": 0.3, "lr": 0.1, "lr_decay": 0.5},
     "tuned": {"lr": 5e-4, "l2": 6e-3, "l2_by_noise": True, "dropout": 0.3, "average": 0.995, "standardise": True},
 }
-AGENTS = tuple(_REGISTRY)
+AGENTS = tuple(REGISTRY)
 SETTINGS = tuple(_SHARED)
 # Table 1 of the paper, in its order.
 PAPER_AGENTS = ("badam", "mc-dropout", "bbb", "vadam", "greedy", "uniform")
@@ -41,9 +41,9 @@ PAPER_AGENTS = ("badam", "mc-dropout", "bbb", "vadam", "greedy", "uniform")
 
 def entry(agent: str) -> Entry:
     """The agent of this name."""
-    if agent not in _REGISTRY:
+    if agent not in REGISTRY:
         raise SettingError(f"agent must be one of {', '.join(AGENTS)}, got {agent!r}")
-    return _REGISTRY[agent]
+    return REGISTRY[agent]
 
 
 def make_learner(
