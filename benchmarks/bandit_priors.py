@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bayesadam.bandits import BanditProblem, Rounds, agent_settings, fit_prior, problem, reward_problem, simulate, wheel
-from bayesadam.bandits.empirical_bayes import Arms
+from bayesadam.bandits.prior import Arms
 from harness import against, arguments, at_most, number, setting, write_results
 
 NEW_DELTA, GOAL = 0.99, 9.8

@@ -36,7 +36,7 @@ import torch
 
 from bayesadam.bandits import AGENTS, AgentSettings, agent_settings, problem
 from bayesadam.bandits.agents import entry
-from bayesadam.bandits.settings import NetworkSettings
+from bayesadam.bandits.networks import NetworkSettings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.errors import SettingError
 from harness import Cell, arguments, mean_and_error, number, parallel, read_cell, setting, write_cell, write_results

@@ -16,10 +16,11 @@ from bayesadam.bandits import (
     reward_problem,
     simulate,
 )
-from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.hybrid import Head, Hybrid
-from bayesadam.bandits.linear import Statistics
+from bayesadam.bandits.hybrid import Hybrid
+from bayesadam.bandits.learner import Buffer
+from bayesadam.bandits.linear import LinearPosterior, Statistics
 from bayesadam.bandits.simulation import Playing
+from bayesadam.gaussian.noise import stream_seed
 from floats import approx, assert_close
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def statistics(arms: torch.Tensor, x: torch.Tensor, rewards: torch.Tensor) -> St
 @pytest.mark.parametrize("size", [1, 7, COUNT])
 def test_updates_in_blocks_are_the_normal_equations(size):
     arms, x, rewards = observations()
-    head = Head.zeros(RUNS, ARMS, WIDTH, CPU)
+    head = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU)
     for first in range(0, COUNT, size):
         part = slice(first, first + size)
         head.update(arms[:, part], x[:, part], rewards[:, part])
@@ -77,7 +78,7 @@ def test_updates_in_blocks_are_the_normal_equations(size):
 def test_a_fit_is_the_normal_equations_around_prior_means():
     arms, x, rewards = observations()
     prior = torch.from_numpy(rng(1).normal(size=(RUNS, ARMS, 3, WIDTH)))
-    head, precision = Head.zeros(RUNS, ARMS, WIDTH, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    head, precision = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU), torch.tensor([0.3, 2.0], dtype=torch.float64)
     head = replace(head, mean=head.mean.repeat(1, 1, 3, 1), scale=head.scale.repeat(1, 1, 3))
     identity = torch.eye(WIDTH, dtype=torch.float64)
     residual = head.fit(statistics(arms, x, rewards), prior, precision[:, None, None, None] * identity)
@@ -91,7 +92,7 @@ def test_a_fit_is_the_normal_equations_around_prior_means():
 
 def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
     arms, x, rewards = observations()
-    head, zero = Head.zeros(RUNS, ARMS, WIDTH, CPU), np.zeros(WIDTH)
+    head, zero = LinearPosterior.prior(RUNS, ARMS, WIDTH, 1.0, CPU), np.zeros(WIDTH)
     head.fit(statistics(arms, x, rewards), torch.zeros_like(head.mean), 0.5 * torch.eye(WIDTH, dtype=torch.float64))
     errors, rest = head.left_out(head.mean.squeeze(2), arms, x, rewards)
     assert ((rest > 0) & (rest < 1)).all()
@@ -139,22 +140,24 @@ def played(problem, rounds: int, **changes: object) -> Hybrid:
 
 
 def test_linear_rewards_are_left_to_the_linear_head():
-    assert float(played(linear_problem(), 400)._share) < 0.3
-    assert simulate(linear_problem(), "hybrid", runs=3, rounds=400, settings=small()).reward_ratio.min() > 0.85
+    learner = played(linear_problem(), 300)
+    assert float(learner._share) < 0.3
+    best = linear_problem().run(stream_seed(0, "run", 0), 300).optimum.sum()
+    assert learner.buffer.rewards.sum() > 0.85 * best
 
 
 def test_others_are_left_to_the_network():
-    learner = played(rings(), 1500)
+    learner = played(rings(), 1000)
     assert float(learner._share) > 0.7
     late = learner.buffer.rewards[:, -300:].mean()
-    linear = simulate(rings(), "linear", runs=1, rounds=1500)
+    linear = simulate(rings(), "linear", runs=1, rounds=1000)
     assert late > 0.8 > float(linear.reward_ratio.mean())
 
 
-@pytest.mark.parametrize(("scale", "shift"), [(8.0, 0.0), (0.125, 0.0), (1.0, 16.0)])
+@pytest.mark.parametrize(("scale", "shift"), [(8.0, 0.0), pytest.param(1.0, 16.0, marks=pytest.mark.slow)])
 def test_units_of_the_rewards_do_not_matter(scale, shift):
-    ours = played(linear_problem(), 200, train_steps=40).buffer.arms
-    theirs = played(linear_problem(scale, shift), 200, train_steps=40).buffer.arms
+    ours = played(linear_problem(), 200, train_steps=20).buffer.arms
+    theirs = played(linear_problem(scale, shift), 200, train_steps=20).buffer.arms
     assert (ours == theirs).double().mean() > 0.95
 
 
@@ -168,10 +171,10 @@ def test_a_prize_that_was_not_seen_is_possible_where_the_range_says_so():
 def test_rewards_of_nothing_but_zeros_do_not_end_exploration():
     agent = make_agent("hybrid", n_features=2, n_arms=4, settings=small(), seed=1)
     arms = []
-    for context in rng(5).normal(size=(200, 2)):
+    for context in rng(5).normal(size=(100, 2)):
         arms.append(agent.act(context))
         agent.update(context, arms[-1], 0.0)
-    assert min(np.bincount(arms[100:], minlength=4)) > 5
+    assert min(np.bincount(arms[50:], minlength=4)) > 2
 
 
 def test_what_is_held_out_is_not_trained_on():
@@ -183,9 +186,9 @@ def test_what_is_held_out_is_not_trained_on():
 
 
 def test_trainings_grow_rarer():
-    learner = played(rings(), 1500, train_steps=10, growth=1.15)
-    assert learner.stack.done == 10 * len(due(1500))
-    assert played(rings(), 400, train_steps=10, growth=1.15, forget=50.0).stack.done > 10 * len(due(400))
+    learner = played(rings(), 700, train_steps=2, growth=1.15)
+    assert learner.stack.done == 2 * len(due(700))
+    assert played(rings(), 400, train_steps=2, growth=1.15, forget=50.0).stack.done > 2 * len(due(400))
 
 
 def due(rounds: int) -> list[int]:
@@ -217,7 +220,7 @@ def test_the_default_agent_is_hybrid():
 
 
 def test_exploration_settles():
-    bold, settled = (played(rings(), 400, exploration=share, settling=1.0) for share in (1.0, 0.1))
+    bold, settled = (played(rings(), 200, exploration=share, settling=1.0, train_steps=30) for share in (1.0, 0.1))
     ratio = deviations(settled, torch.zeros(1, 1, 2)) / deviations(bold, torch.zeros(1, 1, 2))
     assert math.isfinite(float(ratio.max()))
     assert float(ratio.max()) < 0.9

@@ -55,24 +55,26 @@ def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
 
 
 def learnt(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in agent._trainer.state().items() if not name.startswith("stream")}
+    return {name: t.clone() for name, t in agent._store.trainer.state().items() if not name.startswith("stream")}
 
 
 def assert_alike(one: Agent, other: Agent) -> None:
     """In all but the random numbers of choices; several observations at once make the noise differ by a thousandth."""
-    assert (one.pending, one._next_id, one._pulls, one._gone) == (
+    assert (one.pending, one._standing.next_id, one._standing.pulls, one._standing.removed) == (
         other.pending,
-        other._next_id,
-        other._pulls,
-        other._gone,
+        other._standing.next_id,
+        other._standing.pulls,
+        other._standing.removed,
     )
-    assert (one.n_arms, one._since_training) == (other.n_arms, other._since_training)
-    count = one._buffer.count
-    assert count == other._buffer.count
+    assert (one.n_arms, one._store.since_training) == (other.n_arms, other._store.since_training)
+    count = one._store.buffer.count
+    assert count == other._store.buffer.count
     for of in ("contexts", "arms", "rewards"):
-        assert torch.equal(getattr(one._buffer, of)[:, :count], getattr(other._buffer, of)[:, :count])
-    for row, arm in (one._pending[decision] for decision in one.pending):
-        assert any(torch.equal(row, there) and arm == its for there, its in other._pending.values())
+        assert torch.equal(getattr(one._store.buffer, of)[:, :count], getattr(other._store.buffer, of)[:, :count])
+    for decision, (context, arm) in one._standing.waiting.items():
+        there, its = other._standing.waiting[decision]
+        assert arm == its
+        np.testing.assert_array_equal(np.float32(context), np.float32(there))
     mine, others = learnt(one), learnt(other)
     assert mine.keys() == others.keys()
     for name, tensor in mine.items():
@@ -197,7 +199,7 @@ def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
             with pytest.raises(FileError, match=r"cannot log to .*log\.jsonl.*agent\.log\(None\) goes on without"):
                 call()
     assert path.stat().st_size == size
-    assert (agent.n_arms, agent.pending, agent._gone) == (3, twin.pending, set())
+    assert (agent.n_arms, agent.pending, agent._standing.removed) == (3, twin.pending, set())
     assert all(torch.equal(tensor, before[name]) for name, tensor in learnt(agent).items())
     assert agent.decide(ROWS[9]).id == 9
     assert len(read_log(path)) == 10
@@ -215,7 +217,7 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
     text = whole.read_bytes()
     start = text[:-1].rindex(b"\n") + 1
     path = tmp_path / "log.jsonl"
-    for end in range(start + 1, len(text)):
+    for end in (start + 1, start + 2, *range(start + 9, len(text) - 2, 37), len(text) - 2, len(text) - 1):
         path.write_bytes(text[:end])
         with pytest.warns(
             ba.BayesAdamWarning, match=rf"the last line of .*, {end - start} bytes, was only half written"
@@ -410,7 +412,7 @@ def test_replay_follows_the_arms(tmp_path):
     play(agent, ROWS[21:40])
     again = replay(path)
     assert_alike(again, agent)
-    assert (again.n_arms, again._gone) == (4, {1})
+    assert (again.n_arms, again._standing.removed) == (4, {1})
     again.add_arm()
     # Cold: tried as often as every arm is at first.
     assert [again.decide(row).arm for row in ROWS[:3]][:2] == [4, 4]
@@ -422,18 +424,18 @@ def test_replay_warm_starts_another_kind_of_agent(tmp_path):
     play(agent, ROWS[:40])
     other = replay(path, new("badam", prior_variance=0.1))
     assert other.name == "badam"
-    assert other._buffer.count == agent._buffer.count
+    assert other._store.buffer.count == agent._store.buffer.count
     assert other.pending == agent.pending
-    assert other._trainer.stack.done > 0
+    assert other._store.trainer.stack.done > 0
     other.log(tmp_path / "other.jsonl")
     assert other.decide(ROWS[0]).id == 40
     waits = agent.pending[0]
-    row, arm = agent._pending[waits]
+    row, arm = agent._standing.waiting[waits]
     other.reward(waits, 0.5)
     # Its decision is in the former log alone.
     (told,) = of_kind(tmp_path / "other.jsonl", "update")
     assert (told["arms"], told["rewards"]) == ([arm], [0.5])
-    np.testing.assert_array_equal(np.float32(told["contexts"]), row.unsqueeze(0))
+    np.testing.assert_array_equal(np.float32(told["contexts"]), np.float32([row]))
 
 
 def test_replay_needs_a_new_agent_that_fits(tmp_path):
@@ -473,7 +475,7 @@ def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
     agent.reward(agent.pending[0], 0.25)
     agent.log(None)
     again = Agent.load(saved)
-    assert again._next_id == 20
+    assert again._standing.next_id == 20
     again.log(path)
     assert_alike(again, agent)
     decision = again.decide(ROWS[0])
@@ -494,11 +496,11 @@ def test_ids_continue_from_the_larger_of_the_agent_s_and_the_log_s(tmp_path):
     fresh = new()
     fresh.log(path)
     # It has learnt nothing, but what waits in the log can be rewarded.
-    assert fresh._buffer.count == 0
+    assert fresh._store.buffer.count == 0
     assert fresh.pending == first.pending
     assert fresh.decide(ROWS[10]).id == 10
     fresh.reward(fresh.pending[0], 1.0)
-    assert fresh._buffer.count == 1
+    assert fresh._store.buffer.count == 1
     fresh.log(None)
     older = new()
     for row in ROWS[:30]:
@@ -577,7 +579,7 @@ def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     with pytest.raises(MatchError, match="99 was never made"):
         agent.forget(99)
     assert agent.pending == replay(path).pending == (kept.id,)
-    assert agent._buffer.count == 0
+    assert agent._store.buffer.count == 0
     with pytest.raises(MatchError, match="was rewarded or forgotten before"):
         agent.reward(given_up.id, 1.0)
     found = read_log(path)
@@ -715,4 +717,4 @@ def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
     # At most what each of them was killed at was not yet reported.
     assert len(found) - len(decided) <= 20
     assert len(paid) - len(rewarded) <= 20
-    assert last._buffer.count == len(paid)
+    assert last._store.buffer.count == len(paid)

@@ -8,25 +8,25 @@ import torch
 
 import bayesadam as ba
 from bayesadam.bandits import Log, Prior, agent_settings, fit_prior, make_agent, replay, reward_problem, simulate, wheel
-from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.empirical_bayes import _WIDTHS, _Features, _inverse_gamma, _left_out, _spread
 from bayesadam.bandits.hybrid import Hybrid
+from bayesadam.bandits.learner import Buffer
+from bayesadam.bandits.prior import _WIDTHS, _inverse_gamma, _left_out, _Problem, _spread
 from floats import approx, assert_close
 
 WIDTH, ARMS, ROWS = 3, 2, 60
 
 
-def family(heads: np.ndarray, noise: float = 0.1, seed: int = 0) -> list[_Features]:
+def family(heads: np.ndarray, noise: float = 0.1, seed: int = 0) -> list[_Problem]:
     """Problems with these weights (problems, ARMS, WIDTH), on features that are known."""
     random, found = np.random.default_rng(seed), []
     for own in heads:
         phi = random.normal(size=(ROWS, WIDTH))
         rewards = phi @ own.T + noise * random.normal(size=(ROWS, len(own)))
-        found.append(_Features(*map(torch.from_numpy, (phi, rewards, np.full(rewards.shape, noise**2)))))
+        found.append(_Problem(*map(torch.from_numpy, (phi, rewards, np.full(rewards.shape, noise**2)))))
     return found
 
 
-def errors_left_out(data: list[_Features], heads: np.ndarray, spread: np.ndarray, noise: float) -> np.ndarray:
+def errors_left_out(data: list[_Problem], heads: np.ndarray, spread: np.ndarray, noise: float) -> np.ndarray:
     """Mean squared errors of every problem's odd rows, from multivariate Student densities of its even rows."""
     found = []
     for number, one in enumerate(data):
@@ -105,7 +105,7 @@ def slopes(number: int, arms: int = 3):
 
 @pytest.fixture(scope="module")
 def prior() -> Prior:
-    return fit_prior([slopes(number) for number in range(12)], hidden=(30,), rounds=300, steps=600)
+    return fit_prior([slopes(number) for number in range(12)], hidden=(30,), rounds=200, steps=300)
 
 
 def test_an_agent_that_starts_from_a_prior_needs_less(prior):

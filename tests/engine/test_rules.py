@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import StackedGradient, loss_and_slope
 from bayesadam.engine.network import ACTIVATIONS, Network, flatten, forward, initial, unflatten
-from bayesadam.engine.rules import IVON, RULES, SWAG, Adam, BayesByBackprop, Dropout, Vadam
-from bayesadam.engine.rules.adam import optimizer_state_dict
+from bayesadam.engine.rules import IVON, RULES, SWAG, Adam, BayesByBackprop, Dropout, Vadam, optimizer_state_dict
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams
 from floats import assert_close

@@ -1,11 +1,11 @@
 """Contextual bandits: problems, agents, simulation, logs, and off-policy evaluation."""
 
+from bayesadam.bandits.agent import Agent, Decision, make_agent, replay
 from bayesadam.bandits.agents import AGENTS, PAPER_AGENTS, SETTINGS, agent_settings
-from bayesadam.bandits.empirical_bayes import fit_prior
-from bayesadam.bandits.live import Agent, Decision, make_agent, replay
+from bayesadam.bandits.learner import AgentSettings
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.off_policy import Estimate, Estimates, Overlap, evaluate
-from bayesadam.bandits.prior import Prior
+from bayesadam.bandits.prior import Prior, fit_prior
 from bayesadam.bandits.problems import (
     PROBLEMS,
     BanditProblem,
@@ -16,7 +16,6 @@ from bayesadam.bandits.problems import (
     reward_problem,
     wheel,
 )
-from bayesadam.bandits.settings import AgentSettings
 from bayesadam.bandits.simulation import Simulation, simulate
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""Bayesian linear regression per arm, on the contexts or on a network's last hidden layer."""
+"""Bayesian linear regression per arm, and the agents that use it on contexts or on a network's last hidden layer."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.bandits.buffer import Buffer
-from bayesadam.bandits.learners import Greedy, Learner
-from bayesadam.bandits.settings import AgentSettings, LinearSettings, NeuralLinearSettings
+from bayesadam.bandits.learner import AgentSettings, Buffer, Count, Entry, Flag, Learner, Positive
+from bayesadam.bandits.networks import Greedy, GreedySettings, SomeWidths
 from bayesadam.engine.network import forward
 from bayesadam.engine.streams import Streams
 
@@ -23,13 +21,7 @@ _PIECE = 64
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """All that linear regression needs of the data, float64; the last feature is a constant 1.
-
-    Attributes:
-        gram: Σ x xᵀ, (runs, arms, features, features).
-        cross: Σ x r, (runs, arms, features).
-        squares: Σ r², (runs, arms).
-    """
+    """Σ x xᵀ, Σ x r and Σ r² of every run and arm, (runs, arms, ...), float64; the last feature is a constant 1."""
 
     gram: Tensor
     cross: Tensor
@@ -42,25 +34,25 @@ class Statistics:
         return cls(*(torch.zeros(runs, arms, *shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def fade(self, factor: float) -> None:
-        """Let all data so far weigh less by a factor."""
+        """Multiply the weight of all data so far by a factor."""
         for tensor in vars(self).values():
             tensor.mul_(factor)
 
     def add(self, arms: Tensor, x: Tensor, rewards: Tensor, weights: Tensor) -> None:
-        """Take in examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k).
+        """Add examples of any arms, with arms and rewards (runs, k) and weights (k,) or (runs, k).
 
-        Each arm's examples are laid out in pieces of one size, the last filled up with zeros, so that all products Σ z zᵀ of
-        z = √w (x, r) are one batch, whatever the arms.
+        Each arm's examples are laid out in pieces of one size, the last padded with zeros, so that all products Σ z zᵀ
+        of z = √w (x, r) are one batch, whatever the arms.
         """
         (runs, k), n_arms, width = arms.shape, self.squares.shape[1], x.shape[2]
         size = min(_PIECE, -(-k // n_arms))
         counts = F.one_hot(arms, n_arms).cumsum(dim=1)
         pieces = -(-counts[:, -1] // size)
         ends = pieces.cumsum(dim=1)
-        place = (ends - pieces).gather(1, arms) * size + counts.gather(2, arms.unsqueeze(2)).squeeze(2) - 1
+        slot = (ends - pieces).gather(1, arms) * size + counts.gather(2, arms.unsqueeze(2)).squeeze(2) - 1
         examples = torch.cat([x, rewards.unsqueeze(2)], dim=2) * weights.sqrt().unsqueeze(-1)
         laid_out = examples.new_zeros(runs, (k // size + n_arms) * size, width + 1)
-        laid_out.scatter_(1, place.unsqueeze(2).expand_as(examples), examples)
+        laid_out.scatter_(1, slot.unsqueeze(2).expand_as(examples), examples)
         laid_out = laid_out.view(runs, -1, size, width + 1)
         numbers = torch.arange(laid_out.shape[1], device=x.device).repeat(runs, 1)
         owners = F.one_hot(torch.searchsorted(ends, numbers, right=True), n_arms + 1)[..., :-1].to(x)
@@ -77,72 +69,136 @@ class Statistics:
 
 
 def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """L of Λ = Λ₀ + Σ x xᵀ = L Lᵀ, μ = Λ⁻¹ (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ Λ μ), with which b grows.
+    """C = (Λ₀ + Σ x xᵀ)⁻¹, μ = C (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ C⁻¹ μ), by which b grows.
 
     Args:
         data: of every run and arm.
-        prior: μ₀, several of them, (runs, arms, components, features); so are μ, and, without the features, the third.
-        precision: Λ₀, what broadcasts to (runs, arms, features, features).
+        prior: μ₀ of several components, (runs, arms, components, features); so is μ, and the third without features.
+        precision: Λ₀, which broadcasts to (runs, arms, features, features).
     """
     pull = prior @ precision
     factor = torch.linalg.cholesky(data.gram + precision)
     cross = data.cross.unsqueeze(2) + pull
     mean = torch.cholesky_solve(cross.mT, factor).mT
     squares = data.squares.unsqueeze(2) + (pull * prior).sum(dim=3)
-    return factor, mean, 0.5 * (squares - (cross * mean).sum(dim=3)).clamp(min=0)
+    return torch.cholesky_inverse(factor), mean, 0.5 * (squares - (cross * mean).sum(dim=3)).clamp(min=0)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearPosterior:
-    """Normal–inverse-gamma: σ² ~ IG(a, b), β | σ² ~ N(μ, σ² Λ⁻¹), for every run and arm.
+    """σ² ~ IG(a, b_k), β | σ² ~ N(μ_k, σ² C) for every run, arm and component k of its prior, float64.
+
+    Components differ in their means only, so they share one covariance; the data make component k likely as b_k^−a.
 
     Attributes:
-        mean: μ, (runs, arms, features).
-        factor: L of Λ = L Lᵀ, (runs, arms, features, features).
+        mean: μ, (runs, arms, components, features).
+        covariance: C, (runs, arms, features, features).
         shape: a, (runs, arms).
-        scale: b, (runs, arms).
+        scale: b, (runs, arms, components).
     """
 
     mean: Tensor
-    factor: Tensor
+    covariance: Tensor
     shape: Tensor
     scale: Tensor
 
     @classmethod
+    def prior(cls, runs: int, arms: int, width: int, shape: float, device: torch.device) -> LinearPosterior:
+        """One component around 0, with C = 1 and b = 0."""
+        mean = torch.zeros(runs, arms, 1, width, dtype=torch.float64, device=device)
+        identity = torch.eye(width).to(mean).repeat(runs, arms, 1, 1)
+        return cls(mean, identity, torch.full_like(mean[..., 0, 0], shape), torch.zeros_like(mean[..., 0]))
+
+    @classmethod
     def of(cls, data: Statistics, *, precision: float, shape: float, scale: float) -> LinearPosterior:
-        """Λ = λ1 + Σ x xᵀ, μ = Λ⁻¹ Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ Λ μ)."""
+        """C⁻¹ = λ1 + Σ x xᵀ, μ = C Σ x r, a = a₀ + n/2, b = b₀ + ½(Σ r² − μᵀ C⁻¹ μ)."""
         identity = torch.eye(data.cross.shape[2]).to(data.cross)
         around = torch.zeros_like(data.cross).unsqueeze(2)
-        factor, mean, residual = normal_equations(data, around, precision * identity)
-        return cls(mean.squeeze(2), factor, shape + 0.5 * data.gram[..., -1, -1], scale + residual.squeeze(2))
+        covariance, mean, residual = normal_equations(data, around, precision * identity)
+        return cls(mean, covariance, shape + 0.5 * data.gram[..., -1, -1], scale + residual)
 
-    def draws(self, x: Tensor, streams: Streams, each: int = 1) -> Tensor:
-        """β·x of every arm, `each` draws of (σ², β) for every row of x (runs, k, features): (runs, k·each, arms).
+    def fit(self, data: Statistics, prior: Tensor, precision: Tensor) -> Tensor:
+        """Refit μ and C around μ₀ with Λ₀, in place; returns the third of `normal_equations`."""
+        covariance, mean, residual = normal_equations(data, prior, precision)
+        self.covariance.copy_(covariance)
+        self.mean.copy_(mean)
+        return residual
 
-        One row sees its β through β·x alone, which given σ² is N(μ·x, σ² xᵀ Λ⁻¹ x).
+    def update(self, arms: Tensor, x: Tensor, rewards: Tensor) -> None:
+        """Add k observations in place, with arms and rewards (runs, k) and features (runs, k, features).
+
+        With X the rows of an arm, e = r − Xμ and 1 + X C Xᵀ = L Lᵀ: C ← C − GᵀG, μ ← μ + Gᵀz and b ← b + ½ |z|², where
+        G = L⁻¹ X C and z = L⁻¹ e.
         """
-        runs, arms, _ = self.mean.shape
-        columns = x.mT.unsqueeze(1).expand(-1, arms, -1, -1)
-        width = torch.linalg.solve_triangular(self.factor, columns, upper=False).square().sum(dim=2).mT
-        width, x = (of.repeat_interleave(each, dim=1) for of in (width, x))
-        k = x.shape[1]
-        noise = self.scale.unsqueeze(1) / streams.gamma(self.shape.unsqueeze(1).expand(runs, k, arms))
-        normal = streams.normal(k, arms).double()
-        return torch.baddbmm((noise * width).sqrt() * normal, x, self.mean.mT)
+        chosen = F.one_hot(arms, self.mean.shape[1]).mT.to(x)
+        own = x.unsqueeze(1) * chosen.unsqueeze(3)
+        errors = (rewards[:, None, :, None] - x.unsqueeze(1) @ self.mean.mT) * chosen.unsqueeze(3)
+        reach = own @ self.covariance
+        factor = reach @ own.mT
+        factor.diagonal(dim1=2, dim2=3).add_(1)
+        factor = torch.linalg.cholesky(factor)
+        gain = torch.linalg.solve_triangular(factor, reach, upper=False)
+        z = torch.linalg.solve_triangular(factor, errors, upper=False)
+        self.covariance.sub_(gain.mT @ gain)
+        self.mean.add_(z.mT @ gain)
+        self.shape.add_(0.5 * chosen.sum(dim=2))
+        self.scale.add_(0.5 * z.square().sum(dim=2))
+
+    def widths(self, x: Tensor) -> Tensor:
+        """xᵀ C x of every arm, (runs, k, arms)."""
+        runs, k, width = x.shape
+        sides = self.covariance.transpose(1, 2).reshape(runs, width, -1)
+        return ((x @ sides).view(runs, k, -1, width) * x.unsqueeze(2)).sum(dim=3).clamp_(min=0)
+
+    def draws(self, x: Tensor, n: int, streams: Streams) -> Tensor:
+        """β·x of every arm by the first component, n draws of (σ², β) for every row of x: (runs, k, n, arms).
+
+        One row depends on β only through β·x, which given σ² is N(μ·x, σ² xᵀ C x).
+        """
+        means, widths = (x @ self.mean[:, :, 0].mT).unsqueeze(2), self.widths(x).unsqueeze(2)
+        shape, scale = (of[:, None, None].expand(-1, x.shape[1], n, -1) for of in (self.shape, self.scale[..., 0]))
+        std = (scale / streams.gamma(shape) * widths).sqrt()
+        return torch.addcmul(means, std, streams.normal(*std.shape[1:]).double())
+
+    def left_out(self, mean: Tensor, arms: Tensor, x: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (runs, k).
+
+        The mean of every arm is (runs, arms, features); arms and rewards of the observations are (runs, k).
+        """
+        own = arms.unsqueeze(2)
+        rest = (1 - self.widths(x).gather(2, own).squeeze(2)).clamp_(min=1e-3)
+        return (rewards - (x @ mean.mT).gather(2, own).squeeze(2)) / rest, rest
 
 
 def with_constant(x: Tensor) -> Tensor:
-    """A feature of 1 behind the others, float64."""
+    """The features with a constant 1 appended, float64."""
     return F.pad(x.double(), (0, 1), value=1.0)
 
 
-class _OnStatistics(Learner):
-    """Scores from a normal–inverse-gamma posterior of statistics."""
+@dataclass(frozen=True)
+class LinearSettings(AgentSettings):
+    """Bayesian linear regression per arm.
+
+    Attributes:
+        standardise: whether rewards are learnt in units of their mean and standard deviation so far.
+        shape: a₀ of the inverse gamma prior of the noise.
+        scale: its b₀.
+        precision: λ of the weights' prior precision, in units of the noise.
+    """
+
+    standardise: Flag = False
+    shape: Positive = 6.0
+    scale: Positive = 6.0
+    precision: Positive = 0.25
+
+
+class Linear(Learner):
+    """Linear Thompson sampling with a full posterior per arm; its statistics fade where the agent forgets."""
 
     learns_at_once = True
     settings: LinearSettings
 
-    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(self, settings: LinearSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         width = self._features(buffer.contexts[:, :0]).shape[2]
         self.statistics = Statistics.zeros(buffer.runs, n_arms, width, self.device)
@@ -150,30 +206,26 @@ class _OnStatistics(Learner):
         self._linear: LinearPosterior | None = None
         self._choice = self._stream("linear", seeds)
 
-    @abstractmethod
     def _features(self, contexts: Tensor) -> Tensor:
-        """Of contexts (runs, k, ...), the constant among them, float64."""
+        """Of contexts (runs, k, ...), including the constant, float64."""
+        return with_constant(contexts)
 
-    def _scores(self, contexts: Tensor, streams: Streams) -> Tensor:
-        return self._many_scores(contexts, 1, streams).squeeze(2)
-
-    def _many_scores(self, contexts: Tensor, draws: int, streams: Streams) -> Tensor:
-        found = self.linear_posterior().draws(self._features(contexts), streams, draws)
-        return found.float().view(*contexts.shape[:2], draws, self.n_arms)
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        return self.linear_posterior().draws(self._features(contexts), n, streams).float()
 
     def _outcomes(self, contexts: Tensor) -> None:
         return None
 
-    def observe(self, places: slice) -> None:
+    def observe(self, rows: slice) -> None:
         """Add the new observations to the statistics, which fade towards the prior by 2^(−k/h)."""
-        super().observe(places)
-        contexts, arms, rewards = self.buffer.seen(places)
-        self.statistics.fade(self.buffer.faded(places.stop - places.start))
-        self.statistics.add(arms, self._features(contexts), rewards.double(), self.buffer.weights(places))
+        super().observe(rows)
+        contexts, arms, rewards = self.buffer.seen(rows)
+        self.statistics.fade(self.buffer.faded(rows.stop - rows.start))
+        self.statistics.add(arms, self._features(contexts), rewards.double(), self.buffer.weights(rows))
         self._linear = None
 
     def linear_posterior(self) -> LinearPosterior:
-        """The posterior of what was learnt so far, in units of the standardised rewards where these are."""
+        """The current posterior, in units of the standardised rewards where these are."""
         if self._linear is None:
             s = self.settings
             data = self.statistics.standardised(*self.buffer.moments()) if s.standardise else self.statistics
@@ -181,68 +233,75 @@ class _OnStatistics(Learner):
         return self._linear
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The posterior follows from the statistics."""
+        """Take over the statistics, from which the posterior follows."""
         super().load(tensors)
         self._linear = None
 
 
-class Linear(_OnStatistics):
-    """Linear Thompson sampling with a full posterior per arm; statistics grow by what is observed, and fade where it forgets."""
-
-    def _features(self, contexts: Tensor) -> Tensor:
-        return with_constant(contexts)
+LINEAR = Entry(Linear, LinearSettings)
 
 
-class NeuralLinear(_OnStatistics, Greedy):
+@dataclass(frozen=True)
+class NeuralLinearSettings(LinearSettings, GreedySettings):
+    """Linear regression on the last hidden layer of a greedy network.
+
+    Attributes:
+        window: observations per arm whose features are recomputed after every training.
+    """
+
+    window: Count = 1000
+    hidden: SomeWidths = (100, 100)
+
+
+class NeuralLinear(Linear, Greedy):
     """Linear Thompson sampling on the last hidden layer of a network that is trained as the greedy agent's.
 
-    Training changes the features of all that was seen, so the statistics are computed again after each: from the newest
-    `window` observations of every arm, which bounds the cost, and weighted so that they count as all of its observations.
-    With a half-life h an observation weighs 2^(−age/h), and all of an arm's as much as these weights together.
+    Training changes the features of all observations, so the statistics are recomputed after each: from the newest
+    `window` observations of every arm, which bounds the cost, and weighted so that they count as all of its
+    observations. With a half-life h an observation weighs 2^(−age/h), and all of an arm's the sum of these weights.
     """
 
     settings: NeuralLinearSettings
 
-    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+    def __init__(self, settings: NeuralLinearSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
-        self._newest = torch.zeros(buffer.runs, n_arms, self.settings.window, dtype=torch.int64, device=self.device)
+        self._newest = torch.zeros(buffer.runs, n_arms, settings.window, dtype=torch.int64, device=self.device)
         self._pulls = torch.zeros(buffer.runs, n_arms, dtype=torch.int64, device=self.device)
         self._memory |= {"newest": self._newest, "pulls": self._pulls}
 
     def _features(self, contexts: Tensor) -> Tensor:
         return with_constant(forward(self.network, self.params, contexts, n_layers=len(self.network.hidden)))
 
-    def observe(self, places: slice) -> None:
+    def observe(self, rows: slice) -> None:
         """Put the new observations in their arms' windows, over the oldest."""
-        super().observe(places)
-        window = self.settings.window
-        arms = self.buffer.arms[:, places]
+        super().observe(rows)
+        window, arms = self.settings.window, self.buffer.arms[:, rows]
         chosen = F.one_hot(arms, self.n_arms)
         before = (self._pulls.unsqueeze(1) + chosen.cumsum(dim=1) - chosen).gather(2, arms.unsqueeze(2)).squeeze(2)
-        numbers = torch.arange(places.start, places.stop, device=self.device).expand_as(arms)
+        numbers = torch.arange(rows.start, rows.stop, device=self.device).expand_as(arms)
         self._newest.view(self.buffer.runs, -1).scatter_(1, arms * window + before % window, numbers)
         self._pulls += chosen.sum(dim=1)
 
     def train(self) -> None:
-        """Train the network, then compute the statistics again."""
+        """Train the network, then recompute the statistics."""
         super().train()
         self.refresh()
 
     def refresh(self) -> None:
-        """The statistics at the network's features as they are now."""
-        # The last feature is the constant: its square sums the weights of all that was observed.
+        """Recompute the statistics at the network's current features."""
+        # The last feature is the constant: its square sums the weights of all observations.
         forgets = math.isfinite(self.buffer.half_life)
         counts = self.statistics.gram[..., -1, -1].clone() if forgets else self._pulls.double()
-        for tensor in vars(self.statistics).values():
-            tensor.zero_()
-        size = min(self.settings.window, self.buffer.count)
-        there = torch.arange(size, device=self.device)
+        self.statistics.fade(0.0)
+        size, tiny = min(self.settings.window, self.buffer.count), torch.finfo(torch.float64).tiny
+        slots = torch.arange(size, device=self.device)
         for arm in range(self.n_arms):
             newest = self._newest[:, arm, :size]
             contexts, _, rewards = self.buffer.at(newest)
-            weights = torch.where(there < self._pulls[:, arm : arm + 1], self.buffer.weights(newest), 0.0)
-            weights *= counts[:, arm : arm + 1] / weights.sum(dim=1, keepdim=True).clamp(
-                min=torch.finfo(torch.float64).tiny
-            )
+            weights = torch.where(slots < self._pulls[:, arm : arm + 1], self.buffer.weights(newest), 0.0)
+            weights *= counts[:, arm : arm + 1] / weights.sum(dim=1, keepdim=True).clamp(min=tiny)
             self.statistics.add(torch.full_like(newest, arm), self._features(contexts), rewards.double(), weights)
         self._linear = None
+
+
+NEURAL_LINEAR = Entry(NeuralLinear, NeuralLinearSettings)

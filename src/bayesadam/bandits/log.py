@@ -20,6 +20,7 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
 AnyPath = str | os.PathLike[str]
+Floats = Sequence[float] | npt.NDArray[np.float32]
 # Of the first line, whose `event` it is.
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 _BEGINNING = b'{"event":"bayesadam.bandits",'
@@ -33,11 +34,10 @@ class Header:
     """The first line: whose log it is.
 
     Attributes:
-        id: of the log, drawn when it is begun.
-        agent: the agent's name.
         settings: as `AgentSettings.plain` has them.
         n_arms: how many arms there were at first.
         prior: whether the agent started from a learnt prior, which the log does not hold.
+        id: of the log, drawn when it is begun.
     """
 
     agent: str
@@ -51,19 +51,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Decided:
-    """An arm was chosen.
-
-    Attributes:
-        decision: its id.
-        arm: the arm.
-        probability: with which it was chosen.
-        arms: those that there were to choose from.
-        probabilities: theirs.
-        tried: whether it was the arm's turn to be tried, whatever the context.
-    """
+    """An arm was chosen, with its probability, among `arms` with theirs; `tried` if it was its turn at first."""
 
     decision: int
-    context: Sequence[float]
+    context: Floats
     arm: int
     probability: float
     arms: Sequence[int]
@@ -81,18 +72,18 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A decision's reward is no longer waited for."""
+    """A decision no longer waits for its reward."""
 
     decision: int
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The agent was told of rewards without a decision of this log."""
+    """Rewards came without a decision of this log."""
 
-    contexts: Sequence[Sequence[float]]
+    contexts: Sequence[Floats] | npt.NDArray[np.float32]
     arms: Sequence[int]
-    rewards: Sequence[float]
+    rewards: Floats
 
 
 @dataclass(frozen=True)
@@ -111,43 +102,44 @@ _EVENTS: Mapping[str, type[Event]] = {
     "update": Updated,
     "arm": ArmChanged,
 }
-_NAMES = {kind: name for name, kind in _EVENTS.items()}
+_NAMES: Mapping[type, str] = {Header: _KIND.header, **{kind: name for name, kind in _EVENTS.items()}}
 
 
-def shortest(values: npt.NDArray[np.float32]) -> list[Any]:
-    """Numbers, nested as the array is, with no more digits than a float32 has."""
-    return [float(str(value)) if values.ndim == 1 else shortest(value) for value in values]
+def shortest(values: Any) -> Any:
+    """Floats, nested as an array of float32 is, with no more digits than a float32 has."""
+    return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
 
 
 def _line(event: Event | Header) -> bytes:
-    name = _KIND.header if isinstance(event, Header) else _NAMES[type(event)]
-    given = {"format": storage.FORMAT_VERSION} if isinstance(event, Header) else {}
-    text = json.dumps({"event": name, **given, **vars(event)}, separators=(",", ":"), allow_nan=False)
-    return text.encode() + b"\n"
+    version = {"format": storage.FORMAT_VERSION} if isinstance(event, Header) else {}
+    content = {"event": _NAMES[type(event)], **version, **vars(event)}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
 
 
 class Standing:
-    """Where a log stands after some of its lines: what waits, what there is to choose from, which id comes next.
+    """The decisions that wait and the arms there are, after some events of an agent or of a log."""
 
-    Attributes:
-        n_arms: how many arms there have been.
-        removed: those that are not chosen now.
-        next_id: of the next decision.
-        waiting: the decisions that wait for a reward.
-    """
-
-    def __init__(self, header: Header) -> None:
-        self.n_features, self.n_arms = header.n_features, header.n_arms
+    def __init__(self, n_features: int, n_arms: int) -> None:
+        self.n_features, self.n_arms, self.next_id = n_features, n_arms, 0
         self.removed: set[int] = set()
-        self.next_id = 0
-        self.waiting: dict[int, Decided] = {}
+        # How often each arm was tried in turn at first.
+        self.pulls = [0] * n_arms
+        # Context and arm of the decisions that wait for a reward, by id.
+        self.waiting: dict[int, tuple[Floats, int]] = {}
 
     def take(self, event: Event) -> None:
-        """The next line; a `ValueError` tells why it does not fit those before."""
+        """The next event; a `ValueError` tells why it does not fit those before."""
         if isinstance(event, Decided):
-            self._check_decision(event)
+            self._check(event.context, event.arms)
+            if event.decision < self.next_id:
+                raise ValueError(f"decision {event.decision} comes after decision {self.next_id - 1}")
+            if dict(zip(event.arms, event.probabilities, strict=True)).get(event.arm) != event.probability:
+                raise ValueError(f"arm {event.arm} has the probability {event.probability} and another in the list")
+            if not 0 < event.probability <= 1 + 1e-9:
+                raise ValueError(f"an arm was chosen with probability {event.probability}")
             self.next_id = event.decision + 1
-            self.waiting[event.decision] = event
+            self.waiting[event.decision] = event.context, event.arm
+            self.pulls[event.arm] += event.tried
         elif isinstance(event, Rewarded | Forgotten):
             if event.decision not in self.waiting:
                 raise ValueError(f"decision {event.decision} does not wait for a reward")
@@ -155,36 +147,14 @@ class Standing:
                 _check_finite(event.reward)
             del self.waiting[event.decision]
         elif isinstance(event, Updated):
-            if not event.contexts:
+            if not len(event.contexts):
                 raise ValueError("an update without contexts")
             for context, arm, reward in zip(event.contexts, event.arms, event.rewards, strict=True):
                 self._check(context, [arm])
                 _check_finite(reward)
-        else:
-            self._change(event)
-
-    def _check(self, context: Sequence[float], arms: Sequence[int]) -> None:
-        if len(context) != self.n_features:
-            raise ValueError(f"a context of {len(context)} numbers, not {self.n_features}")
-        _check_finite(*context)
-        unknown = [arm for arm in arms if arm not in range(self.n_arms)]
-        if unknown:
-            raise ValueError(f"there is no arm {unknown[0]} yet")
-
-    def _check_decision(self, event: Decided) -> None:
-        self._check(event.context, event.arms)
-        if event.decision < self.next_id:
-            raise ValueError(f"decision {event.decision} comes after decision {self.next_id - 1}")
-        if dict(zip(event.arms, event.probabilities, strict=True)).get(event.arm) != event.probability:
-            raise ValueError(f"arm {event.arm} has the probability {event.probability} and another in the list")
-        if not 0 < event.probability <= 1 + 1e-9:
-            raise ValueError(f"an arm was chosen with probability {event.probability}")
-
-    def _change(self, event: ArmChanged) -> None:
-        if event.change == "added":
-            if event.arm != self.n_arms:
-                raise ValueError(f"arm {event.arm} is added after {self.n_arms} arms")
+        elif event.change == "added" and event.arm == self.n_arms:
             self.n_arms += 1
+            self.pulls.append(0)
         elif event.change == "removed" and event.arm in range(self.n_arms) and event.arm not in self.removed:
             self.removed.add(event.arm)
         elif event.change == "restored" and event.arm in self.removed:
@@ -192,10 +162,31 @@ class Standing:
         else:
             raise ValueError(f"arm {event.arm!r} cannot be {event.change!r} here")
 
+    def _check(self, context: Floats, arms: Sequence[int]) -> None:
+        if len(context) != self.n_features:
+            raise ValueError(f"a context of {len(context)} numbers, not {self.n_features}")
+        _check_finite(*context)
+        for arm in arms:
+            if arm not in range(self.n_arms):
+                raise ValueError(f"there is no arm {arm} yet")
+
+    def arms(self) -> list[int]:
+        """Those to choose from."""
+        return [arm for arm in range(self.n_arms) if arm not in self.removed]
+
+    def changes_since(self, other: Standing) -> list[ArmChanged]:
+        """How the arms of the other became these."""
+        return [
+            *(ArmChanged(arm, "added") for arm in range(other.n_arms, self.n_arms)),
+            *(ArmChanged(arm, "removed") for arm in sorted(self.removed - other.removed)),
+            *(ArmChanged(arm, "restored") for arm in sorted(other.removed - self.removed)),
+        ]
+
 
 def _check_finite(*values: float) -> None:
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"{next(value for value in values if not math.isfinite(value))} is not a finite number")
+    for value in values:
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -204,12 +195,7 @@ def _check_finite(*values: float) -> None:
 class LogReader:
     """The events of a log in order; damage in any line but a half-written last one is an error that names the line.
 
-    Attributes:
-        header: the first line.
-        standing: after the events that were read so far.
-        start: where the newest event's line begins, in bytes.
-        end: where it ends.
-        rest: how many bytes of a half-written line follow the last event, once all were read.
+    The newest event's line goes from byte `start` to `end`; `rest` bytes of a half-written line follow the last one.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -218,15 +204,15 @@ class LogReader:
             raise MissingFileError(f"no file at {self.path}")
         with self.path.open("rb") as file:
             first = file.readline()
-        found = self._parsed(1, first)
-        if not first.endswith(b"\n") or found.pop("event", None) != _KIND.header:
-            raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}")
-        storage.check_version(self.path, found.pop("format", None), _KIND)
         try:
+            found = json.loads(first)
+            if found.pop("event", None) != _KIND.header or not first.endswith(b"\n"):
+                raise ValueError
+            storage.check_version(self.path, found.pop("format", None), _KIND)
             self.header = Header(**found)
-        except TypeError as error:
-            raise FileError(f"{self.path} is not {_KIND.what} ({error}){_KIND.remedy}") from error
-        self.standing = Standing(self.header)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}") from error
+        self.standing = Standing(self.header.n_features, self.header.n_arms)
         self.start, self.end, self.rest = 0, len(first), 0
 
     def __iter__(self) -> Iterator[Event]:
@@ -236,53 +222,32 @@ class LogReader:
                 if not line.endswith(b"\n"):
                     self.rest = len(line)
                     return
-                event = self._event(number, self._parsed(number, line))
+                try:
+                    found = json.loads(line)
+                    event = _EVENTS[found.pop("event")](**found)
+                    self.standing.take(event)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    why = f"no event {error}" if isinstance(error, KeyError) else error
+                    raise FileError(
+                        f"{self.path} is damaged in line {number} ({why}): mend or remove the line"
+                    ) from None
                 self.start, self.end = self.end, self.end + len(line)
                 yield event
 
-    def warn_of_rest(self, what: str) -> None:
-        """Tell of a half-written last line, and what became of it."""
+    def warn_of_rest(self, consequence: str) -> None:
+        """Warn of a half-written last line."""
         if self.rest:
-            warn(
-                f"the last line of {self.path}, {self.rest} bytes, was only half written, by a killed machine, and {what}"
-            )
-
-    def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            found = error
-        if not isinstance(found, dict):
-            if number == 1:
-                raise FileError(f"{self.path} is not {_KIND.what}{_KIND.remedy}")
-            raise self._damaged(number, found if isinstance(found, ValueError) else "not an object")
-        return found
-
-    def _event(self, number: int, found: dict[str, Any]) -> Event:
-        try:
-            event = _EVENTS[found.pop("event")](**found)
-            self.standing.take(event)
-        except KeyError as error:
-            raise self._damaged(number, f"no event {error}") from None
-        except (TypeError, ValueError) as error:
-            raise self._damaged(number, error) from None
-        return event
-
-    def _damaged(self, number: int, why: object) -> FileError:
-        return FileError(f"{self.path} is damaged in line {number} ({why}): mend or remove the line")
+            warn(f"the last line of {self.path}, {self.rest} bytes, was only half written and {consequence}")
 
 
 class LogFile:
-    """A log that is written: open, locked against other writers, and read up to where it stands.
+    """A log that is written: open, locked against other writers, and read up to its `end`.
 
-    Attributes:
-        header: the first line, of the log as it was begun.
-        standing: after the last line.
-        end: the length of the file, in bytes.
+    `news` are the events from byte `known[1]` on, where `known[0]` is the id of the log.
     """
 
-    def __init__(self, path: AnyPath, header: Header, *, sync: bool) -> None:
-        self.path, self._sync, self._process = Path(path), sync, os.getpid()
+    def __init__(self, path: AnyPath, header: Header, *, sync: bool, known: tuple[str, int] | None = None) -> None:
+        self.path, self._sync, self._process, self.end = Path(path), sync, os.getpid(), 0
         if not self.path.parent.is_dir():
             raise MissingFileError(f"cannot log to {self.path}: the folder {self.path.parent} does not exist")
         try:
@@ -292,40 +257,32 @@ class LogFile:
         self.close = weakref.finalize(self, os.close, self._descriptor)
         try:
             _lock(self._descriptor, self.path)
-            self.header, self.end = header, 0
-            self._begin()
+            with self.path.open("rb") as file:
+                first = file.readline(1 << 20)
+            ours = first.startswith(_BEGINNING) or _BEGINNING.startswith(first)
+            if first and ours and not first.endswith(b"\n"):
+                warn(f"{self.path} had but half of a first line: it is begun anew")
+                os.ftruncate(self._descriptor, 0)
+                first = b""
+            if not first:
+                self._append(_line(header))
+            reader = LogReader(self.path)
+            self.header, self.standing = reader.header, reader.standing
+            mine, since = (known[0] == self.header.id, known[1]) if known is not None else (False, 0)
+            self.news = [event for event in reader if mine and reader.start >= since]
+            self.end = reader.end
+            if reader.rest:
+                os.ftruncate(self._descriptor, self.end)
+                reader.warn_of_rest("is cut off")
         except BaseException:
             self.close()
             raise
 
-    def _begin(self) -> None:
-        with self.path.open("rb") as file:
-            first = file.readline(1 << 20)
-        ours = first.startswith(_BEGINNING) or _BEGINNING.startswith(first)
-        if first and ours and not first.endswith(b"\n"):
-            warn(f"{self.path} had but half of a first line: it is begun anew")
-            os.ftruncate(self._descriptor, 0)
-            first = b""
-        if not first:
-            self._append(_line(self.header))
-        self._reader = LogReader(self.path)
-        self.header, self.standing = self._reader.header, self._reader.standing
-
-    def read(self) -> Iterator[tuple[int, Event]]:
-        """Every event with where it begins, up to the end; what a killed machine wrote of another line is cut off."""
-        for event in self._reader:
-            yield self._reader.start, event
-        self.end = self._reader.end
-        if self._reader.rest:
-            os.ftruncate(self._descriptor, self.end)
-            self._reader.warn_of_rest("is cut off")
-
     def write(self, event: Event) -> None:
         """Append a line, whole or not at all."""
-        if os.getpid() != self._process:
-            raise FileError(
-                f"{self.path} is the log of process {self._process}: attach one in this process, {os.getpid()}"
-            )
+        own, here = self._process, os.getpid()
+        if own != here:
+            raise FileError(f"{self.path} is the log of process {own}: attach one in this process, {here}")
         self._append(_line(event))
         self.standing.take(event)
 
@@ -345,11 +302,11 @@ class LogFile:
 def _lock(descriptor: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:
-        # Not on Windows.
-        return
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        # On Windows.
+        return
     except BlockingIOError:
         raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
 
@@ -359,20 +316,20 @@ def _lock(descriptor: int, path: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """What an agent was told, one row for every decision and every `update`, in their order.
+    """A log as arrays, one row for every decision and every `update`, in their order.
 
     Logs of other systems are made from their arrays: `Log.of`.
 
     Attributes:
         contexts: (n, features), float32.
         arms: the arms chosen, (n,).
-        probabilities: with which they were chosen, (n,); NaN where nobody knows, as of an `update`.
+        probabilities: with which they were chosen, (n,); NaN where they are unknown, as of an `update`.
         rewards: (n,); NaN where none came.
-        allowed: the arms that there were to choose from, (n, arms).
+        allowed: the arms that could be chosen from, (n, arms).
         possible: those of them that had a probability above 0, (n, arms).
         tried: where an arm was tried in turn, whatever the context, (n,).
         ids: of the decisions, (n,); −1 for an `update`.
-        forgotten: whose reward is no longer waited for, (n,).
+        forgotten: whether a decision no longer waits for its reward, (n,).
         id: of the log itself, None where it is no agent's.
     """
 
@@ -398,7 +355,7 @@ class Log:
         allowed: npt.ArrayLike | None = None,
         n_arms: int | None = None,
     ) -> Log:
-        """A log out of the arrays of another system.
+        """A log from the arrays of another system.
 
         >>> log = Log.of(contexts=[[0.1], [0.2]], arms=[0, 1], probabilities=[0.5, 0.5], rewards=[1.0, float("nan")])
         >>> log.n_arms, len(log)
@@ -414,7 +371,7 @@ class Log:
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
         if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or chosen.min(initial=0) < 0:
             raise MatchError(f"arms must be (n,) whole numbers from 0 on, got {chosen.dtype} of shape {chosen.shape}")
-        n = len(chosen)
+        n, rows = len(chosen), np.arange(len(chosen))
         if n_arms is None:
             n_arms = int(chosen.max(initial=0)) + 1 if allowed is None else np.shape(allowed)[-1]
         mask = np.ones((n, n_arms), bool) if allowed is None else np.asarray(allowed, bool)
@@ -426,15 +383,14 @@ class Log:
         ):
             if not fits:
                 raise MatchError(f"{name} must be {shape} with n = {n} as of arms, got shape {found.shape}")
-        rows = np.arange(n)
-        for what, wrong in (
+        for rule, wrong in (
             ("arms must be among those allowed", (chosen >= n_arms) | ~mask[rows, chosen.clip(max=n_arms - 1)]),
             ("probabilities must be above 0 and at most 1", ~((given > 0) & (given <= 1))),
             ("contexts must be finite", ~np.isfinite(table).all(axis=1)),
             ("rewards must be finite, or NaN where none came", np.isinf(paid)),
         ):
             if wrong.any():
-                raise MatchError(f"{what}, and those of row {int(wrong.argmax())} are not")
+                raise MatchError(f"{rule}, and those of row {int(wrong.argmax())} are not")
         never = np.zeros(n, bool)
         return cls(table, chosen.astype(np.int64), given, paid, mask, mask, never, rows, never)
 

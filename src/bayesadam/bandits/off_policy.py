@@ -14,26 +14,23 @@ import numpy.typing as npt
 import torch
 
 from bayesadam._warnings import warn
-from bayesadam.bandits.linear import LinearPosterior, Statistics, with_constant
-from bayesadam.bandits.live import DRAWS, Agent
+from bayesadam.bandits.agent import DRAWS, Agent
+from bayesadam.bandits.linear import LinearPosterior, LinearSettings, Statistics, with_constant
 from bayesadam.bandits.log import Log, read_log
-from bayesadam.bandits.settings import LinearSettings
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
 
 Numbers = npt.NDArray[np.float64]
 Policy = Callable[[npt.NDArray[np.float32]], Any]
 
-# Doubtful are an effective sample size below the first, a decision with more than the second of all the weight, more than the
-# third of the policy's probability on arms without data, and a mean weight that is off by more standard errors than the last.
+# Estimates are not trusted with an effective sample size below the first, a decision with more than the second of all
+# the weight, more than the third of the policy's probability on arms without data, or a mean weight that is off by more
+# standard errors than the last.
 _LEAST_EFFECTIVE, _LARGEST_SHARE, _MOST_IMPOSSIBLE, _MOST_ERRORS = 30.0, 0.1, 0.01, 4.0
-# The model of the rewards is fitted anew whenever its data have grown by this factor.
+# The model of the rewards is refitted whenever its data have grown by this factor.
 _GROWTH = 1.1
-# Its prior, in units of the rewards' standard deviation: that of the `linear` agent's weights, and a noise of 1 that counts as
-# two observations.
+# Its prior, in units of the rewards' standard deviation: that of the `linear` agent's weights, and a noise of 1 that
+# counts as two observations.
 _PRIOR = {"precision": LinearSettings.precision, "shape": 2.0, "scale": 1.0}
-
-
-# --- estimators -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,15 @@ class Estimate:
 
 def mean(terms: Numbers) -> Estimate:
     """Of independent terms, or of martingale differences around one mean; s/√n is its standard error."""
-    return Estimate(
-        float(terms.mean()), float(terms.std(ddof=1)) / math.sqrt(len(terms)) if len(terms) > 1 else math.nan
-    )
+    error = float(terms.std(ddof=1)) / math.sqrt(len(terms)) if len(terms) > 1 else math.nan
+    return Estimate(float(terms.mean()), error)
 
 
 def inverse_propensity(rewards: Numbers, weights: Numbers) -> Estimate:
     """IPS, (1/n) Σ w r with w = π(a | x)/p: unbiased where the log could choose whatever the policy does.
 
-    Each term has the policy's value as its mean, given all decisions before it. So it is unbiased for the log of an agent that
-    learnt meanwhile, too.
+    Each term has the policy's value as its mean, given all decisions before it. So it is unbiased for the log of an
+    agent that learns, too.
     """
     return mean(weights * rewards)
 
@@ -80,8 +76,8 @@ def self_normalised(rewards: Numbers, weights: Numbers) -> Estimate:
 def doubly_robust(rewards: Numbers, weights: Numbers, predicted: Numbers, values: Numbers) -> Estimate:
     """(1/n) Σ [v̂(x) + w (r − q̂(x, a))] with v̂(x) = Σ_a π(a | x) q̂(x, a).
 
-    Unbiased as IPS is, whatever the model q̂, if that is fitted without the decision and those after it; the nearer q̂ is to
-    the mean rewards, the smaller the variance.
+    Unbiased as IPS is, whatever the model q̂, if that is fitted without the decision and those after it; the nearer q̂
+    is to the mean rewards, the smaller the variance.
 
     Args:
         predicted: q̂(x, a) of the chosen arms, (n,).
@@ -90,45 +86,43 @@ def doubly_robust(rewards: Numbers, weights: Numbers, predicted: Numbers, values
     return mean(values + weights * (rewards - predicted))
 
 
-@dataclass(frozen=True, eq=False)
 class RewardModel:
-    """q̂(x, a), Bayesian linear regression per arm around the mean reward; arms without data have that mean.
+    """q̂(x, a), Bayesian linear regression per arm around the mean reward; arms without data have that mean."""
 
-    Attributes:
-        shift: the rewards' mean.
-        scale: their standard deviation.
-        posterior: of the rewards in these units, of one run.
-    """
+    def __init__(self, log: Log) -> None:
+        self._log, self._end = log, 0
+        self._data = Statistics.zeros(1, log.n_arms, log.contexts.shape[1] + 1, torch.device("cpu"))
 
-    shift: float
-    scale: float
-    posterior: LinearPosterior
-
-    @classmethod
-    def of(cls, data: Statistics) -> RewardModel:
-        """Fitted to the data of one run."""
+    def fit(self, end: int) -> RewardModel:
+        """Fit it to the rewarded rows of the log before `end`, which may only grow; returns the model."""
+        log, rows = self._log, self._end + np.flatnonzero(np.isfinite(self._log.rewards[self._end : end]))
+        if len(rows):
+            arms, rewards = (torch.from_numpy(part[rows])[None] for part in (log.arms, log.rewards))
+            self._data.add(arms, _features(log.contexts[rows]), rewards, torch.ones_like(rewards))
+        self._end, data = end, self._data
         count = float(data.gram[..., -1, -1].sum()) or 1.0
-        shift = float(data.cross[..., -1].sum()) / count
-        scale = math.sqrt(max(float(data.squares.sum()) / count - shift**2, 0.0)) or 1.0
-        units = (data.squares.new_full((1, 1), value) for value in (shift, scale))
-        return cls(shift, scale, LinearPosterior.of(data.standardised(*units), **_PRIOR))
+        self._shift = float(data.cross[..., -1].sum()) / count
+        self._scale = math.sqrt(max(float(data.squares.sum()) / count - self._shift**2, 0.0)) or 1.0
+        units = (data.squares.new_full((1, 1), value) for value in (self._shift, self._scale))
+        self._posterior = LinearPosterior.of(data.standardised(*units), **_PRIOR)
+        return self
 
     def predict(self, contexts: npt.NDArray[np.float32]) -> Numbers:
         """The mean rewards of every arm, (n, arms)."""
-        found = _features(contexts)[0] @ self.posterior.mean[0].mT
-        return found.numpy() * self.scale + self.shift
+        found = _features(contexts)[0] @ self._posterior.mean[0, :, 0].mT
+        return found.numpy() * self._scale + self._shift
 
     def direct(self, contexts: npt.NDArray[np.float32], probabilities: Numbers) -> Estimate:
         """The direct method, (1/n) Σ_i v̂(x_i): as good as the model, and no better with more decisions.
 
-        Its variance is that of v̂ over the contexts, plus that of the model: Σ_a z_aᵀ Cov(β_a) z_a with z_a = (1/n) Σ_i π(a | x_i)
-        x_i and Cov(β) = s² b/(a − 1) Λ⁻¹, s the rewards' scale. That the model may be wrong is not in it.
+        Its variance is that of v̂ over the contexts, plus that of the model: Σ_a z_aᵀ Cov(β_a) z_a with
+        z_a = (1/n) Σ_i π(a | x_i) x_i and Cov(β) = s² b/(a − 1) C, s the rewards' scale. Errors of the model's form are
+        not in it.
         """
         over_contexts = mean((probabilities * self.predict(contexts)).sum(axis=1))
-        z = torch.from_numpy(probabilities).mT @ _features(contexts)[0] / len(contexts)
-        own = self.posterior
-        solved = torch.linalg.solve_triangular(own.factor[0], z.unsqueeze(2), upper=False).square().sum(dim=(1, 2))
-        of_model = self.scale**2 * float((own.scale[0] / (own.shape[0] - 1) * solved).sum())
+        z, own = torch.from_numpy(probabilities).mT @ _features(contexts)[0] / len(contexts), self._posterior
+        widths = torch.einsum("af,afg,ag->a", z, own.covariance[0], z)
+        of_model = self._scale**2 * float((own.scale[0, :, 0] / (own.shape[0] - 1) * widths).sum())
         return Estimate(over_contexts.value, math.sqrt(over_contexts.error**2 + of_model))
 
 
@@ -136,49 +130,29 @@ def _features(contexts: npt.NDArray[np.float32]) -> torch.Tensor:
     return with_constant(torch.from_numpy(contexts)[None])
 
 
-class _Past:
-    """The rewarded rows of a log up to some row, as statistics."""
-
-    def __init__(self, log: Log) -> None:
-        self._log, self._rewarded, self._end = log, np.isfinite(log.rewards), 0
-        self._data = Statistics.zeros(1, log.n_arms, log.contexts.shape[1] + 1, torch.device("cpu"))
-
-    def model(self, end: int) -> RewardModel:
-        """Of the rows before `end`, which may only grow."""
-        log, rows = self._log, self._end + np.flatnonzero(self._rewarded[self._end : end])
-        if len(rows):
-            arms, rewards = (torch.from_numpy(part[rows])[None] for part in (log.arms, log.rewards))
-            self._data.add(arms, _features(log.contexts[rows]), rewards, torch.ones_like(rewards))
-        self._end = end
-        return RewardModel.of(self._data)
-
-
 def predicted_before(log: Log) -> Numbers:
-    """q̂(x, ·) of every row from a model of rows before it alone, (n, arms).
+    """q̂(x, ·) of every row from a model of earlier rows only, (n, arms).
 
-    Rows after it would not do: an agent that learns chooses by the rewards it had, so that what it chose later tells of this
-    reward. The model is fitted anew as often as its data have grown by a tenth.
+    Later rows would bias it: an agent that learns chooses by the rewards it had, so its later choices tell of this
+    reward. The model is refitted whenever its data have grown by a tenth.
     """
-    past, found, first = _Past(log), np.zeros((len(log), log.n_arms)), 0
+    model, found, first = RewardModel(log), np.zeros((len(log), log.n_arms)), 0
     while first < len(log):
         last = max(first + 1, math.ceil(_GROWTH * first))
-        found[first:last] = past.model(first).predict(log.contexts[first:last])
+        found[first:last] = model.fit(first).predict(log.contexts[first:last])
         first = last
     return found
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Overlap:
-    """How much a log tells of a policy.
+    """How well a log covers a policy.
 
     Attributes:
-        effective_size: (Σ w)²/Σ w²: so many decisions of the policy's own would tell as much.
+        effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
         largest_weight: the largest w.
         largest_share: the largest w over Σ w.
-        mean_weight: of w; expected is the share of the policy's probability on arms that could be chosen.
+        mean_weight: of w; its expectation is 1 − `impossible`.
         impossible: the share of the policy's probability on arms that the log could not choose.
         never_chosen: its share on arms that the log never chose.
     """
@@ -191,9 +165,7 @@ class Overlap:
     never_chosen: float
 
     @classmethod
-    def of(
-        cls, shares: Numbers, weights: Numbers, arms: npt.NDArray[np.int64], possible: npt.NDArray[np.bool_]
-    ) -> Overlap:
+    def of(cls, shares: Numbers, weights: Numbers, arms: Any, possible: npt.NDArray[np.bool_]) -> Overlap:
         """From the policy's probabilities (n, arms), w (n,), the arms chosen (n,), and which could be (n, arms)."""
         total, never = weights.sum(), np.bincount(arms, minlength=shares.shape[1]) == 0
         return cls(
@@ -206,7 +178,7 @@ class Overlap:
         )
 
     def doubts(self) -> list[str]:
-        """Why estimates by these weights cannot be trusted."""
+        """The reasons why estimates by these weights cannot be trusted."""
         found, gap = [], abs(self.mean_weight.value - (1 - self.impossible))
         if self.effective_size < _LEAST_EFFECTIVE:
             found.append(f"the effective sample size is {self.effective_size:.3g}, below {_LEAST_EFFECTIVE:g}")
@@ -217,28 +189,25 @@ class Overlap:
         if self.never_chosen > _MOST_IMPOSSIBLE:
             found.append(f"{self.never_chosen:.1%} of the policy's probability is on arms that the log never chose")
         if gap > _MOST_ERRORS * self.mean_weight.error + 1e-9:
-            found.append(
-                f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: some arms are too seldom "
-                "chosen to be seen, or the probabilities in the log are wrong"
-            )
+            said = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
+            found.append(f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: {said}")
         return found
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """The mean reward that a policy would have had on a log's contexts; printed, a table.
+    """The mean reward that a policy would have had on a log's contexts; it prints as a table.
 
     Attributes:
         logged: of the policy that wrote the log.
         direct: by a linear model of the rewards alone, see `RewardModel.direct`.
-        ips: see `inverse_propensity`.
-        snips: see `self_normalised`.
-        doubly_robust: see `doubly_robust`; the one to take.
+        ips, snips: see `inverse_propensity` and `self_normalised`.
+        doubly_robust: see `doubly_robust`; the one to use.
         level: of the intervals in the table.
         decisions: how many were used.
         left_out: how many were not, by reason.
-        overlap: how much the log tells of the policy.
-        doubts: why all but the direct method cannot be trusted; none where they can.
+        overlap: how well the log covers the policy.
+        doubts: why all but the direct method cannot be trusted; empty where they can.
     """
 
     logged: Estimate
@@ -273,8 +242,7 @@ class Estimates:
         lines += [
             f"{self.decisions} decisions" + (f"; left out: {out}" if out else ""),
             f"effective sample size {own.effective_size:.4g}, largest weight {own.largest_weight:.4g}",
-            f"the policy's probability on arms that could not be chosen: {own.impossible:.2%}, that never were: "
-            f"{own.never_chosen:.2%}",
+            f"the policy's probability on impossible arms {own.impossible:.2%}, on unseen arms {own.never_chosen:.2%}",
             *(f"not to be trusted: {doubt}" for doubt in self.doubts),
         ]
         return "\n".join(lines)
@@ -297,18 +265,19 @@ def evaluate(
     >>> bool(low <= 1 <= high), always_one.trusted
     (True, True)
 
-    Used are the decisions with a probability and a reward. Arms that were tried in turn are left out: their rounds follow from
-    the count alone, so that leaving them out selects no contexts. Decisions without a reward are left out as if rewards were
-    missing at random: given the context and the arm, whether one comes must not depend on how large it is. Contexts are
-    taken as independent draws, and rewards as not drifting.
+    The decisions with a probability and a reward are used. Arms that were tried in turn are left out: their rounds
+    follow from the count alone, so that leaving them out selects no contexts. Decisions without a reward are left out
+    as if rewards were missing at random: given the context and the arm, whether one comes must not depend on how large
+    it is. Contexts are taken as independent draws, and rewards as not drifting.
 
-    Intervals are normal ones. They say nothing where an `OverlapWarning` comes: where the policy chooses what the log could
-    not, or where few decisions have most of the weight.
+    Intervals are normal ones. They do not hold where an `OverlapWarning` comes: where the policy chooses what the log
+    could not, or where few decisions have most of the weight.
 
     Args:
-        log: a path, or what `read_log` or `Log.of` gave.
-        policy: an agent as it is now, which chooses among the arms of each decision and learns nothing; or a function from
-            contexts (n, features) to probabilities (n, arms), or to arms (n,). It must not have learnt from this log.
+        log: a path, or the result of `read_log` or `Log.of`.
+        policy: an agent as it is now, which chooses among the arms of each decision and learns nothing; or a function
+            from contexts (n, features) to probabilities (n, arms), or to arms (n,). It must not have learnt from this
+            log.
         level: of the intervals.
         draws: from an agent's posterior for each context. Few make the estimates less precise, not biased.
         seed: of these draws.
@@ -324,13 +293,15 @@ def evaluate(
         "without a probability": int((~known).sum()),
     }
     if len(used) < 2:
-        raise MatchError(
-            f"the log has {len(used)} decisions with a probability and a reward, and two are needed at least; left out: "
-            f"{_counts(left_out) or 'none'}"
-        )
+        said = f"two decisions with a probability and a reward are needed; left out: {_counts(left_out) or 'none'}"
+        raise MatchError(f"the log has {len(used)} decisions to use, and {said}")
     contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
     if isinstance(policy, Agent):
-        shares = _probabilities_of(policy, contexts, allowed, draws, seed)
+        # The agent is offered the arms of the log; arms of its own that the log does not have were not on offer.
+        both = min(log.n_arms, policy.n_arms)
+        mask, shares = np.zeros((len(used), policy.n_arms), bool), np.zeros(allowed.shape)
+        mask[:, :both] = allowed[:, :both]
+        shares[:, :both] = policy.probabilities(contexts, arms=mask, draws=draws, seed=seed)[:, :both]
     else:
         shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
     rows = np.arange(len(used))
@@ -343,7 +314,7 @@ def evaluate(
         warn(f"off-policy estimates cannot be trusted: {'; '.join(doubts)}", OverlapWarning)
     return Estimates(
         logged=mean(rewards),
-        direct=_Past(log).model(len(log)).direct(contexts, shares),
+        direct=RewardModel(log).fit(len(log)).direct(contexts, shares),
         ips=inverse_propensity(rewards, weights),
         snips=self_normalised(rewards, weights),
         doubly_robust=doubly_robust(rewards, weights, predicted[rows, arms], (shares * predicted).sum(axis=1)),
@@ -355,18 +326,6 @@ def evaluate(
     )
 
 
-def _probabilities_of(
-    agent: Agent, contexts: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_], draws: int, seed: int
-) -> Numbers:
-    """Of an agent that is offered the arms of the log; arms of its own that the log does not have were not on offer."""
-    both = min(allowed.shape[1], agent.n_arms)
-    mask = np.zeros((len(contexts), agent.n_arms), bool)
-    mask[:, :both] = allowed[:, :both]
-    found = np.zeros(allowed.shape)
-    found[:, :both] = agent.probabilities(contexts, arms=mask, draws=draws, seed=seed)[:, :both]
-    return found
-
-
 def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
     found = np.asarray(given)
     if found.shape == shape[:1] and np.issubdtype(found.dtype, np.integer):
@@ -376,14 +335,13 @@ def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
         certain: Numbers = np.eye(shape[1])[found]
         return certain
     if found.shape != shape:
+        kind = f"{found.dtype} of shape {found.shape}"
         raise MatchError(
-            f"a policy gives probabilities of shape {shape}, or {shape[0]} arms, whole numbers; got {found.dtype} of shape "
-            f"{found.shape}"
+            f"a policy gives probabilities of shape {shape}, or {shape[0]} arms, whole numbers; got {kind}"
         )
     shares = found.astype(np.float64)
     wrong = ~((shares >= 0).all(axis=1) & np.isclose(shares.sum(axis=1), 1, atol=1e-4))
     if wrong.any():
-        raise MatchError(
-            f"a policy's probabilities are at least 0 and sum to 1, and those of row {int(wrong.argmax())} do not"
-        )
+        row = int(wrong.argmax())
+        raise MatchError(f"a policy's probabilities are at least 0 and sum to 1, and those of row {row} do not")
     return shares

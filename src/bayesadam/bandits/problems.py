@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bayesadam._extras import require
-from bayesadam.bandits.settings import is_count
+from bayesadam.bandits.learner import is_count
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from bayesadam.gaussian.noise import stream_seed
@@ -27,14 +27,8 @@ from bayesadam.gaussian.noise import stream_seed
 Numbers = npt.NDArray[Any]
 
 EDIBLE, POISONED = 5.0, -35.0
-FINANCIAL_ARMS = 8
-JESTER_FEATURES = 32
-WHEEL_MEANS = (1.0, 1.0, 1.0, 1.0, 1.2)
-WHEEL_STD = 0.05
-WHEEL_PRIZE, WHEEL_PRIZE_STD = 50.0, 0.01
-WHEEL_ROUNDS = 80_000
-# The paper plays this many rounds of the two largest tables.
-LARGE_TABLE_ROUNDS = 10_000
+_FINANCIAL_ARMS, _JESTER_FEATURES = 8, 32
+_WHEEL_MEANS, _WHEEL_ROUNDS = np.array([1.0, 1.0, 1.0, 1.0, 1.2]), 80_000
 # A column with more texts than this is a name or a key, not a category.
 _MOST_CATEGORIES = 200
 _CHUNK = 65_536
@@ -42,7 +36,7 @@ _CHUNK = 65_536
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What one run meets, round by round; the agent is shown the contexts and the reward of the arm it chose.
+    """The rounds of one run; the agent sees the contexts and the rewards of the arms it chose.
 
     Attributes:
         contexts: (t, features), float32.
@@ -56,17 +50,17 @@ class Rounds:
 
     @property
     def optimum(self) -> Numbers:
-        """What the best arm is expected to pay, (t,), float64."""
+        """The expected reward of the best arm, (t,), float64."""
         return np.asarray(self.expected.max(axis=1), np.float64)
 
     @property
     def uniform(self) -> Numbers:
-        """What an arm drawn at random is expected to pay, (t,), float64."""
+        """The expected reward of a random arm, (t,), float64."""
         return np.asarray(self.expected.mean(axis=1, dtype=np.float64))
 
     @property
     def single(self) -> Numbers:
-        """What the arm that is best over all rounds is expected to pay, (t,), float64."""
+        """The expected reward of the arm that is best over all rounds, (t,), float64."""
         return np.asarray(self.expected[:, self.expected.sum(axis=0, dtype=np.float64).argmax()], np.float64)
 
 
@@ -115,14 +109,27 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
     kind, _, option = name.partition(":")
     if kind == "wheel":
         try:
-            return wheel(float(option)) if option else wheel()
-        except SettingError:
-            raise
+            delta = float(option or 0.95)
         except ValueError:
             raise SettingError(f"the wheel's δ must be a number, as in 'wheel:0.95', got {name!r}") from None
+        return wheel(delta)
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    return _TABLES[name](progress)
+    table = load_table(name, dtype=_TABLES[name], progress=progress)
+    n, width = table.contexts.shape
+    if name == "financial":
+        make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
+        return BanditProblem(name, width, _FINANCIAL_ARMS, n, n, make)
+    if name == "jester":
+        make = partial(_jester_rounds, table.contexts)
+        return BanditProblem(name, _JESTER_FEATURES, width - _JESTER_FEATURES, n, n, make)
+    assert table.labels is not None
+    if name == "mushroom":
+        make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
+        return BanditProblem(name, width, 2, n, None, make)
+    # The paper plays fewer rounds of the two largest tables.
+    rounds = 10_000 if name in ("covertype", "census") else n
+    return _known(name, table.contexts, table.labels, table.n_labels, rounds)
 
 
 def classification_problem(X: Any, y: Any, *, name: str = "classification", standardise: bool = True) -> BanditProblem:
@@ -132,8 +139,8 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     2
 
     Args:
-        X: contexts, (rows, features): numpy, pandas or nested lists. A text column of a pandas table becomes one column of
-            zeros and ones for each of its values.
+        X: contexts, (rows, features): numpy, pandas or nested lists. A text column of a pandas table becomes one column
+            of zeros and ones for each of its values.
         y: labels, (rows,), of any kind that can be sorted; the arms are the values that occur, in order.
         name: for tables and messages.
         standardise: whether to scale columns to mean 0 and standard deviation 1, in float64; constant ones become 0.
@@ -149,7 +156,7 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     values, codes = np.unique(labels.astype(str) if labels.dtype == object else labels, return_inverse=True)
     if len(values) < 2:
         raise DataError(f"{name}: every label is {values[0]!r}; a bandit needs two arms or more")
-    return _known(name, contexts, codes.reshape(-1), len(values), standardise=standardise)
+    return _known(name, contexts, codes.reshape(-1), len(values), len(labels), standardise=standardise)
 
 
 def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standardise: bool = True) -> BanditProblem:
@@ -170,7 +177,7 @@ def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standa
         raise MatchError(f"{name}: {len(table)} contexts need as many rows of rewards, got {len(pays)}")
     if pays.shape[1] < 2:
         raise DataError(f"{name}: the rewards have one column; a bandit needs two arms or more")
-    return _known(name, table, pays.astype(np.float32), pays.shape[1], standardise=standardise)
+    return _known(name, table, pays.astype(np.float32), pays.shape[1], len(pays), standardise=standardise)
 
 
 def problem_from_file(
@@ -196,7 +203,17 @@ def problem_from_file(
     if (label is None) == (rewards is None):
         raise SettingError("pass either label='column' or rewards=['column', ...]")
     targets = [label] if label is not None else list(rewards or ())
-    frame = _read_frame(path)
+    pandas, parquet = require("pandas"), path.suffix in (".parquet", ".pq")
+    if not path.is_file():
+        raise MissingFileError(f"no file at {path}")
+    if not parquet and ".csv" not in path.suffixes:
+        raise DataError(f"{path} is neither a .csv nor a .parquet file")
+    if parquet:
+        require("pyarrow")
+    try:
+        frame = pandas.read_parquet(path) if parquet else pandas.read_csv(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
     chosen = [column for column in frame.columns if column not in targets] if contexts is None else list(contexts)
     absent = [column for column in (*targets, *chosen) if column not in frame.columns]
     if absent or not chosen:
@@ -215,7 +232,7 @@ def wheel(delta: float = 0.95) -> BanditProblem:
     """
     if not 0 < delta < 1:
         raise SettingError(f"the wheel's δ must lie between 0 and 1, got {delta!r}")
-    return BanditProblem(f"wheel:{delta:g}", 2, len(WHEEL_MEANS), WHEEL_ROUNDS, None, partial(_wheel_rounds, delta))
+    return BanditProblem(f"wheel:{delta:g}", 2, len(_WHEEL_MEANS), _WHEEL_ROUNDS, None, partial(_wheel_rounds, delta))
 
 
 def _random(seed: int, purpose: str) -> np.random.Generator:
@@ -248,8 +265,7 @@ class _Table:
 
 
 def _shuffled(n: int, seed: int, rounds: int) -> Numbers:
-    """The first rows of the run's own order of n."""
-    return np.asarray(_random(seed, "rows").permutation(n)[:rounds])
+    return _random(seed, "rows").permutation(n)[:rounds]
 
 
 def _known_rounds(table: _Table, rewards: Numbers, n_arms: int, seed: int, rounds: int) -> Rounds:
@@ -274,11 +290,11 @@ def _mushroom_rounds(table: _Table, labels: Numbers, seed: int, rounds: int) -> 
 
 def _financial_rounds(table: _Table, seed: int, rounds: int) -> Rounds:
     """Arm a is a portfolio that differs by run, x·β_a + N(0, (0.01 (a + 1))²) with |β_a| = 1."""
-    weights = _random(seed, "portfolios").uniform(-1, 1, (table.rows.shape[1], FINANCIAL_ARMS))
+    weights = _random(seed, "portfolios").uniform(-1, 1, (table.rows.shape[1], _FINANCIAL_ARMS))
     weights /= np.linalg.norm(weights, axis=0)
     contexts = table.take(_shuffled(len(table.rows), seed, rounds))
     expected = contexts.astype(np.float64) @ weights
-    noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, FINANCIAL_ARMS + 1)
+    noise = _random(seed, "rewards").standard_normal(expected.shape) * 0.01 * np.arange(1, _FINANCIAL_ARMS + 1)
     return Rounds(contexts, (expected + noise).astype(np.float32), expected.astype(np.float32))
 
 
@@ -286,7 +302,7 @@ def _jester_rounds(ratings: Numbers, seed: int, rounds: int) -> Rounds:
     """The ratings of 32 jokes are the context, those of the other 8 the rewards; which are which differs by run."""
     columns = _random(seed, "columns").permutation(ratings.shape[1])
     table = ratings[_shuffled(len(ratings), seed, rounds)][:, columns].astype(np.float32)
-    contexts, rewards = table[:, :JESTER_FEATURES].copy(), table[:, JESTER_FEATURES:].copy()
+    contexts, rewards = table[:, :_JESTER_FEATURES].copy(), table[:, _JESTER_FEATURES:].copy()
     return Rounds(contexts, rewards, rewards)
 
 
@@ -295,11 +311,10 @@ def _wheel_rounds(delta: float, seed: int, rounds: int) -> Rounds:
     radius, turn = _random(seed, "rows").random((rounds, 2)).T
     radius, angle = np.sqrt(radius), 2 * math.pi * turn
     x, y = radius * np.cos(angle), radius * np.sin(angle)
-    arms = np.arange(len(WHEEL_MEANS))
+    arms = np.arange(len(_WHEEL_MEANS))
     prize = (radius >= delta)[:, None] & (arms == (2 * (x < 0) + (y < 0))[:, None])
-    expected = np.where(prize, WHEEL_PRIZE, np.array(WHEEL_MEANS))
-    noise = _random(seed, "rewards").standard_normal(expected.shape)
-    rewards = expected + np.where(prize, WHEEL_PRIZE_STD, WHEEL_STD) * noise
+    expected = np.where(prize, 50.0, _WHEEL_MEANS)
+    rewards = expected + np.where(prize, 0.01, 0.05) * _random(seed, "rewards").standard_normal(expected.shape)
     return Rounds(_columns(x, y), rewards.astype(np.float32), expected.astype(np.float32))
 
 
@@ -307,70 +322,24 @@ def _columns(*columns: Numbers) -> Numbers:
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-def _mushroom(progress: bool) -> BanditProblem:
-    table = load_table("mushroom", dtype=np.uint8, progress=progress)
-    assert table.labels is not None
-    n, width = table.contexts.shape
-    make = partial(_mushroom_rounds, _Table.of(table.contexts, standardise=False), table.labels)
-    return BanditProblem("mushroom", width, 2, n, None, make)
-
-
-def _financial(progress: bool) -> BanditProblem:
-    contexts = load_table("financial", dtype=np.float64, progress=progress).contexts
-    make = partial(_financial_rounds, _Table.of(contexts, standardise=False))
-    return BanditProblem("financial", contexts.shape[1], FINANCIAL_ARMS, len(contexts), len(contexts), make)
-
-
-def _jester(progress: bool) -> BanditProblem:
-    ratings = load_table("jester", progress=progress).contexts
-    n, columns = ratings.shape
-    make = partial(_jester_rounds, ratings)
-    return BanditProblem("jester", JESTER_FEATURES, columns - JESTER_FEATURES, n, n, make)
-
-
-def _labelled(name: str, dtype: npt.DTypeLike, rounds: int | None) -> Callable[[bool], BanditProblem]:
-    def load(progress: bool) -> BanditProblem:
-        table = load_table(name, dtype=dtype, progress=progress)
-        assert table.labels is not None
-        return _known(name, table.contexts, table.labels, table.n_labels, rounds)
-
-    return load
-
-
 def _known(
-    name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int | None = None, *, standardise: bool = True
+    name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int, *, standardise: bool = True
 ) -> BanditProblem:
-    make = partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
-    n = len(contexts)
-    return BanditProblem(name, contexts.shape[1], n_arms, min(rounds or n, n), n, make)
+    make, n = partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms), len(contexts)
+    return BanditProblem(name, contexts.shape[1], n_arms, min(rounds, n), n, make)
 
 
-_TABLES: dict[str, Callable[[bool], BanditProblem]] = {
-    "mushroom": _mushroom,
-    "financial": _financial,
-    "jester": _jester,
-    "statlog": _labelled("statlog", np.float32, None),
-    "adult": _labelled("adult", np.float32, None),
-    "covertype": _labelled("covertype", np.float32, LARGE_TABLE_ROUNDS),
-    "census": _labelled("census", np.uint8, LARGE_TABLE_ROUNDS),
+# The tables and the type that each is kept in.
+_TABLES: dict[str, npt.DTypeLike] = {
+    "mushroom": np.uint8,
+    "financial": np.float64,
+    "jester": np.float32,
+    "statlog": np.float32,
+    "adult": np.float32,
+    "covertype": np.float32,
+    "census": np.uint8,
 }
 PROBLEMS = (*_TABLES, "wheel")
-
-
-def _read_frame(path: Path) -> Any:
-    """The file as a pandas table."""
-    pandas = require("pandas")
-    if not path.is_file():
-        raise MissingFileError(f"no file at {path}")
-    parquet = path.suffix in (".parquet", ".pq")
-    if not parquet and ".csv" not in path.suffixes:
-        raise DataError(f"{path} is neither a .csv nor a .parquet file")
-    if parquet:
-        require("pyarrow")
-    try:
-        return pandas.read_parquet(path) if parquet else pandas.read_csv(path)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def _contexts(values: Any, name: str) -> Numbers:

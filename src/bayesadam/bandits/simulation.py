@@ -21,17 +21,14 @@ from bayesadam import _storage as storage
 from bayesadam._files import sweep
 from bayesadam._progress import progress as tracked
 from bayesadam.bandits.agents import agent_settings, make_learner
-from bayesadam.bandits.buffer import Buffer
+from bayesadam.bandits.learner import AgentSettings, Buffer, is_count
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.bandits.settings import AgentSettings, is_count
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
 _CURVE_POINTS = 500
-
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +72,12 @@ def simulate(
     prior: Prior | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 3.0,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Simulation:
     """Let an agent play a problem.
 
     First every arm is pulled a few times in turn. Then the agent acts, a new context per round, and trains every
-    `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own draw of the posterior.
+    `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own posterior draw.
 
     Every run has its own random numbers: up to rounding it does not depend on the other runs. The same call on the same
     machine gives the same numbers. On a CPU the runs are distributed over as many threads as torch has.
@@ -97,14 +94,13 @@ def simulate(
         device: None for a GPU where there is one.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
-        checkpoint: a file to which the state is written now and then. If it exists, the simulation resumes from it, and on a
-            CPU ends with the numbers of one that was never interrupted.
+        checkpoint: a file to which the state is written now and then. If it exists, the simulation resumes from it, and
+            on a CPU ends with the numbers of one that was never interrupted.
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all; None for a bar on a terminal, from two seconds on.
     """
-    with Playing(
-        problem, agent, runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds, prior=prior
-    ) as playing:
+    given = runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds
+    with Playing(problem, agent, *given, prior=prior) as playing:
         for _ in tracked(playing.turns, "simulate") if progress is None else playing.turns:
             playing.advance()
             if progress is not None:
@@ -115,8 +111,7 @@ def simulate(
 class Playing:
     """A simulation under way, for a caller who wants to advance several in turn; arguments are those of `simulate`.
 
-    On a GPU each has a stream of its own, and `advance` returns before the GPU is done: one simulation alone leaves most of
-    it idle.
+    On a GPU each has a stream of its own, and `advance` returns before the GPU is done, so that several keep it busy.
     """
 
     def __init__(
@@ -138,10 +133,9 @@ class Playing:
         if not is_count(runs):
             raise SettingError(f"runs must be a positive whole number, got {runs!r}")
         self.rounds = chosen.checked_rounds(rounds)
-        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        self._start, self._before = time.perf_counter(), 0.0
-        self._settings = own
-        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None  # type: ignore[no-untyped-call]
+        on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self._start, self._settings = time.perf_counter(), own
+        self._stream = torch.cuda.Stream(on) if on.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._path, self._checkpoint_seconds = None if checkpoint is None else Path(checkpoint), checkpoint_seconds
         seeds = [stream_seed(seed, "run", number) for number in range(runs)]
         self._played = [chosen.run(one, self.rounds) for one in seeds]
@@ -149,12 +143,12 @@ class Playing:
         if self._path is not None:
             sweep(self._path)
             saved = storage.read(self._path, storage.SIMULATION) if self._path.exists() else None
-        threads = min(runs, torch.get_num_threads()) if place.type == "cpu" else 1
-        # Of the lanes, as even as can be.
+        threads = min(runs, torch.get_num_threads()) if on.type == "cpu" else 1
+        # The lanes, as even as can be.
         sizes = [len(part) for part in np.array_split(seeds, threads)] if saved is None else saved[1]["lanes"]
         with torch.cuda.stream(self._stream):
             self._lanes = [
-                _Lane(agent, own, seeds[first:last], self._played[first:last], place, prior)
+                _Lane(agent, own, seeds[first:last], self._played[first:last], on, prior)
                 for first, last in pairwise(accumulate(sizes, initial=0))
             ]
         self._header: dict[str, Any] = {
@@ -163,7 +157,7 @@ class Playing:
             "runs": runs,
             "rounds": self.rounds,
             "seed": seed,
-            "device": place.type,
+            "device": on.type,
             "settings": own.plain(),
             "data": _fingerprint(self._played, prior),
             "lanes": sizes,
@@ -197,17 +191,24 @@ class Playing:
 
     @property
     def turns(self) -> range:
-        """One for each `advance` that is left."""
-        return self._lanes[0].turns
+        """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
+        forced = self._lanes[0].forced
+        rest = max(0, self.rounds - max(self.done, forced))
+        return range((self.done < min(forced, self.rounds)) + -(-rest // self._settings.train_every))
 
     def advance(self) -> None:
         """The rounds up to the next training, and the training; now and then, the checkpoint."""
         with torch.cuda.stream(self._stream):
             for _ in (map if self._pool is None else self._pool.map)(_Lane.advance, self._lanes):
                 pass
-            late = time.perf_counter() - self._written >= self._checkpoint_seconds
-            if self._path is not None and (self.finished or late):
-                self._save(self._path)
+            now = time.perf_counter()
+            if self._path is not None and (self.finished or now - self._written >= self._checkpoint_seconds):
+                tensors: dict[str, Tensor] = {}
+                for number, lane in enumerate(self._lanes):
+                    tensors |= {f"{number}/{name}": tensor for name, tensor in lane.buffer.state().items()}
+                    tensors |= {f"{number}/learner.{name}": tensor for name, tensor in lane.learner.state().items()}
+                header = {**self._header, "seconds": now - self._start}
+                storage.write(self._path, tensors, header, storage.SIMULATION)
                 self._written = time.perf_counter()
 
     def result(self) -> Simulation:
@@ -228,35 +229,25 @@ class Playing:
             reward=reward[:, points - 1],
             regret=regret[:, points - 1],
             lost=reward[:, -1] <= single,
-            seconds=self._seconds(),
+            seconds=time.perf_counter() - self._start,
             settings=self._settings,
         )
 
-    def _seconds(self) -> float:
-        return self._before + time.perf_counter() - self._start
-
-    def _save(self, path: Path) -> None:
-        lanes = enumerate(self._lanes)
-        tensors = {f"{number}/{name}": t for number, lane in lanes for name, t in lane.state().items()}
-        storage.write(path, tensors, {**self._header, "seconds": self._seconds()}, storage.SIMULATION)
-
     def _restore(self, path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
-        settings = self._settings.own(found["settings"])
         for name, value in self._header.items():
-            given = settings if name == "settings" else found.get(name)
-            if given != value:
-                other = "other data" if name == "data" else f"{name}={given!r}, not {value!r}"
-                raise MatchError(
-                    f"{path} is of a simulation with {other}: delete it to start anew, or take another path"
-                )
+            if found.get(name) != value:
+                other = "other data" if name == "data" else f"{name}={found.get(name)!r}, not {value!r}"
+                raise MatchError(f"{path} is of a simulation with {other}: delete it to start again, or use another")
         with torch.cuda.stream(self._stream):
             for number, lane in enumerate(self._lanes):
-                lane.restore(storage.under(f"{number}/", tensors))
-        self._before = float(found["seconds"])
+                own = storage.under(f"{number}/", tensors)
+                lane.buffer.restore(own)
+                lane.learner.restore(storage.under("learner.", own))
+        self._start -= float(found["seconds"])
 
 
 def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Iterator[tuple[int, Simulation]]:
-    """The results of simulations, each begun by a call, and their numbers, as they come; `at_once` are under way."""
+    """The results of simulations, each begun by a call, and their numbers, as they come; `at_once` run at a time."""
     waiting = iter(enumerate(simulations))
     running: deque[tuple[int, Playing]] = deque((number, start()) for number, start in islice(waiting, at_once))
     try:
@@ -291,23 +282,15 @@ class _Lane:
         self._pays = torch.from_numpy(np.stack([rounds.rewards for rounds in played])).to(device)
         n_arms = self._pays.shape[2]
         self.learner = make_learner(agent, settings, self.buffer, n_arms, seeds, prior)
-        self._forced = settings.initial_pulls * n_arms
-
-    @property
-    def turns(self) -> range:
-        """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
-        first, total = self.buffer.count, self._pays.shape[1]
-        forced = first < min(self._forced, total)
-        rest = max(0, total - max(first, self._forced))
-        return range(forced + -(-rest // self.learner.settings.train_every))
+        self.forced = settings.initial_pulls * n_arms
 
     @torch.no_grad()
     def advance(self) -> None:
         """The rounds up to the next training, and the training."""
         runs, total, n_arms = self._pays.shape
         first = self.buffer.count
-        forced = first < self._forced
-        last = min(self._forced if forced else first + self.learner.settings.train_every, total)
+        forced = first < self.forced
+        last = min(self.forced if forced else first + self.learner.settings.train_every, total)
         if forced:
             arms = (torch.arange(first, last, device=self._pays.device) % n_arms).expand(runs, -1)
         else:
@@ -317,19 +300,10 @@ class _Lane:
         if last < total:
             self.learner.train()
 
-    def state(self) -> dict[str, Tensor]:
-        return self.buffer.state() | {f"learner.{name}": tensor for name, tensor in self.learner.state().items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.buffer.restore(state)
-        self.learner.restore(storage.under("learner.", state))
-
 
 def _fingerprint(played: Sequence[Rounds], prior: Prior | None) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for rounds in played:
-        digest.update(rounds.contexts.tobytes())
-        digest.update(rounds.rewards.tobytes())
-    for tensor in prior.tensors().values() if prior is not None else ():
-        digest.update(tensor.numpy().tobytes())
+    arrays = [array for rounds in played for array in (rounds.contexts, rounds.rewards)]
+    for array in arrays + ([] if prior is None else [tensor.numpy() for tensor in prior.tensors().values()]):
+        digest.update(array.tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Small networks trained as a stack: their recipe, their random numbers, their step, and one module per rule."""
+"""Small networks trained as a stack: their recipe, their random numbers, their step, and the rules they learn by."""
 
 from bayesadam.engine.network import Network
 from bayesadam.engine.rules import RULES, Rule

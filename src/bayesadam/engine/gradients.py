@@ -1,7 +1,6 @@
-"""Forward and backward passes of stacked networks, written out: the same few kernels every step, in memory taken once."""
+"""Backward passes of stacked networks, written out: the same few kernels every step, in memory allocated once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,34 +14,25 @@ Loss = Callable[[Tensor], Tensor]
 Slope = Callable[[Tensor], Tensor]
 
 
-class _Activation(NamedTuple):
-    """φ, and the product of a gradient with φ', in place on the gradient, from φ's input or from its result."""
-
-    apply: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    from_input: bool
-
-
-_ACTIVATIONS: Mapping[str, _Activation] = {
-    "relu": _Activation(torch.relu_, lambda g, h: _ATEN.threshold_backward.grad_input(g, h, 0, grad_input=g), False),
-    "tanh": _Activation(torch.tanh_, lambda g, h: _ATEN.tanh_backward.grad_input(g, h, grad_input=g), False),
-    "sigmoid": _Activation(torch.sigmoid_, lambda g, h: _ATEN.sigmoid_backward.grad_input(g, h, grad_input=g), False),
-    "elu": _Activation(F.elu_, lambda g, h: _ATEN.elu_backward.grad_input(g, 1, 1, 1, True, h, grad_input=g), False),
-    "silu": _Activation(F.silu, lambda g, z: _ATEN.silu_backward.grad_input(g, z, grad_input=g), True),
-    "gelu": _Activation(F.gelu, lambda g, z: _ATEN.gelu_backward.grad_input(g, z, grad_input=g), True),
+# φ, in place where φ' follows from φ's result, and the product of a gradient with φ', in place on the gradient.
+_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "relu": (torch.relu_, lambda g, h: _ATEN.threshold_backward.grad_input(g, h, 0, grad_input=g)),
+    "tanh": (torch.tanh_, lambda g, h: _ATEN.tanh_backward.grad_input(g, h, grad_input=g)),
+    "sigmoid": (torch.sigmoid_, lambda g, h: _ATEN.sigmoid_backward.grad_input(g, h, grad_input=g)),
+    "elu": (F.elu_, lambda g, h: _ATEN.elu_backward.grad_input(g, 1, 1, 1, True, h, grad_input=g)),
+    "silu": (F.silu, lambda g, z: _ATEN.silu_backward.grad_input(g, z, grad_input=g)),
+    "gelu": (F.gelu, lambda g, z: _ATEN.gelu_backward.grad_input(g, z, grad_input=g)),
 }
 
 
 class StackedGradient:
-    """The gradient of a loss of the outputs, by the weights of a stack of networks.
+    """The gradient of a loss of the outputs by the weights of a stack of networks, (n, weights), as they are now.
 
     With h₀ = x, z = h Wᵀ + b, h ← φ(z) m:  ∂W = Dᵀh, ∂b = Σ D, D ← (D W) m φ'(z), from D = ∂loss/∂f backwards.
-
-    It is taken at the values that `weights`, (n, weights), hold when called.
     """
 
     def __init__(self, network: Network, weights: Tensor) -> None:
-        self._activation = _ACTIVATIONS[network.activation]
+        self._activation, self._activation_backward = _ACTIVATIONS[network.activation]
         self._weights = weights
         self._layers = layers(network, weights)
         self.gradient = torch.zeros_like(weights)
@@ -53,7 +43,7 @@ class StackedGradient:
     def __call__(self, x: Tensor, slope: Slope, *, masks: Sequence[Tensor] | None = None) -> Tensor:
         """(n, weights), in memory that the next call overwrites, at inputs (n, b, inputs).
 
-        `slope` goes from the outputs f, (n, b, outputs), to ∂loss/∂f; `masks` are those of dropout, (n, b, units) per layer.
+        `slope` maps the outputs f, (n, b, outputs), to ∂loss/∂f; `masks` are those of dropout, (n, b, units) per layer.
         """
         if self._batch != x.shape[1]:
             self._batch = x.shape[1]
@@ -63,7 +53,7 @@ class StackedGradient:
         for number, (weight, bias) in enumerate(self._layers):
             out = torch.bmm(inputs[-1], transposed(weight), out=self._outputs[number]).add_(bias.unsqueeze(1))
             if number < len(self._layers) - 1:
-                h = self._activation.apply(out)
+                h = self._activation(out)
                 inputs.append(h if masks is None else h * masks[number])
         delta = slope(self._outputs[-1])
         for number in reversed(range(len(self._layers))):
@@ -74,7 +64,7 @@ class StackedGradient:
                 delta = torch.bmm(delta, self._layers[number][0], out=self._slopes[number - 1])
                 if masks is not None:
                     delta.mul_(masks[number - 1])
-                delta = self._activation.backward(delta, self._outputs[number - 1])
+                delta = self._activation_backward(delta, self._outputs[number - 1])
         return self.gradient
 
 

@@ -52,23 +52,22 @@ class Network:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' shapes by the names that `build` gives them."""
-        widths = (self.n_inputs, *self.hidden, self.n_outputs)
         found: dict[str, tuple[int, ...]] = {}
-        for number, (wide, narrow) in enumerate(itertools.pairwise(widths)):
-            found[f"layer{number}.weight"] = (narrow, wide)
-            found[f"layer{number}.bias"] = (narrow,)
+        for number, (n_in, n_out) in enumerate(self._layers()):
+            found |= {f"layer{number}.weight": (n_out, n_in), f"layer{number}.bias": (n_out,)}
         return found
+
+    def _layers(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise((self.n_inputs, *self.hidden, self.n_outputs)))
 
     def build(self, params: Mapping[str, Tensor] | None = None) -> nn.Sequential:
         """The network as an ordinary module, with the given weights where there are any."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        widths = (self.n_inputs, *self.hidden, self.n_outputs)
-        last = len(widths) - 2
         if self.input_dropout:
             layers["input_dropout"] = nn.Dropout(self.input_dropout)
-        for number, (wide, narrow) in enumerate(itertools.pairwise(widths)):
-            layers[f"layer{number}"] = nn.Linear(wide, narrow, device="meta")
-            if number < last:
+        for number, (n_in, n_out) in enumerate(self._layers()):
+            layers[f"layer{number}"] = nn.Linear(n_in, n_out, device="meta")
+            if number < len(self.hidden):
                 layers[f"activation{number}"] = ACTIVATIONS[self.activation]()
                 if self.dropout:
                     layers[f"dropout{number}"] = nn.Dropout(self.dropout)
@@ -94,7 +93,7 @@ def initial(network: Network, seeds: Sequence[int], *, device: str | torch.devic
 
 
 def flatten(params: Mapping[str, Tensor]) -> Tensor:
-    """Stacked weights as one matrix, a row a network, (s, weights): one tensor to draw for, to penalise, to step."""
+    """Stacked weights as one matrix, one row per network, (s, weights)."""
     return torch.cat([tensor.flatten(1) for tensor in params.values()], dim=1)
 
 

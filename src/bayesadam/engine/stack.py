@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, StackedGradient
 from bayesadam.engine.network import Network, flatten, initial, member, unflatten
-from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
-from bayesadam.engine.rules.rule import Functions, Gaussian, Rule, State, Step
+from bayesadam.engine.rules import Adam, Functions, Gaussian, Rule, State, Step, optimizer_state_dict
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import StateError
 
@@ -22,25 +21,23 @@ Schedule = Callable[[Tensor], Tensor]
 class Stack:
     """Networks of one shape, one per seed, under one rule.
 
-    Training runs in blocks. `prepare` writes what a block's steps read and is known beforehand, `run` takes the steps. A
-    step changes device memory alone, so that on CUDA it is captured as a graph and replayed.
+    Training runs in blocks. `prepare` writes the rows and learning rates that a block's steps read, `run` takes the
+    steps. A step changes device memory only, so that on CUDA it is captured as a graph and replayed.
 
     Args:
         seeds: one per network; a seed's numbers do not depend on the other seeds.
         batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
+        n_data: N, in device memory.
         weights: flat weights to start from, (s, weights); None draws them from the seeds.
-        average: β of a moving average of the weights, `mean`; 0 for none.
+        average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
         clip: the norm at which each network's gradient is clipped.
         predraw: on CUDA, draw a block's random numbers outside the graph, which is faster and takes more memory.
         steps_per_graph: steps that one CUDA graph holds.
 
     Attributes:
-        weights: (s, weights).
-        mean: their moving average, or the weights themselves.
         state: the rule's memory by name.
         done: steps taken.
-        n_data: N, in device memory.
-        scale: what turns the gradient into that of the mean negative log-likelihood, (s, 1); for rules that need it.
+        scale: turns the gradient into that of the mean negative log-likelihood, (s, 1), for rules that need it.
         penalty: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
     """
 
@@ -76,12 +73,13 @@ class Stack:
         self._rows = self._rates = self._noise = torch.empty(0)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Callable[[], None] | None = None
-        self._warm_up = _WARM_UP
+        # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
+        self._warm_up = 3
 
     def prepare(self, rows: Tensor, schedule: Schedule) -> None:
         """What the next block reads: the rows of each step (k, s, b), and the learning rates of the schedule.
 
-        The schedule goes from the steps done before each step, float64 (k,), to learning rates.
+        The schedule maps the number of steps done before each step, float64 (k,), to learning rates.
         """
         if not self.done:
             for name, tensor in self.rule.start(self.weights, self.n_data).items():
@@ -96,7 +94,7 @@ class Stack:
         self._next.zero_()
         if self._predraw:
             noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
-            if noise is not None:
+            if noise.numel():
                 self._noise = _into(self._noise, noise.transpose(0, 1))
         if any(old is not new for old, new in zip(before, (self._rates, self._rows, self._noise), strict=True)):
             # A graph reads the memory that it was captured with.
@@ -107,10 +105,9 @@ class Stack:
         """Take the next steps of the prepared block; on CUDA, all but the first ones by replaying a graph."""
         taken = 0
         while taken < steps:
-            # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
             if self.device.type == "cuda" and self._replay is None and not self._warm_up:
                 drawn = [] if self._predraw else self.streams.generators
-                self._replay = captured(self._step, self._steps_per_graph, drawn)
+                self._replay = _captured(self._step, self._steps_per_graph, drawn)
             if self._replay is not None and steps - taken >= self._steps_per_graph:
                 self._replay()
                 taken += self._steps_per_graph
@@ -125,7 +122,7 @@ class Stack:
         lr, first, second, newest = self._rates.index_select(0, self._next)[0].unbind()
         step, rule = Step(lr, first, second, self.n_data), self.rule
         if self._predraw:
-            noise = self._noise.index_select(0, self._next)[0] if self._noise.numel() else None
+            noise = self._noise.index_select(0, self._next)[0] if self._noise.numel() else self._noise
         else:
             noise = rule.noise(self.streams, self.network, rows.shape[1])
         x, slope = self.batch(rows)
@@ -155,13 +152,9 @@ class Stack:
         """The Gaussian that the rule ends with, around `mean`."""
         return self.rule.gaussian(self.mean, self.state, self.n_data)
 
-    def moments(self, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Mean and variance of one network's weights by name, on the CPU, where the rule has a Gaussian."""
-        found = self.gaussian()
-        if found is None:
-            return None
-        mean, variance = (member(unflatten(self.network, part.cpu()), index) for part in found)
-        return mean, variance
+    def moments(self, index: int) -> list[dict[str, Tensor]]:
+        """Mean and variance of one network's weights by name, on the CPU; empty where the rule has no Gaussian."""
+        return [member(unflatten(self.network, part.cpu()), index) for part in self.gaussian() or ()]
 
     def functions(self, index: int, n: int, streams: Streams) -> Functions:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
@@ -187,13 +180,10 @@ class Stack:
             tensor.copy_(tensors[name])
 
 
-_WARM_UP = 3
-
-
 def train(
     stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, *, proceed: Callable[[], bool] | None = None
 ) -> None:
-    """The training loop: block after block, as long as `proceed`, asked after each, says so."""
+    """The training loop: block after block, as long as `proceed`, called after each, returns True."""
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
@@ -201,13 +191,13 @@ def train(
             return
 
 
-def captured(step: Callable[[], None], count: int, generators: Sequence[torch.Generator]) -> Callable[[], None]:
-    """So many steps as a CUDA graph, whose replay does their work again; `generators` are those they draw from."""
+def _captured(step: Callable[[], None], count: int, generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """`count` steps as a CUDA graph; returns its replay. `generators` are those that the steps draw from."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
     torch.cuda.synchronize()
-    # What the collector frees meanwhile, an older graph for one, would end the capture.
+    # An object that the garbage collector frees during the capture, an older graph for one, would end it.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -231,7 +221,7 @@ def cosine(lr: float, steps: int) -> Schedule:
 
 
 def _into(memory: Tensor, values: Tensor) -> Tensor:
-    """The values in the same memory where they fit its leading rows, as a captured graph needs, else in new memory."""
+    """The values in the same memory where they fit, as a captured graph needs, otherwise in new memory."""
     if memory.shape[1:] != values.shape[1:] or len(memory) < len(values):
         return values.contiguous().clone()
     memory[: len(values)].copy_(values)

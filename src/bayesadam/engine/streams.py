@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,15 +26,11 @@ class Streams:
         own = [stream_seed(seed, purpose) for seed in seeds]
         on_cpu = self.device.type == "cpu"
         self._numpy = [np.random.Generator(np.random.SFC64(seed)) for seed in own] if on_cpu else []
-        self._torch = [] if self._numpy else [torch.Generator(device).manual_seed(seed) for seed in own]
+        # A captured CUDA graph must register these.
+        self.generators = [] if on_cpu else [torch.Generator(device).manual_seed(seed) for seed in own]
 
     def __len__(self) -> int:
-        return len(self._numpy or self._torch)
-
-    @property
-    def generators(self) -> Sequence[torch.Generator]:
-        """torch's, which a captured CUDA graph must register; none on a CPU."""
-        return self._torch
+        return len(self._numpy or self.generators)
 
     def normal(self, *shape: int) -> Tensor:
         """(seeds, *shape) standard normals."""
@@ -46,8 +41,8 @@ class Streams:
         return self._drawn(torch.rand, "random", shape)
 
     def _drawn(self, on_device: Callable[..., Tensor], on_cpu: str, shape: tuple[int, ...]) -> Tensor:
-        if self._torch:
-            return torch.stack([on_device(shape, generator=g, device=self.device) for g in self._torch])
+        if self.generators:
+            return torch.stack([on_device(shape, generator=g, device=self.device) for g in self.generators])
         out = np.empty((len(self), *shape), np.float32)
         for source, part in zip(self._numpy, out, strict=True):
             getattr(source, on_cpu)(out=part, dtype=np.float32)
@@ -55,13 +50,13 @@ class Streams:
 
     def rows(self, n: int, *shape: int) -> Tensor:
         """(seeds, *shape) whole numbers below n."""
-        if self._torch:
-            return torch.stack([torch.randint(n, shape, generator=g, device=self.device) for g in self._torch])
+        if self.generators:
+            return torch.stack([torch.randint(n, shape, generator=g, device=self.device) for g in self.generators])
         return torch.from_numpy(np.stack([source.integers(n, size=shape) for source in self._numpy]))
 
     def masks(self, rate: float, *shape: int) -> Tensor:
         """(seeds, *shape) zeros with probability `rate`, to within 2⁻¹⁷, otherwise 1/(1 − rate)."""
-        if self._torch:
+        if self.generators:
             return (self.uniform(*shape) >= rate).float().div_(1 - rate)
         size = int(np.prod(shape))
         out = np.empty((len(self), size), np.float32)
@@ -74,22 +69,27 @@ class Streams:
 
     def gamma(self, shape: Tensor) -> Tensor:
         """Draws of Gamma(shape, 1), (seeds, ...), float64; one per entry."""
-        if self._torch:
-            pairs = zip(shape.double(), self._torch, strict=True)
+        if self.generators:
+            pairs = zip(shape.double(), self.generators, strict=True)
             return torch.stack([torch._standard_gamma(part, generator=g) for part, g in pairs])
         pairs_ = zip(shape.double().numpy(), self._numpy, strict=True)
         return torch.from_numpy(np.stack([source.standard_gamma(part) for part, source in pairs_]))
 
     def state(self) -> Tensor:
-        """Where every source stands, one row per seed, on the CPU."""
-        if self._torch:
-            return torch.stack([source.get_state() for source in self._torch])
-        return torch.from_numpy(np.stack([_words(source.bit_generator) for source in self._numpy]))
+        """The state of every source, one row per seed, on the CPU."""
+        if self.generators:
+            return torch.stack([source.get_state() for source in self.generators])
+        rows = []
+        for source in self._numpy:
+            state = source.bit_generator.state
+            words = np.asarray(state["state"]["state"], np.uint64).view(np.int64)
+            rows.append(np.append(words, [state["has_uint32"], state["uinteger"]]))
+        return torch.from_numpy(np.stack(rows))
 
     def restore(self, state: Tensor) -> None:
         """Resume where `state` was taken."""
-        if self._torch:
-            for source, row in zip(self._torch, state, strict=True):
+        if self.generators:
+            for source, row in zip(self.generators, state, strict=True):
                 source.set_state(row.clone())
             return
         for own, words in zip(self._numpy, state.numpy(), strict=True):
@@ -99,12 +99,6 @@ class Streams:
                 "has_uint32": int(words[4]),
                 "uinteger": int(words[5]),
             }
-
-
-def _words(source: np.random.BitGenerator) -> npt.NDArray[np.int64]:
-    state = source.state
-    words = np.asarray(state["state"]["state"], np.uint64).view(np.int64)
-    return np.concatenate([words, np.array([state["has_uint32"], state["uinteger"]], np.int64)])
 
 
 def epochs(n: int, size: int, seeds: Sequence[int]) -> Iterator[Tensor]:
@@ -126,17 +120,18 @@ class Blocks:
     steps: int
 
     @property
-    def _are_epochs(self) -> bool:
-        return self.n // self.size >= _LONG_EPOCH
+    def _length(self) -> int:
+        steps = self.n // self.size
+        return steps if steps >= _LONG_EPOCH else _BLOCK
 
     def __len__(self) -> int:
-        return -(-self.steps // (self.n // self.size if self._are_epochs else _BLOCK))
+        return -(-self.steps // self._length)
 
     def __iter__(self) -> Iterator[Tensor]:
-        streams, left = Streams(self.seeds, "batches"), self.steps
-        drawn = (streams.rows(self.n, _BLOCK, self.size).transpose(0, 1) for _ in iter(int, 1))
-        for rows in epochs(self.n, self.size, self.seeds) if self._are_epochs else drawn:
-            yield rows[:left]
-            left -= len(rows)
-            if left <= 0:
-                return
+        streams, shuffled = Streams(self.seeds, "batches"), epochs(self.n, self.size, self.seeds)
+        for done in range(0, self.steps, self._length):
+            if self._length == self.n // self.size:
+                rows = next(shuffled)
+            else:
+                rows = streams.rows(self.n, self._length, self.size).transpose(0, 1)
+            yield rows[: self.steps - done]

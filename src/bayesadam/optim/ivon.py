@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import not_negative, positive
-from bayesadam.engine.rules.ivon import ivon_update
+from bayesadam.engine.rules import ivon_update
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
 from bayesadam.readers import State, StateReader

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import positive
-from bayesadam.engine.rules.vadam import vadam_update
+from bayesadam.engine.rules import vadam_update
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer

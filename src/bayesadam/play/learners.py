@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
-from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
-from bayesadam.engine.rules.adam import optimizer_state_dict
+from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam, optimizer_state_dict
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.play.bands import (

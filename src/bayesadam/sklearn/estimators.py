@@ -21,7 +21,7 @@ from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.calibration import calibrate
 from bayesadam.engine.network import ACTIVATIONS, Network
-from bayesadam.engine.rules.adam import Adam
+from bayesadam.engine.rules import Adam
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
 from bayesadam.posterior import Mixture, Posterior

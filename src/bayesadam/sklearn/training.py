@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesadam._progress import Bar
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
-from bayesadam.engine.rules.adam import Adam, optimizer_state_dict
+from bayesadam.engine.rules import Adam, optimizer_state_dict
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import DivergedError

@@ -13,8 +13,7 @@ from torch import Tensor
 from bayesadam._progress import progress
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, forward
-from bayesadam.engine.rules import Adam, Dropout, Rule
-from bayesadam.engine.rules.adam import adam_state, adam_update
+from bayesadam.engine.rules import Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.errors import MatchError, SettingError

@@ -1,0 +1,530 @@
+"""An agent for the user's own loop: it acts, learns from rewards when they come, and is saved and loaded whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bayesadam._warnings import warn
+from bayesadam.bandits.agents import agent_settings, entry
+from bayesadam.bandits.learner import AgentSettings, is_count
+from bayesadam.bandits.log import (
+    ArmChanged,
+    Decided,
+    Event,
+    Forgotten,
+    Header,
+    LogFile,
+    LogReader,
+    Rewarded,
+    Standing,
+    Updated,
+)
+from bayesadam.bandits.prior import Prior
+from bayesadam.bandits.store import Store
+from bayesadam.engine.streams import Streams
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.noise import stream_seed
+
+# Draws from the posterior over which a probability is counted, where it has no closed form.
+DRAWS = 200
+Floats = npt.ArrayLike
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A chosen arm; its reward is reported by the `id`.
+
+    The probability is that of this arm in this context for the agent as it was then; see `Agent.decide`.
+    """
+
+    id: int
+    arm: int
+    probability: float
+
+
+def make_agent(
+    name: str = "hybrid",
+    n_features: int = 0,
+    n_arms: int = 0,
+    *,
+    settings: str | AgentSettings = "tuned",
+    prior: Prior | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> Agent:
+    """An agent to put into your own system.
+
+    >>> agent = make_agent(n_features=2, n_arms=3)
+    >>> arm = agent.act([0.3, -1.0])
+    >>> agent.update([0.3, -1.0], arm, reward=1.0)
+    >>> decision = agent.decide([0.1, 0.2])       # the reward comes later
+    >>> agent.reward(decision.id, 0.5)
+
+    Args:
+        name: one of `AGENTS`.
+        n_features: how many numbers a context has.
+        n_arms: how many arms there are at first.
+        settings: `"tuned"`, `"paper"` or your own.
+        prior: that the hybrid agent starts from; see `fit_prior`.
+        seed: fixes every random number.
+        changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
+    """
+    if not isinstance(name, str):
+        example = "make_agent('hybrid', n_features=..., n_arms=...)"
+        raise SettingError(f"make_agent takes the agent's name first, got {name!r}: {example}")
+    for key, value in (("n_features", n_features), ("n_arms", n_arms)):
+        if not _is_index(value) or value < 1:
+            example = f"make_agent({name!r}, n_features=5, n_arms=3)"
+            raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
+    return Agent(Store(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior))
+
+
+class Agent:
+    """Acts and learns; made by `make_agent` or `load`.
+
+    `act` may be called from other threads while `update` trains, and does not wait for it.
+    """
+
+    def __init__(self, store: Store, standing: Standing | None = None, known: tuple[str, int] | None = None) -> None:
+        self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
+        self._store = store
+        self._standing = standing or Standing(store.n_features, store.n_arms)
+        self._warned_of_range = False
+        self._log: LogFile | None = None
+        # The id of the log that this agent has learnt, and up to which byte.
+        self._known = known
+
+    @property
+    def n_arms(self) -> int:
+        """How many arms there have been; those removed keep their index."""
+        return self._standing.n_arms
+
+    def __repr__(self) -> str:
+        seen, waiting = self._store.buffer.count, len(self._standing.waiting)
+        size = f"{self.n_features} features, {self.n_arms} arms"
+        return f"Agent({self.name!r}, {size}, {seen} rewards seen, {waiting} pending)"
+
+    # --- acting
+
+    @torch.no_grad()
+    def act(self, context: Floats, *, arms: Iterable[int] | None = None) -> Any:
+        """The arm for a context, an int; for a batch (k, features), an array of k arms, each with its own draw.
+
+        At first every arm is tried a few times, in turn. `arms` are those to choose from now; None for all not removed.
+        """
+        rows, single = self._checked_contexts(context)
+        allowed = self._checked_arms(arms)
+        chosen: list[int] = []
+        with self._store.acting:
+            while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
+                self._standing.pulls[arm] += 1
+                chosen.append(arm)
+            rest = rows[len(chosen) :]
+            if len(rest):
+                chosen += _largest(self._store.actor.scores(rest.unsqueeze(0)), self._mask(allowed))
+        return chosen[0] if single else np.array(chosen)
+
+    @torch.no_grad()
+    def decide(self, context: Floats, *, arms: Iterable[int] | None = None, draws: int = DRAWS) -> Decision:
+        """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
+
+        The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
+        among finitely many scores, and otherwise the share of draws from the posterior that prefer the arm, including
+        the draw that chose: (count + 1)/(draws + 1). `Learner.choice_probabilities` states its error.
+
+        Args:
+            context: one context.
+            arms: those to choose from now; None for all not removed.
+            draws: the further draws. They change no choice.
+        """
+        rows, single = self._checked_contexts(context)
+        if not single:
+            raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
+        allowed = self._checked_arms(arms)
+        _check_draws(draws)
+        with self._store.acting:
+            mask, x, untried = self._mask(allowed), rows.unsqueeze(0), self._untried(allowed)
+            number, actor = self._standing.next_id, self._store.actor
+            if untried is not None:
+                arm, shares = untried, [float(one == untried) for one in allowed]
+            else:
+                drawn = actor.drawn(x)
+                (arm,) = _largest(actor.explored(drawn), mask)
+                streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
+                found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
+                shares = found[0, 0, allowed].tolist()
+            decision = Decision(number, arm, shares[allowed.index(arm)])
+            context = rows[0].numpy()
+            self._take(Decided(number, context, arm, decision.probability, allowed, shares, untried is not None))
+        return decision
+
+    @torch.no_grad()
+    def probabilities(
+        self,
+        contexts: Floats,
+        *,
+        arms: Iterable[int] | npt.NDArray[np.bool_] | None = None,
+        draws: int = DRAWS,
+        seed: int = 0,
+    ) -> npt.NDArray[np.float64]:
+        """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
+
+        Arms that are to be tried in turn at first are taken as tried. The agent does not change.
+
+        Args:
+            contexts: (k, features).
+            arms: those to choose from, as for `act`; or a mask (k, arms) with those of each context.
+            draws: from the posterior, for agents that have no exact probabilities.
+            seed: of these draws.
+        """
+        rows, _ = self._checked_contexts(contexts)
+        _check_draws(draws)
+        streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
+        with self._store.acting:
+            if isinstance(arms, np.ndarray) and arms.ndim == 2:
+                mask = self._checked_mask(arms, len(rows))
+            else:
+                mask = self._mask(self._checked_arms(arms))
+            found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+        return found[0].numpy()
+
+    def _untried(self, allowed: Sequence[int]) -> int | None:
+        """The arm that was tried least, if less often than every arm is at first."""
+        least = min(allowed, key=lambda arm: self._standing.pulls[arm])
+        return least if self._standing.pulls[least] < self.settings.initial_pulls else None
+
+    def _mask(self, allowed: Sequence[int]) -> Tensor:
+        mask = torch.zeros(self.n_arms, dtype=torch.bool)
+        mask[list(allowed)] = True
+        return mask
+
+    # --- learning
+
+    def update(self, context: Floats, arm: Any, reward: Any) -> None:
+        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains.
+
+        A reward outside the `reward_range` that the agent was made with is learnt, with a warning.
+        """
+        rows, single = self._checked_contexts(context)
+        arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
+        if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
+            wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
+            raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
+        if arms.min() < 0 or arms.max() > last:
+            raise SettingError(f"there is no such arm in {arm!r}: they are 0 to {last}, and add_arm makes another")
+        rewards = self._checked_rewards(reward, len(rows), single)
+        with self._store.learning:
+            if self._log is not None:
+                with self._store.acting:
+                    self._log.write(Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
+            self._learn(rows, arms, rewards)
+
+    def reward(self, decision: int, reward: float) -> None:
+        """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
+        value = self._checked_rewards(reward, 1, True)
+        with self._store.learning:
+            with self._store.acting:
+                if not self._waits(decision):
+                    raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
+                context, arm = self._standing.waiting[decision]
+                # A decision of before the log is an update there.
+                update = Updated([context], [arm], value.numpy())
+                self._take(Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+            self._learn([context], [arm], value)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The decisions that wait for a reward."""
+        with self._store.acting:
+            return tuple(self._standing.waiting)
+
+    def forget(self, decision: int) -> None:
+        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes later is refused.
+
+        A decision that was rewarded or forgotten before stays as it is.
+        """
+        with self._store.acting:
+            if self._waits(decision):
+                self._take(Forgotten(int(decision)))
+
+    def _waits(self, decision: Any) -> bool:
+        """Whether a decision waits for its reward; raises where it was never made."""
+        if isinstance(decision, Decision):
+            raise MatchError(f"a decision is known by its id: give {decision.id}, the `id` of {decision}")
+        if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
+            said = f"give the `id` of what decide returned; {len(self.pending)} wait for a reward, see agent.pending"
+            raise MatchError(f"decision {decision!r} was never made: {said}")
+        return decision in self._standing.waiting
+
+    # --- arms
+
+    def add_arm(self) -> int:
+        """A new arm; returns its index. It is tried a few times before it competes."""
+        with self._store.learning, self._store.acting:
+            self._take(ArmChanged(self.n_arms, "added"))
+            self._store.add_arm()
+            return self.n_arms - 1
+
+    def remove_arm(self, arm: int) -> None:
+        """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
+        with self._store.acting:
+            available = self._standing.arms()
+            if not _is_index(arm) or arm not in available:
+                raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
+            if len(available) == 1:
+                raise SettingError(f"arm {arm} is the last one: add another before it is removed")
+            self._take(ArmChanged(int(arm), "removed"))
+
+    def restore_arm(self, arm: int) -> None:
+        """Choose a removed arm again."""
+        with self._store.acting:
+            removed = self._standing.removed
+            if not _is_index(arm) or arm not in removed:
+                raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
+            self._take(ArmChanged(int(arm), "restored"))
+
+    def _take(self, event: Event, otherwise: Event | None = None) -> None:
+        """Write an event to the log, then apply it: what cannot be written does not happen.
+
+        For a decision that is not in the log, `otherwise` is written.
+        """
+        if self._log is not None:
+            foreign = isinstance(event, Rewarded | Forgotten) and event.decision not in self._log.standing.waiting
+            written = otherwise if foreign else event
+            if written is not None:
+                self._log.write(written)
+        self._standing.take(event)
+
+    # --- files
+
+    def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
+        """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
+
+        The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
+        machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
+
+        A log that exists is continued. Ids continue after the larger of its last and the agent's own, and the decisions
+        that wait in it wait in the agent too. An agent that was saved while it wrote this log, or made by `replay` of
+        it, first learns what the log has and it does not; any other agent does not learn from the log: see `replay`.
+
+        Args:
+            path: the file; None ends logging.
+            sync: whether every line is on the disk, not only with the operating system, before a call returns; slower,
+                for machines that may lose power.
+        """
+        store = self._store
+        with store.learning, store.acting:
+            if self._log is not None:
+                self._known = self._log.header.id, self._log.end
+                self._log.close()
+                self._log = None
+            if path is None:
+                return
+            prior = store.prior is not None
+            header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms, prior)
+            file = LogFile(path, header, sync=sync, known=self._known)
+            try:
+                self._join(file)
+            except BaseException:
+                file.close()
+                raise
+            self._log = file
+            for change in self._standing.changes_since(file.standing):
+                file.write(change)
+
+    @property
+    def log_id(self) -> str | None:
+        """The id of the log that this agent writes, wrote or replayed; None for none."""
+        return self._log.header.id if self._log is not None else self._known and self._known[0]
+
+    def _join(self, file: LogFile) -> None:
+        """Take over what a log has and the agent has not."""
+        self._check_width(file.header, file.path)
+        own, theirs = self._standing, file.standing
+        mine = self.log_id == file.header.id
+        if mine:
+            self._follow(file.news, file.path)
+        if own.n_arms < theirs.n_arms:
+            said = f"{file.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
+            raise MatchError(f"{said}: add arms first, or see replay")
+        if not mine:
+            both = sorted(theirs.waiting.keys() & own.waiting.keys())
+            if both:
+                said = f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent"
+                raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
+            own.waiting |= theirs.waiting
+        own.next_id = max(own.next_id, theirs.next_id)
+
+    def _check_width(self, header: Header, path: os.PathLike[str]) -> None:
+        if header.n_features != self.n_features:
+            raise MatchError(f"{path} has contexts of {header.n_features} numbers, the agent of {self.n_features}")
+
+    def _follow(self, events: Sequence[Event], path: os.PathLike[str]) -> None:
+        """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
+        first = next((event.decision for event in events if isinstance(event, Decided)), self._standing.next_id)
+        if first < self._standing.next_id:
+            said = f"{path} has a decision {first}, and the agent has one of its own"
+            raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
+        store, came = self._store, list[Any]()
+        for event in events:
+            # A decision that does not wait was rewarded while the agent wrote no log.
+            waits = not isinstance(event, Rewarded | Forgotten) or event.decision in self._standing.waiting
+            if isinstance(event, Rewarded) and waits:
+                came.append((*self._standing.waiting[event.decision], event.reward))
+            others = isinstance(event, Updated | ArmChanged)
+            if came and (others or len(came) >= self.settings.train_every - store.since_training):
+                self._learn(*zip(*came, strict=True))
+                came = []
+            if waits:
+                self._standing.take(event)
+            if isinstance(event, Updated):
+                self._learn(event.contexts, event.arms, event.rewards)
+            elif isinstance(event, ArmChanged) and event.change == "added":
+                store.add_arm()
+        if came:
+            self._learn(*zip(*came, strict=True))
+
+    def _learn(self, contexts: Any, arms: Any, rewards: Any) -> None:
+        rows, paid = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, rewards))
+        self._store.learn(rows, torch.from_numpy(np.asarray(arms, np.int64)), paid)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
+        with self._store.learning, self._store.acting:
+            known = self._known if self._log is None else (self._log.header.id, self._log.end)
+            self._store.save(path, self._standing, known)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Agent:
+        """The agent that `save` wrote; it resumes as if it had never stopped."""
+        return cls(*Store.load(path))
+
+    # --- checks
+
+    def _checked_contexts(self, context: Floats) -> tuple[Tensor, bool]:
+        (array, narrow), width = _numbers(context, "a context must be numbers"), self.n_features
+        if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
+            raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
+        rows = narrow.reshape(-1, width)
+        if not np.isfinite(rows).all():
+            row, column = np.argwhere(~np.isfinite(rows))[0]
+            value = array.reshape(rows.shape)[row, column]
+            raise MatchError(f"contexts must be finite and fit float32: row {row} has {value} at {column}")
+        return torch.from_numpy(rows), array.ndim == 1
+
+    def _checked_rewards(self, reward: Any, count: int, single: bool) -> Tensor:
+        rewards = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
+        if rewards.shape != (count,) or not np.isfinite(rewards).all():
+            wanted = "one finite number" if single else f"{count} finite numbers"
+            said = "where a reward is not known, report none, and forget the decision"
+            raise MatchError(f"the reward must be {wanted}, got {reward!r}: {said}")
+        given = getattr(self.settings, "reward_range", None)
+        if given is not None and not self._warned_of_range:
+            # In float32, as rewards are kept.
+            low, high = np.asarray(given, dtype=np.float32)
+            outside = rewards[(rewards < low) | (rewards > high)]
+            if len(outside):
+                said = "make the agent with one that holds every reward, or check the units of this one"
+                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}, which exploration uses: {said}")
+                self._warned_of_range = True
+        return torch.from_numpy(rewards)
+
+    def _checked_arms(self, arms: Any) -> list[int]:
+        available = self._standing.arms()
+        if arms is None:
+            return available
+        chosen = list(arms) if isinstance(arms, Iterable) else []
+        if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
+            raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
+        return sorted(set(chosen))
+
+    def _checked_mask(self, mask: npt.NDArray[np.bool_], count: int) -> Tensor:
+        if mask.shape != (count, self.n_arms) or mask.dtype != np.bool_:
+            wanted = f"of shape {(count, self.n_arms)} and of booleans"
+            raise MatchError(f"a mask of arms must be {wanted}, got {mask.shape} of {mask.dtype}")
+        available = torch.from_numpy(mask) & self._mask(self._standing.arms())
+        barred = (~available.any(dim=1)).nonzero()
+        if len(barred):
+            raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {self._standing.arms()}")
+        return available
+
+
+def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
+    """An agent that has learnt all that a log has, in its order, and whose pending decisions can be rewarded.
+
+    >>> import tempfile, os
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     agent = make_agent("linear", n_features=2, n_arms=3)
+    ...     agent.log(os.path.join(folder, "log.jsonl"))
+    ...     decision = agent.decide([0.3, -1.0])
+    ...     again = replay(os.path.join(folder, "log.jsonl"))
+    >>> again.pending == (decision.id,)
+    True
+
+    An agent like the one that wrote the log then knows what that knew: the same observations in the same order, with
+    the same trainings between them. They are learnt in batches up to each training, which changes the last digits, and
+    the random numbers of choices begin anew. `agent.log(path)` then continues the log.
+
+    Args:
+        path: the log.
+        agent: one that made no decision yet, with as many features and arms as the log begins with, to warm-start
+            another kind of agent, or one with other settings; None for an agent like the one that wrote the log.
+    """
+    reader = LogReader(path)
+    header, events = reader.header, list(reader)
+    if agent is None:
+        if header.prior:
+            raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
+        try:
+            settings = entry(header.agent).settings.from_plain(header.settings)
+        except SettingError as error:
+            raise FileError(f"{path} is of no agent of this version: {error}") from error
+        agent = Agent(Store(header.agent, settings, header.n_features, header.n_arms, header.seed))
+    agent._check_width(header, reader.path)
+    with agent._store.learning, agent._store.acting:
+        if agent.log_id is not None or agent._standing.next_id:
+            raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
+        if agent.n_arms != header.n_arms:
+            raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
+        agent._follow(events, reader.path)
+        agent._known = header.id, reader.end
+    reader.warn_of_rest("is left out")
+    return agent
+
+
+def _check_draws(draws: int) -> None:
+    if not is_count(draws):
+        raise SettingError(f"draws must be a positive whole number, got {draws!r}")
+
+
+def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
+    """The arms of the largest scores (1, k, arms) among those that are allowed."""
+    return scores[0].masked_fill(~allowed, -torch.inf).argmax(dim=1).tolist()
+
+
+def _is_index(value: Any) -> bool:
+    """Whether it is a whole number, as Python or numpy has them; booleans are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    """In float64 and in float32; what does not fit the latter is infinite there. Text is refused."""
+    try:
+        given = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+        # numpy would read text as numbers where it can.
+        is_text = given.dtype.kind == "O" and any(isinstance(value, str | bytes) for value in given.flat)
+        if is_text or given.dtype.kind in "SUc":
+            raise TypeError(f"got {values!r}")
+        array = given.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise MatchError(f"{message}: {error}") from None
+    with np.errstate(over="ignore"):
+        return array, array.astype(np.float32)

@@ -1,0 +1,342 @@
+"""What every bandit agent is made of: settings, the observations of a stack of runs, and a learner that scores arms."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from bayesadam.engine.streams import Streams
+from bayesadam.errors import SettingError
+
+# Scores that are in memory at once when probabilities are counted.
+_ROWS_AT_ONCE = 1 << 14
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """A condition on the values of a setting; it stands in the field's type."""
+
+    holds: Callable[[Any], bool]
+    meaning: str
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least `least`; booleans are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any, least: float = -math.inf) -> bool:
+    """Whether a value is a finite number of at least `least`; booleans are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= least
+
+
+def is_tuple(value: Any, kind: Callable[[Any], bool], count: int | None = None) -> bool:
+    """Whether a value is a tuple of this kind, and of this length where one is given."""
+    return isinstance(value, tuple) and count in (None, len(value)) and all(map(kind, value))
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+Count = Annotated[int, Check(is_count, "a positive whole number")]
+CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
+Positive = Annotated[float, Check(_is_positive, "positive and finite")]
+PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
+NotNegative = Annotated[float, Check(lambda v: is_number(v, 0), "finite and at least 0")]
+Probability = Annotated[float, Check(lambda v: is_number(v, 0) and v <= 1, "between 0 and 1")]
+Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """The settings of every agent.
+
+    Attributes:
+        train_every: t_f, the rounds between two trainings.
+        initial_pulls: how often every arm is pulled, in turn, before the agent chooses.
+        epsilon: the share of rounds with an arm drawn at random.
+        forget: the half-life, in observations of any arm, of what was learnt, for rewards that drift; None to forget
+            nothing.
+    """
+
+    train_every: Count = 20
+    initial_pulls: CountOrZero = 3
+    epsilon: Probability = 0.0
+    forget: PositiveOrNone = None
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for check in getattr(hint, "__metadata__", ()):
+                if not check.holds(value):
+                    raise SettingError(f"{name} must be {check.meaning}, got {value!r}")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The settings that this class has."""
+        return tuple(field.name for field in fields(cls))
+
+    def plain(self) -> dict[str, Any]:
+        """The values by name, as JSON has them."""
+        values = {name: getattr(self, name) for name in self.names()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_plain(cls, given: Mapping[str, Any]) -> AgentSettings:
+        """The inverse of `plain`; settings that the class does not have are ignored."""
+        missing = [name for name in cls.names() if name not in given]
+        if missing:
+            raise SettingError(f"the saved settings lack {', '.join(missing)}, which {cls.__name__} has")
+        values: dict[str, Any] = {name: given[name] for name in cls.names()}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+
+class Entry(NamedTuple):
+    """An agent: its learner, the class of its settings, and the values that differ from those that all agents share."""
+
+    learner: Callable[[Any, Buffer, int, Sequence[int]], Learner]
+    settings: type[AgentSettings] = AgentSettings
+    tuned: Mapping[str, Any] = MappingProxyType({})
+    paper: Mapping[str, Any] = MappingProxyType({})
+
+
+# --- observations ---------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """Contexts (runs, room, features), chosen arms and rewards (runs, room) of a stack of runs.
+
+    The contexts are the caller's own: observation i is row i, so nothing is copied. The first `count` rows are seen.
+    With a half-life h, an observation that i others have followed weighs w = 2^(−i/h), whatever their arms; otherwise
+    1. `sums` are Σ w r and Σ w r² of every run, (runs, 2), float64.
+    """
+
+    def __init__(self, contexts: Tensor, half_life: float | None = None) -> None:
+        runs, room, _ = contexts.shape
+        self.half_life = math.inf if half_life is None else half_life
+        self.contexts, self.runs, self.count = contexts, runs, 0
+        self.arms = torch.zeros(runs, room, dtype=torch.int64, device=contexts.device)
+        self.rewards = torch.zeros(runs, room, device=contexts.device)
+        self.sums = torch.zeros(runs, 2, dtype=torch.float64, device=contexts.device)
+        self._first_row = torch.arange(runs, device=contexts.device)[:, None] * room
+
+    def add(self, arms: Tensor, rewards: Tensor) -> slice:
+        """The next observations of every run, (runs, k) each; returns their rows."""
+        rows = slice(self.count, self.count + arms.shape[1])
+        self.arms[:, rows] = arms
+        self.rewards[:, rows] = rewards
+        self.count = rows.stop
+        wide, weights = rewards.double(), self.weights(rows)
+        self.sums *= self.faded(arms.shape[1])
+        self.sums += torch.stack([(weights * wide).sum(dim=1), (weights * wide.square()).sum(dim=1)], dim=1)
+        return rows
+
+    def faded(self, count: int) -> float:
+        """2^(−k/h), by which a weight is multiplied when k more observations come."""
+        return float(2 ** (-count / self.half_life))
+
+    def weights(self, rows: slice | Tensor) -> Tensor:
+        """2^(−age/h) of observations, with the newest one's age 0, float64."""
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
+        return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
+
+    @property
+    def effective_count(self) -> float:
+        """The sum of all weights, Σ_{i<n} 2^(−i/h) = (1 − 2^(−n/h))/(1 − 2^(−1/h))."""
+        if math.isinf(self.half_life):
+            return self.count
+        return math.expm1(-math.log(2) * self.count / self.half_life) / math.expm1(-math.log(2) / self.half_life)
+
+    def drawn(self, streams: Streams, *shape: int) -> Tensor:
+        """Rows for mini-batches, (seeds, *shape), with replacement and with probabilities ∝ 2^(−age/h).
+
+        The age is drawn by inverting its distribution function P(age < i) = (1 − 2^(−i/h))/(1 − 2^(−n/h)).
+        """
+        if math.isinf(self.half_life):
+            return streams.rows(self.count, *shape)
+        rate = math.log(2) / self.half_life
+        ages = torch.log1p(streams.uniform(*shape).double() * math.expm1(-rate * self.count)) / -rate
+        return self.count - 1 - ages.long().clamp_(max=self.count - 1)
+
+    def seen(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Contexts (runs, k, features), arms and rewards (runs, k) at the same rows of every run."""
+        return self.contexts[:, rows], self.arms[:, rows], self.rewards[:, rows]
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of contexts (n, b, features), arms and rewards (n, b) at rows (n, b), n a multiple of the runs."""
+        n, b = rows.shape
+        first = self._first_row.repeat_interleave(n // self.runs, dim=0) if n > self.runs else self._first_row
+        index = (rows + first).flatten()
+        contexts = self.contexts.view(-1, self.contexts.shape[2]).index_select(0, index)
+        arms, rewards = (of.view(-1).index_select(0, index).view(n, b) for of in (self.arms, self.rewards))
+        return contexts.view(n, b, -1), arms, rewards
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Weighted mean and standard deviation of the rewards, (runs, 1), float64; the latter 1 where all are equal."""
+        mean, square = (self.sums / max(self.effective_count, 1)).unbind(dim=1)
+        variance = square - mean.square()
+        std = torch.where(variance > 1e-12 * square.clamp(min=1e-12), variance.clamp(min=0).sqrt(), 1.0)
+        return mean.unsqueeze(1), std.unsqueeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of all but the contexts, on the CPU."""
+        seen = {"arms": self.arms[:, : self.count], "rewards": self.rewards[:, : self.count], "sums": self.sums}
+        return {name: tensor.cpu().clone() for name, tensor in seen.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Resume where `state` was taken, with the same contexts."""
+        self.count = state["arms"].shape[1]
+        self.arms[:, : self.count].copy_(state["arms"])
+        self.rewards[:, : self.count].copy_(state["rewards"])
+        self.sums.copy_(state["sums"])
+
+    def widened(self, room: int) -> Buffer:
+        """The same observations in a buffer with more room."""
+        contexts = self.contexts.new_zeros(self.runs, room, self.contexts.shape[2])
+        contexts[:, : self.count] = self.contexts[:, : self.count]
+        wide = Buffer(contexts, self.half_life)
+        wide.restore(self.state())
+        return wide
+
+
+# --- learners -------------------------------------------------------------------------------------------------------
+
+
+class Learner(ABC):
+    """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run.
+
+    Attributes:
+        learns_at_once: whether an observation changes the scores before the next training.
+    """
+
+    learns_at_once: ClassVar[bool] = False
+    settings: AgentSettings
+
+    def __init__(self, settings: AgentSettings, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
+        self.settings, self.buffer, self.n_arms = settings, buffer, n_arms
+        self.device, self.seeds = buffer.contexts.device, tuple(seeds)
+        # The state besides that of the networks, by name, and the sources: of exploration, and of a choice's scores.
+        self._memory: dict[str, Tensor] = {}
+        self._streams: dict[str, Streams] = {}
+        self._choice = self._explore = self._stream("explore", seeds)
+
+    def _stream(self, purpose: str, seeds: Sequence[int]) -> Streams:
+        """A new source of random numbers, part of the state."""
+        self._streams[purpose] = Streams(seeds, purpose, self.device)
+        return self._streams[purpose]
+
+    def scores(self, contexts: Tensor) -> Tensor:
+        """(runs, k, features) → (runs, k, arms); the arm to choose is the largest."""
+        return self.explored(self.drawn(contexts))
+
+    def drawn(self, contexts: Tensor) -> Tensor:
+        """One draw of the scores for every row, (runs, k, arms), before any arm is drawn at random."""
+        return self._draws(contexts, 1, self._choice).squeeze(2)
+
+    def explored(self, scores: Tensor) -> Tensor:
+        """The scores, replaced by random numbers in a share ε of the rows."""
+        if not self.settings.epsilon:
+            return scores
+        draws = self._explore.uniform(scores.shape[1], 1 + self.n_arms)
+        return torch.where(draws[..., :1] < self.settings.epsilon, draws[..., 1:], scores)
+
+    @abstractmethod
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        """n independent draws of the scores for every row, (runs, k, n, arms), from these streams."""
+
+    def _outcomes(self, contexts: Tensor) -> Tensor | None:
+        """All scores a row can have, equally probable, (runs, k, outcomes, arms), where they are finitely many."""
+        return None
+
+    def choice_probabilities(
+        self, contexts: Tensor, allowed: Tensor, *, draws: int, streams: Streams, drawn: Tensor | None = None
+    ) -> Tensor:
+        """π(a | x) = ε/|A| + (1 − ε) P(a) with P(a) = P(a has the largest score in A), (runs, k, arms), float64.
+
+        P is exact for agents with finitely many scores. For the others it is the share of M = `draws` draws from
+        `streams`, unbiased with a standard error of √(P(1 − P)/M). The learner does not change.
+
+        `drawn` are the scores of a choice, one draw more. All M + 1 draws are exchangeable, so given all of them the
+        share, (count + 1)/(M + 1) for the chosen arm, is the probability of the choice. As an estimate of P given the
+        choice, it is too large by (1 − P)/(M + 1) with a standard error of √(M P(1 − P))/(M + 1), and
+        P E[1/share | chosen] = 1 − (1 − P)^(M+1): inverse shares are unbiased but for arms with P of the order 1/M.
+
+        `allowed` is A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
+        """
+        runs, k, _ = contexts.shape
+        allowed = allowed.expand(runs, k, self.n_arms)
+        size, best = max(1, _ROWS_AT_ONCE // draws), []
+        for first in range(0, k, size):
+            part = slice(first, first + size)
+            own = None if drawn is None else drawn[:, part]
+            best.append(self._best(contexts[:, part], allowed[:, part], draws, streams, own))
+        epsilon = self.settings.epsilon
+        return epsilon * equal_shares(allowed) + (1 - epsilon) * torch.cat(best, dim=1)
+
+    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
+        """P(a has the largest score in A), (runs, k, arms)."""
+        scores = self._outcomes(contexts)
+        if scores is None:
+            scores = self._draws(contexts, draws, streams)
+            scores = scores if drawn is None else torch.cat([scores, drawn.unsqueeze(2)], dim=2)
+        best = scores.masked_fill(~allowed.unsqueeze(2), -torch.inf).argmax(dim=3)
+        counts = torch.zeros(allowed.shape, dtype=torch.float64, device=self.device)
+        counts.scatter_add_(2, best, counts.new_ones(()).expand(best.shape))
+        return counts / scores.shape[2]
+
+    def observe(self, rows: slice) -> None:  # noqa: B027
+        """Take note of new rows of the buffer."""
+
+    def train(self) -> None:  # noqa: B027
+        """Learn from the buffer."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was learnt, by name."""
+        return self._memory
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the whole state, on the CPU."""
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors().items()}
+        return state | {f"stream.{name}": stream.state() for name, stream in self._streams.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what was learnt, but no random numbers, from the `tensors` of a learner with the same settings."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Resume where `state` was taken, with the same settings and seeds."""
+        self.load(state)
+        for name, stream in self._streams.items():
+            stream.restore(state[f"stream.{name}"])
+
+
+def equal_shares(allowed: Tensor) -> Tensor:
+    """1/|A| for the arms in A, 0 for the others, float64."""
+    return allowed.double() / allowed.sum(dim=-1, keepdim=True)
+
+
+class Uniform(Learner):
+    """Chooses every arm with the same probability."""
+
+    def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
+        return streams.uniform(contexts.shape[1], n, self.n_arms)
+
+    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
+        return equal_shares(allowed)
+
+
+UNIFORM = Entry(Uniform)

@@ -1,0 +1,150 @@
+"""What an agent has seen and learnt: two learners behind two locks, and the file that holds everything."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesadam import _storage as storage
+from bayesadam.bandits.agents import entry, make_learner
+from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
+from bayesadam.bandits.log import Standing
+from bayesadam.bandits.networks import NetworkLearner
+from bayesadam.bandits.prior import Prior
+from bayesadam.engine.network import unflatten
+from bayesadam.errors import FileError, SettingError
+
+_FIRST_ROOM = 1024
+
+
+class Store:
+    """The observations of an agent and its two learners.
+
+    One learner trains. The other acts, and takes over the first one's weights after each training; where observations
+    change the scores at once, it takes note of them in between. So an agent acts while it trains, without waiting.
+
+    Attributes:
+        learning: held while the agent learns, for as long as a training takes.
+        acting: held while the acting learner or the observations are used, for a moment.
+    """
+
+    def __init__(
+        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+    ) -> None:
+        self.name, self.settings, self.n_features, self.n_arms = name, settings, n_features, n_arms
+        self.seed, self.prior = seed, prior
+        self.buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
+        self.trainer, self.actor = self._learner(), self._learner()
+        self.since_training = 0
+        self.learning, self.acting = threading.RLock(), threading.RLock()
+
+    def _learner(self) -> Learner:
+        return make_learner(self.name, self.settings, self.buffer, self.n_arms, [self.seed], self.prior)
+
+    def learn(self, rows: Tensor, arms: Tensor, rewards: Tensor) -> None:
+        """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
+        for first in range(0, len(rows), self.settings.train_every):
+            part = slice(first, first + self.settings.train_every)
+            count = len(rows[part])
+            with self.acting:
+                room = self.buffer.contexts.shape[1]
+                if self.buffer.count + count > room:
+                    while room < self.buffer.count + count:
+                        room *= 2
+                    self._rebuild(self.buffer.widened(room))
+                self.buffer.contexts[0, self.buffer.count : self.buffer.count + count] = rows[part]
+                new = self.buffer.add(arms[None, part], rewards[None, part])
+                at_once = self.actor.learns_at_once
+                (self.actor if at_once else self.trainer).observe(new)
+            self.since_training += count
+            if self.since_training >= self.settings.train_every:
+                if at_once:
+                    self.trainer.load(self.actor.tensors())
+                self.trainer.train()
+                self.since_training = 0
+                with self.acting:
+                    self.actor.load(self.trainer.tensors())
+
+    def add_arm(self) -> None:
+        """Make room for another arm; what was learnt of the others stays."""
+        self.n_arms += 1
+        self._rebuild(self.buffer)
+
+    def _rebuild(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.trainer, self.actor = self._moved(self.trainer), self._moved(self.actor)
+
+    def _moved(self, old: Learner) -> Learner:
+        """A learner for more arms or more room, with what the old one has learnt in the leading part of its tensors."""
+        new = self._learner()
+        state = new.state()
+        for name, tensor in old.state().items():
+            pairs = [(tensor, state[name])]
+            flat = isinstance(old, NetworkLearner) and tensor.shape[1:] == old.stack.weights.shape[1:]
+            if flat and isinstance(old, NetworkLearner) and isinstance(new, NetworkLearner):
+                parts = unflatten(new.network, state[name])
+                pairs = [(part, parts[key]) for key, part in unflatten(old.network, tensor).items()]
+            for part, whole in pairs:
+                whole[tuple(slice(0, length) for length in part.shape)] = part
+        new.restore(state)
+        return new
+
+    def save(self, path: str | os.PathLike[str], standing: Standing, known: tuple[str, int] | None) -> None:
+        """Write everything to a file, whole or not at all; `known` is the id of the agent's log and its length."""
+        rows = [np.asarray(context, np.float32) for context, _ in standing.waiting.values()]
+        tensors = {
+            "contexts": self.buffer.contexts[:, : self.buffer.count],
+            **self.buffer.state(),
+            "pending.id": torch.tensor(list(standing.waiting), dtype=torch.int64),
+            "pending.arm": torch.tensor([arm for _, arm in standing.waiting.values()], dtype=torch.int64),
+            "pending.context": torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_features),
+            **{f"trainer.{name}": tensor for name, tensor in self.trainer.state().items()},
+            **{f"actor.{name}": tensor for name, tensor in self.actor.state().items()},
+        }
+        if self.prior is not None:
+            tensors |= {f"prior.{name}": tensor for name, tensor in self.prior.tensors().items()}
+        header = {
+            "agent": self.name,
+            "settings": self.settings.plain(),
+            "prior": None if self.prior is None else self.prior.header(),
+            "n_features": self.n_features,
+            "n_arms": self.n_arms,
+            "seed": self.seed,
+            "room": self.buffer.contexts.shape[1],
+            "gone": sorted(standing.removed),
+            "pulls": standing.pulls,
+            "next_id": standing.next_id,
+            "since_training": self.since_training,
+            "log": known,
+        }
+        storage.write(path, tensors, header, storage.AGENT)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> tuple[Store, Standing, tuple[str, int] | None]:
+        """What `save` wrote."""
+        tensors, header = storage.read(path, storage.AGENT)
+        try:
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
+            about, known = header["prior"], header["log"]
+            prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
+            store = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
+            store._rebuild(store.buffer.widened(header["room"]))
+            store.buffer.restore(tensors)
+            store.buffer.contexts[:, : store.buffer.count] = tensors["contexts"]
+            store.trainer.restore(storage.under("trainer.", tensors))
+            store.actor.restore(storage.under("actor.", tensors))
+            store.since_training = header["since_training"]
+            standing = Standing(store.n_features, store.n_arms)
+            waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
+            standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
+            standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
+            standing.next_id = header["next_id"]
+        except KeyError as missing:
+            raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
+        except SettingError as error:
+            raise FileError(f"{path} is not an agent of this version: {error}") from error
+        return store, standing, known and (known[0], known[1])

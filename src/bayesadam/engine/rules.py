@@ -1,0 +1,534 @@
+"""How the weights of a stack of networks learn: one class per rule, and `RULES`, their registry.
+
+A new rule is a class with `start`, `at` (where the gradient is taken), `update`, `gaussian`, and a line in `RULES`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+from bayesadam.engine.network import Network, unflatten
+from bayesadam.engine.streams import Streams
+
+State = dict[str, Tensor]
+Number = float | Tensor
+EPS = 1e-8
+# The number of pieces that torch's fused Adam takes in one launch: a block of a GPU has one piece, however long.
+_PIECES = 30
+_LEAST_DECAY = 1e-4
+_LEAST_VARIANCE = 1e-12
+
+
+class Step(NamedTuple):
+    """α, 1 − β₁ᵗ, 1 − β₂ᵗ and N of one step: Python's numbers, or tensors () that a captured graph reads."""
+
+    lr: Number
+    first: Number
+    second: Number
+    n_data: Number
+
+
+class Gaussian(NamedTuple):
+    """A diagonal Gaussian over flat weights: mean and variance, (s, weights)."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class Functions(NamedTuple):
+    """Networks drawn from what a rule has learnt: stacked weights by name, and dropout masks where it has them."""
+
+    params: dict[str, Tensor]
+    masks: list[Tensor] | None = None
+
+
+class Rule(ABC):
+    """One way to learn: how its memory starts, where the gradient is taken, the update, the Gaussian it ends with.
+
+    A rule holds settings only. All functions work on flat weights (s, weights), one row per network, and write into
+    the memory that `start` made, so that a step can be captured as a CUDA graph. In that memory, tensors of two
+    dimensions or more have one row per network; smaller ones belong to all.
+
+    Attributes:
+        in_place: whether the gradient is taken at the weights themselves, not at perturbed ones.
+        needs_noise: whether the gradient must be that of the mean negative log-likelihood, with the observation noise.
+        starts_trained: whether it starts from weights that Adam has trained.
+        lr: its usual learning rate, where Adam's does not suit.
+    """
+
+    in_place: ClassVar[bool] = True
+    needs_noise: ClassVar[bool] = False
+    starts_trained: ClassVar[bool] = False
+    lr: ClassVar[float | None] = None
+    betas: tuple[float, float]
+
+    @classmethod
+    def with_settings(cls, **settings: Any) -> "Rule":
+        """The rule with those of the settings that it has: betas, weight_decay, sparsity, prior_precision, …"""
+        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in settings.items() if name in own})
+
+    def steps(self, given: int) -> int:
+        """The number of steps it takes where Adam takes `given`."""
+        return given
+
+    @abstractmethod
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """The memory besides the weights, by name."""
+
+    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
+        """The random numbers of a step, or of many with leading dimensions: (s, *lead, ...); empty for none."""
+        return torch.empty(0)
+
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """The factors of inputs and of every hidden layer's units, (s, b, units) each, where units are dropped."""
+        return None
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
+        """Write the weights at which the gradient is taken into `out`."""
+
+    @abstractmethod
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step, in place; `gradient` may be overwritten."""
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian | None:
+        """The Gaussian over the weights that the rule ends with; None where it ends with a point."""
+        return None
+
+    def sample(
+        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
+    ) -> Functions:
+        """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
+        found = self.gaussian(weights, state, n_data)
+        repeated = (weights if found is None else found.mean).repeat_interleave(n, dim=0)
+        if found is not None:
+            drawn = streams.normal(n, weights.shape[1]).flatten(0, 1)
+            repeated = torch.addcmul(repeated, found.variance.sqrt().repeat_interleave(n, dim=0), drawn)
+        return Functions(unflatten(network, repeated))
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """m ← β₁ m + (1−β₁) g, v ← β₂ v + (1−β₂) g², θ ← θ − α m̂/(√v̂ + ε), by torch's fused kernel.
+
+    A Laplace prior exp(−λ|θ|) is a proximal step in Adam's metric after that: |θ| loses α λ/(√v̂ + ε), not below 0.
+
+    Attributes:
+        betas: (β₁, β₂).
+        weight_decay: λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`.
+        decoupled: AdamW in place of Adam.
+        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; v never sees it.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    sparsity: float = 0.0
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """m, v and the count of steps."""
+        return adam_state(weights)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """torch's Adam, then the proximal step."""
+        adam_update(weights, gradient, state, step.lr, self.betas, self.weight_decay, decoupled=self.decoupled)
+        if self.sparsity:
+            metric = (state["exp_avg_sq"] / step.second).sqrt_().add_(EPS)
+            loss = metric.reciprocal_().mul_(step.lr * self.sparsity)
+            weights.copy_(weights.sign() * (weights.abs() - loss).clamp_(min=0))
+
+
+def adam_state(weights: Tensor) -> State:
+    """Zeros for m, v and the count of steps, which has one entry per piece that the kernel is given."""
+    step = torch.zeros(len(_pieces(weights)), device=weights.device)
+    return {"exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights), "step": step}
+
+
+def adam_update(
+    weights: Tensor,
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    lr: Number,
+    betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    *,
+    decoupled: bool = False,
+) -> None:
+    """One step of Adam, in place."""
+    torch_adam(
+        _pieces(weights),
+        _pieces(gradient),
+        _pieces(state["exp_avg"]),
+        _pieces(state["exp_avg_sq"]),
+        max_exp_avg_sqs=[],
+        state_steps=list(state["step"].unbind()),
+        fused=True,
+        capturable=weights.device.type == "cuda",
+        decoupled_weight_decay=decoupled,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=EPS,
+        maximize=False,
+    )
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    if tensor.device.type == "cpu":
+        return [tensor]
+    return list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))
+
+
+def second_moment(state: Mapping[str, Tensor], beta2: float) -> Tensor:
+    """v̂ = v/(1 − β₂ᵗ), (s, weights); zeros before the first step."""
+    steps = state["step"][0].double()
+    return state["exp_avg_sq"] / (1 - beta2**steps).clamp(min=torch.finfo(torch.float32).tiny).float()
+
+
+def optimizer_state_dict(
+    network: Network, state: Mapping[str, Tensor], index: int, rule: Adam, *, lr: float
+) -> dict[str, Any]:
+    """One network's part of the state, as the state dict of torch's Adam or AdamW for that network alone."""
+    parts = {key: unflatten(network, state[key]) for key in ("exp_avg", "exp_avg_sq")}
+    names = list(network.shapes())
+    entries = {
+        number: {"step": state["step"][0].cpu(), **{key: part[name][index].cpu() for key, part in parts.items()}}
+        for number, name in enumerate(names)
+    }
+    group = {"lr": lr, "betas": rule.betas, "eps": EPS, "weight_decay": rule.weight_decay, "amsgrad": False}
+    group |= {"decoupled_weight_decay": rule.decoupled, "params": [*entries], "param_names": names}
+    return {"state": entries, "param_groups": [group]}
+
+
+@dataclass(frozen=True)
+class Dropout(Adam):
+    """Adam under the network's dropout, in prediction as in training (MC dropout).
+
+    Each unit is 0 with probability r, otherwise multiplied by 1/(1 − r).
+    """
+
+    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
+        """Masks of the inputs and of all hidden layers, each in one piece."""
+        widths = ((network.input_dropout, network.n_inputs), (network.dropout, sum(network.hidden)))
+        parts = [streams.masks(rate, *lead, batch * units) for rate, units in widths if rate]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """(s, b, units) per layer, contiguous; first the inputs' where these are dropped, ones for layers without."""
+        widths = [network.n_inputs] * bool(network.input_dropout) + list(network.hidden) * bool(network.dropout)
+        b = noise.shape[1] // sum(widths)
+        parts = torch.split(noise, [b * units for units in widths], dim=1)
+        ones = [] if network.dropout else [noise.new_ones(1, 1, 1)] * len(network.hidden)
+        return [part.view(-1, b, units) for part, units in zip(parts, widths, strict=True)] + ones
+
+    def sample(
+        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
+    ) -> Functions:
+        """One mask per draw, the same at every input, makes each draw a function."""
+        drawn = streams.masks(network.dropout, n, sum(network.hidden)).flatten(0, 1).unsqueeze(1)
+        masks = list(torch.split(drawn, list(network.hidden), dim=-1))
+        return Functions(unflatten(network, weights.repeat_interleave(n, dim=0)), masks)
+
+
+class Perturbed(Rule):
+    """Rules whose gradient is that of the mean negative log-likelihood at a draw θ = μ + σ ε."""
+
+    in_place = False
+    needs_noise = True
+
+    def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
+        """ε ~ N(0, 1) for every weight."""
+        return streams.normal(*lead, sum(math.prod(shape) for shape in network.shapes().values()))
+
+
+@dataclass(frozen=True)
+class BayesByBackprop(Perturbed):
+    """Bayes by Backprop (Blundell et al. 2015): Adam on the evidence bound of q = N(μ, softplus(ρ)²).
+
+    The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N and ∂/∂σ = gε + (δσ − 1/σ)/N, with g the
+    gradient at θ = μ + σε and ∂σ/∂ρ = sigmoid(ρ).
+
+    Attributes:
+        betas: Adam's (β₁, β₂).
+        prior_precision: δ.
+        initial_std: where every σ starts.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    prior_precision: float = 1.0
+    initial_std: float = 0.02
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """ρ, and Adam's state for μ and for ρ."""
+        rho = torch.full_like(weights, math.log(math.expm1(self.initial_std)))
+        own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
+        return {"rho": rho, "std": torch.empty_like(weights), **adam_state(weights), **own}
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
+        """μ + σ ε."""
+        state["std"].copy_(F.softplus(state["rho"]))
+        torch.addcmul(weights, state["std"], noise, out=out)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """Adam for μ and for ρ."""
+        std = state["std"]
+        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).addcmul_(gradient, noise)
+        gradient.add_(weights * (self.prior_precision / step.n_data))
+        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+        adam_update(weights, gradient, state, step.lr, self.betas)
+        adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, self.betas)
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        """N(μ, softplus(ρ)²)."""
+        return Gaussian(weights, F.softplus(state["rho"]).square())
+
+
+@dataclass(frozen=True)
+class Vadam(Perturbed):
+    """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment.
+
+    Attributes:
+        betas: (β₁, β₂).
+        prior_precision: δ.
+        initial_std: the standard deviation that every weight starts from.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    prior_precision: float = 1.0
+    initial_std: float = 0.01
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """m = 0 and v = (1/σ₀² − δ)/N."""
+        first = (self.initial_std**-2 - self.prior_precision) / torch.as_tensor(n_data)
+        second = torch.zeros_like(weights).add_(first.to(weights))
+        return {"momentum": torch.zeros_like(weights), "second_moment": second}
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
+        """μ + ε/√(N v + δ)."""
+        root = (state["second_moment"] * step.n_data).add_(self.prior_precision).sqrt_()
+        torch.addcdiv(weights, noise, root, out=out)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step with the square of one gradient."""
+        vadam_update(
+            weights,
+            gradient,
+            gradient.square(),
+            state["momentum"],
+            state["second_moment"],
+            lr=step.lr,
+            betas=self.betas,
+            corrections=(step.first, step.second),
+            pull=self.prior_precision / step.n_data,
+        )
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        """N(μ, 1/(N v + δ))."""
+        return Gaussian(weights, (state["second_moment"] * n_data).add_(self.prior_precision).reciprocal_())
+
+
+def vadam_update(
+    mean: Tensor,
+    gradient: Tensor,
+    square: Tensor,
+    momentum: Tensor,
+    second_moment: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[float, float],
+    corrections: tuple[Number, Number],
+    pull: Number,
+) -> None:
+    """m ← β₁ m + (1−β₁)(ĝ + λμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + λ/N), in place.
+
+    Args:
+        mean: μ; with momentum m and second_moment v.
+        gradient: ĝ; overwritten.
+        square: ĥ, the average of the squared gradients.
+        corrections: 1 − β₁ᵗ and 1 − β₂ᵗ.
+        pull: λ/N.
+    """
+    momentum.mul_(betas[0]).add_(gradient.add_(mean * pull), alpha=1 - betas[0])
+    second_moment.mul_(betas[1]).add_(square, alpha=1 - betas[1])
+    denominator = second_moment.div(corrections[1]).sqrt_().add_(pull)
+    mean.sub_(momentum.div(denominator).mul_(lr / corrections[0]))
+
+
+@dataclass(frozen=True)
+class IVON(Perturbed):
+    """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
+
+    Attributes:
+        averages: (β₁, β₂), which are not Adam's.
+        prior_precision: δ = N d, with d the weight decay; None takes d = `weight_decay`.
+        weight_decay: d, at least 1e-4, used where no `prior_precision` is given.
+        initial_hessian: h₀; None takes the one with standard deviation `initial_std`.
+        initial_std: the standard deviation that every weight starts from, used where no `initial_hessian` is given.
+    """
+
+    lr = 0.02
+    averages: tuple[float, float] = (0.9, 0.99999)
+    prior_precision: float | None = None
+    weight_decay: float = 1e-4
+    initial_hessian: float | None = 1.0
+    initial_std: float = 0.02
+
+    @property
+    def betas(self) -> tuple[float, float]:  # type: ignore[override]
+        """(β₁, β₂)."""
+        return self.averages
+
+    def decay(self, n_data: Number) -> Number:
+        """d. Where the loss is flat, d alone keeps the step finite."""
+        return max(self.weight_decay, _LEAST_DECAY) if self.prior_precision is None else self.prior_precision / n_data
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """g = 0 and h = h₀."""
+        if self.initial_hessian is None:
+            first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
+        else:
+            first = weights.new_tensor(self.initial_hessian)
+        hessian = torch.zeros_like(weights).add_(first)
+        return {"momentum": torch.zeros_like(weights), "hessian": hessian, "initial_hessian": first}
+
+    def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
+        """m + ε/√(N (h + d))."""
+        torch.addcdiv(weights, noise, self._precision(state, step.n_data).sqrt_(), out=out)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step with the product of one gradient and its perturbation."""
+        ivon_update(
+            weights,
+            gradient,
+            (gradient * noise).div_(self._precision(state, step.n_data).sqrt_()),
+            state["momentum"],
+            state["hessian"],
+            lr=step.lr,
+            betas=self.betas,
+            correction=step.first,
+            n_data=step.n_data,
+            decay=self.decay(step.n_data),
+            initial_hessian=state["initial_hessian"],
+        )
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        """N(m, 1/(N (h + d)))."""
+        return Gaussian(weights, self._precision(state, n_data).reciprocal_())
+
+    def _precision(self, state: State, n_data: Number) -> Tensor:
+        return (state["hessian"] + self.decay(n_data)).mul_(n_data)
+
+
+def ivon_update(
+    mean: Tensor,
+    gradient: Tensor,
+    product: Tensor,
+    momentum: Tensor,
+    hessian: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[float, float],
+    correction: Number,
+    n_data: Number,
+    decay: Number,
+    initial_hessian: Number,
+) -> None:
+    """One step, in place.
+
+    g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
+
+    Args:
+        mean: m; with gradient ĝ, momentum g, hessian h, decay d.
+        product: the average of n ∇L(m + n); f = κ(h + d) times that, κ being `n_data`. Overwritten.
+        correction: 1 − β₁ᵗ.
+    """
+    momentum.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+    # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
+    damped = hessian + decay
+    excess = hessian - product.mul_(damped).mul_(n_data)
+    hessian.sub_(excess, alpha=1 - betas[1]).addcdiv_(excess.square_(), damped, value=0.5 * (1 - betas[1]) ** 2)
+    direction = momentum.div(correction).add_(mean * decay).mul_(lr * (initial_hessian + decay))
+    mean.sub_(direction.div_(hessian + decay))
+
+
+@dataclass(frozen=True)
+class SWAG(Rule):
+    """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum.
+
+    θ ← θ − α (g + λθ); every few steps the iterate enters a running mean, variance and the last K deviations.
+
+    Attributes:
+        weight_decay: λ.
+        snapshots: how many iterates count.
+        every: steps between two of them.
+        rank: K.
+    """
+
+    starts_trained = True
+    lr = 1e-2
+    betas = (0.0, 0.0)
+    weight_decay: float = 0.0
+    snapshots: int = 100
+    every: int = 10
+    rank: int = 20
+
+    def steps(self, given: int) -> int:
+        """As many as the iterates need."""
+        return self.snapshots * self.every
+
+    def start(self, weights: Tensor, n_data: Number) -> State:
+        """Zero moments; the deviations have one slot more, into which iterates that do not count are written."""
+        counts = {name: torch.zeros((), dtype=torch.int64, device=weights.device) for name in ("steps", "count")}
+        moments = {name: torch.zeros_like(weights) for name in ("mean", "squares")}
+        return {**moments, "deviations": weights.new_zeros(len(weights), self.rank + 1, weights.shape[1]), **counts}
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """SGD, then Welford's sums: w² less w̄² would leave the difference of two large numbers."""
+        weights.sub_(gradient.add_(weights, alpha=self.weight_decay).mul_(step.lr))
+        state["steps"] += 1
+        counts = (state["steps"] % self.every == 0).to(torch.int64)
+        state["count"] += counts
+        away = (weights - state["mean"]) * counts
+        state["mean"] += away / state["count"].clamp(min=1)
+        deviation = weights - state["mean"]
+        state["squares"].addcmul_(away, deviation)
+        slot = torch.where(counts > 0, (state["count"] - 1) % self.rank, self.rank)
+        state["deviations"].index_copy_(1, slot.reshape(1), deviation.unsqueeze(1))
+
+    def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
+        """The mean and the variance of the iterates."""
+        return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=_LEAST_VARIANCE))
+
+    def deviations(self, state: State) -> Tensor:
+        """D, the last deviations from the running mean, oldest first, (s, K, weights)."""
+        count = int(state["count"])
+        return state["deviations"][:, [number % self.rank for number in range(max(0, count - self.rank), count)]]
+
+    def sample(
+        self, network: Network, weights: Tensor, state: State, n_data: Number, streams: Streams, n: int
+    ) -> Functions:
+        """θ = w̄ + 2^(-1/2) (√var z₁ + D z₂/√(K−1))."""
+        mean, variance = self.gaussian(weights, state, n_data)
+        columns = self.deviations(state)
+        low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
+        drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank
+        return Functions(unflatten(network, (mean.unsqueeze(1) + drawn / math.sqrt(2)).flatten(0, 1)))
+
+
+RULES: Mapping[str, type[Rule]] = {
+    "adam": Adam,
+    "mc-dropout": Dropout,
+    "bbb": BayesByBackprop,
+    "vadam": Vadam,
+    "ivon": IVON,
+    "swag": SWAG,
+}
