@@ -33,6 +33,10 @@ class Diagonal(Structure):
         """The precision of every weight of one parameter."""
         return self._rule(name, settings).precision(self.second_moment[name])
 
+    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
+        """w v̂ᵖ + δ, and no rows."""
+        return {name: self.precision(name, settings) for name in self.second_moment}, {}
+
     def _rule(self, name: str, settings: Settings) -> PrecisionRule:
         return PrecisionRule.of(settings, settings.prior_precision[name])
 

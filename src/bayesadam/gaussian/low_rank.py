@@ -70,6 +70,11 @@ class LowRank(Structure):
         scaled = {name: _column(inside.sqrt(), rows) * rows / shape[name] ** 0.5 for name, rows in self.rows.items()}
         return [_orthonormal(scaled)[1].square(), *(r / shape[name] for name, r in rest.items())]
 
+    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
+        """D, and diag(w sᵖ)^½ Uᵀ."""
+        roots = (settings.weight * self.values.pow(settings.power)).sqrt()
+        return self._outside.precision_factors(settings)[0], {n: _column(roots, r) * r for n, r in self.rows.items()}
+
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/D, the variances outside the directions."""
         return self._outside.variance(settings)

@@ -77,6 +77,10 @@ class Structure(ABC):
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """The variances of the coordinates."""
 
+    @abstractmethod
+    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
+        """(d, R) by parameter name of the precision diag(d) + Rᵀ R: d in the coordinates of `bases`, R (K, *shape) or {}."""
+
     def directions(self, settings: Settings) -> Directions | None:
         """Directions over all coordinates together with less variance than `coordinate_variance` says; None without any."""
         return None
