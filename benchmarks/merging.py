@@ -44,7 +44,7 @@ import merging_rivals as rivals
 from bayesadam.merging import merge, similarity
 from bayesadam.merging.plan import plan_of
 from bayesadam.readers.formats import CheckpointOptions
-from bayesadam.sparse_tuning import tune_only, tuning_masks
+from bayesadam.pruning import tune_only, tuning_masks
 from harness import Cell, Target, arguments, at_least, at_most, number, read_cell, setting, write_cell, write_results
 from merging_memory import memory_cell
 from merging_tasks import TASKS, Images, Trained, accuracy, build, experts, load, rotated, train

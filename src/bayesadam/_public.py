@@ -51,7 +51,7 @@ from bayesadam.pruning import (
 from bayesadam.publish import export_checkpoint
 from bayesadam.readers.recorder import Recorder
 from bayesadam.sample import sample_checkpoint
-from bayesadam.sparse_tuning import tune_only, tuning_masks
+from bayesadam.pruning import tune_only, tuning_masks
 
 __all__ = [
     "Anchor",

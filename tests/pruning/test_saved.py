@@ -41,7 +41,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("piece", [3, 1000])
 def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatch, ranking, scope, piece):
-    monkeypatch.setattr(import_module("bayesadam.readers.read"), "PIECE", piece)
+    monkeypatch.setattr(import_module("bayesadam.pruning.rankings"), "CHUNK", piece)
     model, adam, path = saved
     out = tmp_path / "pruned.pt"
     report = ba.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))

@@ -1,10 +1,10 @@
-"""Masks applied: weights set to 0, and held there while training continues."""
+"""Masks on a model: weights set to 0, or left where they are, and held there while training continues."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,59 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import unwrap
-from bayesadam.errors import SettingError
-from bayesadam.pruning.names import checked_masks, owners
+from bayesadam._kinds import require_kind
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.pruning.rankings import near
+from bayesadam.readers.match import listed_optimizers
 
 Model = TypeVar("Model", bound=nn.Module)
-# First moments: what would carry a weight away from 0 once the masks are lifted.
+# First moments: they would carry a weight away from 0 once the masks are lifted.
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the parameter's key in it, and its name by that path."""
+
+    name: str
+    module: Any
+    key: str
+
+
+def owners(model: nn.Module) -> dict[str, tuple[Owner, ...]]:
+    """The modules that hold each parameter, by its first name; tied parameters have several."""
+    first: dict[int, str] = {}
+    found: dict[str, tuple[Owner, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owner = Owner(f"{prefix}.{key}" if prefix else key, module, key)
+                name = first.setdefault(id(parameter), owner.name)
+                found[name] = (*found.get(name, ()), owner)
+    return found
+
+
+def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
+    require_kind(model, nn.Module, "model")
+    require_kind(masks, Mapping, "masks")
+    parameters = dict(model.named_parameters())
+    known = {owner.name: name for name, held in owners(model).items() for owner in held}
+    found: dict[str, Tensor] = {}
+    for given, mask in masks.items():
+        name = known.get(given)
+        if name is None:
+            kind = type(model).__name__
+            raise MatchError(f"mask {given!r} is of no parameter of {kind}; near it: {near(given, parameters)}")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
+        if mask.shape != parameters[name].shape:
+            shape = tuple(parameters[name].shape)
+            raise MatchError(f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {shape}")
+        if name in found and not torch.equal(found[name].to(mask.device), mask):
+            raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one of them")
+        found[name] = mask
+    return found
 
 
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
@@ -41,43 +88,56 @@ def copied(model: Model) -> Model:
         return copy.deepcopy(model)
     except RuntimeError as error:
         raise SettingError(
-            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, make "
-            "that permanent first with its remove(module, name)"
+            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, "
+            "make that permanent first with its remove(module, name)"
         ) from error
 
 
-class PrunedHandle:
-    """Holds the masks over a model until `remove` or the end of the `with` block."""
+def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that lose weights, with True at these."""
+    inner = unwrap(model)
+    parameters = dict(inner.named_parameters())
+    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
+    return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
 
-    def __init__(self, removals: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        self._removals = removals
+
+@torch.no_grad()
+def _clear(tensor: Tensor, removed: Tensor) -> None:
+    # Not a product: it would keep NaN, and make −0.
+    tensor.masked_fill_(removed, 0)
+
+
+class HeldWeights:
+    """Holds some weights of a model where they are, until `remove` or the end of the `with` block.
+
+    Args:
+        held: parameters, each with a mask that is True at the weights to hold, and the values to hold them at.
+        optimizers: after each of their steps the weights are put back.
+    """
+
+    def __init__(
+        self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._held = held
         self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(_gradient_hook(removed))  # type: ignore[no-untyped-call]
-            for parameter, removed in removals
+            parameter.register_hook(lambda g, fixed=fixed: g if g.is_sparse else g.masked_fill(fixed, 0))  # type: ignore[no-untyped-call]
+            for parameter, fixed, _ in held
             if parameter.requires_grad
         ]
+        self._hooks += [optimizer.register_step_post_hook(self.apply) for optimizer in optimizers]
 
+    @torch.no_grad()
     def apply(self, *_: Any) -> None:
-        """Set the pruned weights to 0 once more."""
-        for parameter, removed in self._removals:
-            _clear(parameter, removed)
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Clear the pruned weights' momentum, and apply the masks after each of the optimiser's steps."""
-        for parameter, removed in self._removals:
-            state = optimizer.state.get(parameter, {})
-            for key in _MOMENTUM_KEYS:
-                moment = state.get(key)
-                if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                    _clear(moment, removed)
-        self._hooks.append(optimizer.register_step_post_hook(self.apply))
+        """Put the held weights back, whatever weight decay and momentum did to them."""
+        for parameter, fixed, values in self._held:
+            parameter.copy_(torch.where(fixed, values, parameter))
 
     def remove(self) -> None:
-        """Let the weights go; they are 0 until training moves them."""
+        """Let the weights go."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def __enter__(self) -> PrunedHandle:
+    def __enter__(self) -> HeldWeights:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -86,18 +146,54 @@ class PrunedHandle:
 
 def keep_pruned(
     model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer] | None = None
-) -> PrunedHandle:
+) -> HeldWeights:
     """Prune the model, and keep it pruned through fine-tuning.
 
-    Gradients of pruned weights are set to 0 before they reach the norm of a clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone. Without
-    the optimiser that trains the model, or several, call `apply` after each step.
+    Gradients of pruned weights are set to 0 before they reach gradient clipping or the optimiser, and the masks are
+    applied after every step. Use it in a `with` block, or call `remove` at the end. Momentum of pruned weights is
+    cleared, second moments are left alone. Without the optimiser that trains the model, or several, call `apply` after
+    each step.
     """
     prune(model, masks)
-    handle = PrunedHandle(_removals(model, masks))
-    for one in (optimizer,) if isinstance(optimizer, Optimizer) else optimizer or ():
-        handle.watch(one)
-    return handle
+    removals = _removals(model, masks)
+    optimizers = [] if optimizer is None else listed_optimizers(optimizer)
+    for parameter, removed in removals:
+        for state in (each.state.get(parameter, {}) for each in optimizers):
+            for moment in (state.get(key) for key in _MOMENTUM_KEYS):
+                if isinstance(moment, Tensor) and moment.shape == parameter.shape:
+                    _clear(moment, removed)
+    return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
+
+
+def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
+    """Train only the weights at which the masks are True; parameters without a mask stay as they are.
+
+    Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
+    are put back. Use it in a `with` block, or call `remove` at the end. It keeps a copy of the weights.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> before = model.weight.detach().clone()
+    >>> with tune_only(model, {"weight": torch.tensor([[True, False]])}, optimizer):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> (model.weight != before).tolist()
+    [[True, False]]
+    """
+    inner = unwrap(model)
+    found = checked_masks(inner, masks)
+    if not any(bool(mask.any()) for mask in found.values()):
+        raise SettingError("the masks are False throughout: nothing would be trained")
+    optimizers = listed_optimizers(optimizer)
+    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    held = []
+    for name, parameter in inner.named_parameters():
+        chosen = found.get(name, torch.zeros_like(parameter, dtype=torch.bool)).to(parameter.device)
+        if bool(chosen.any()) and id(parameter) not in trained:
+            raise MatchError(f"{name!r} is to be trained, and the optimiser does not have it: pass the one that has")
+        if id(parameter) in trained and not bool(chosen.all()):
+            held.append((parameter, ~chosen, parameter.detach().clone()))
+    return HeldWeights(held, optimizers)
 
 
 def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
@@ -116,27 +212,8 @@ def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
 def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
     """The masks that `torch.nn.utils.prune` has put on a model, by the names the parameters had before."""
     masks: dict[str, Tensor] = {}
-    for ways in owners(unwrap(model)).values():
-        name, module, key = ways[0]
+    for name, module, key in (held[0] for held in owners(unwrap(model)).values()):
         mask = module._buffers.get(f"{key.removesuffix('_orig')}_mask") if key.endswith("_orig") else None
         if mask is not None:
             masks[name.removesuffix("_orig")] = mask != 0
     return masks
-
-
-def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that lose weights, with True at these."""
-    inner = unwrap(model)
-    parameters = dict(inner.named_parameters())
-    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
-    return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
-
-
-@torch.no_grad()
-def _clear(tensor: Tensor, removed: Tensor) -> None:
-    # Not a product: it would keep NaN, and make −0.
-    tensor.masked_fill_(removed, 0)
-
-
-def _gradient_hook(removed: Tensor) -> Any:
-    return lambda gradient: gradient if gradient.is_sparse else gradient.masked_fill(removed, 0)
