@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.pruning import neuron_masks, prune, pruning_masks, rank_neurons, shrink, weight_scores
+from bayesadam.pruning import neuron_masks, prune, pruning_masks, shrink, weight_scores
 from bayesadam.pruning import shrink as shrink_function
+from bayesadam.pruning.units import ranked_units
 from cases import mlp
 from floats import approx, assert_close
 from pruning.cases_pruning import posterior_of, removed
@@ -541,7 +542,7 @@ def unit_sums(posterior: Any, ranking: Any) -> dict[str, list[float]]:
 @pytest.mark.parametrize("ranking", ["snr", "magnitude", lambda theta, v: theta.abs() + v])
 def test_a_units_score_is_the_sum_of_all_that_goes_with_it(ranking: Any) -> None:
     posterior = posterior_of(mlp(4, 7, 6, 2))
-    found = rank_neurons(posterior, ranking=ranking, example_input=torch.randn(2, 4))
+    found = ranked_units(posterior, ranking, (), torch.randn(2, 4))[1]
     expected = unit_sums(posterior, ranking)
     assert found.keys() == expected.keys()
     for name, totals in expected.items():
@@ -585,7 +586,7 @@ def test_units_of_every_layout_can_go(case: str) -> None:
     modes = [m.training for m in model.modules()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     posterior = posterior_of(model)
-    scores = rank_neurons(posterior, example_input=x)
+    scores = ranked_units(posterior, "snr", (), x)[1]
     masks = neuron_masks(posterior, 0.5, example_input=x)
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
@@ -598,10 +599,10 @@ def test_units_of_every_layout_can_go(case: str) -> None:
 
 def test_excluded_layers_and_those_outside_the_posterior_keep_their_units() -> None:
     model, x = mlp(4, 7, 6, 2), torch.randn(2, 4)
-    assert rank_neurons(posterior_of(model), exclude="0.weight", example_input=x).keys() == {"2.weight"}
+    assert ranked_units(posterior_of(model), "snr", "0.weight", x)[1].keys() == {"2.weight"}
     # Without the second layer's weight neither its own units nor those it reads can go.
     partial = posterior_of(model, names=["0.weight", "0.bias", "4.weight"])
-    assert rank_neurons(partial, example_input=x) == {}
+    assert ranked_units(partial, "snr", (), x)[1] == {}
     masks = neuron_masks(partial, 1.0, example_input=x)
     assert removed(masks) == 0
 

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from bayesadam._files import keep_apart, replacing
 from bayesadam._kinds import require_kind
 from bayesadam._storage import write_tensors
-from bayesadam.errors import FileError
-from bayesadam.merging.experts import AnyPath, BaseSource, Source, reading_of
-from bayesadam.merging.plan import Method, plan_of
-from bayesadam.merging.report import MergeReport
+from bayesadam._warnings import warn
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.settings import positive
+from bayesadam.lora import Adapter, Pair, pairs_in
+from bayesadam.merging import methods
+from bayesadam.merging.networks import (
+    AnyPath,
+    BaseSource,
+    Network,
+    Source,
+    check_alike,
+    check_base,
+    labels_of,
+    network_of,
+    warn_of_copies,
+)
+from bayesadam.merging.report import MergeReport, Sums
 from bayesadam.readers.formats import CheckpointKeywords
+from bayesadam.readers.formats.lazy import meta
+from bayesadam.readers.origin import warn_of_memory
+from bayesadam.readers.read import PIECE, working_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+Method = Literal["fisher", "gradient-matching", "kronecker"]
+# δ as a share of the mean of Fᵢ over all weights and models, and of the mean of a parameter's Σ Kᵢ over its weights.
+MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
+# Below it the second moments of training lie on different weights, as those of networks that know different classes.
+LEAST_OVERLAP = 0.5
+LEAST_GRADIENTS = 50
+# The most that conjugate gradients may leave, of |b|.
+_RESIDUAL = 0.05
 
 
 class Merged(dict[str, Tensor]):
@@ -52,14 +81,13 @@ def merge(
         kronecker          (Σ αᵢ Kᵢ + δ I)(θ − θ_D) = Σ αᵢ Kᵢ (θᵢ − θ_D), K = N B V in its eigenbases
 
     θ_D is the merge by the diagonals: the first equation, or with a base the second. δ is a fixed share of the mean
-    curvature, so that a factor that N, B or the units of the loss have in common for all models changes nothing. An N or B
-    that is not known of every model counts for none.
+    curvature, so that a factor that N, B or the units of the loss have in common for all models changes nothing. An N or
+    B that is not known of every model counts for none.
 
     A parameter that only some of the models trained is taken from those. What none of them trained is averaged, batch
     norm's running statistics among it; integers are the first model's. The factors of a LoRA adapter are merged as their
     product. The report says which were.
 
-    >>> import torch
     >>> from bayesadam import Posterior
     >>> def fine_tuned(seed):
     ...     torch.manual_seed(seed)
@@ -81,18 +109,18 @@ def merge(
         weights: α, how much each model is to count; 1 each if absent.
         **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
     """
-    plan = plan_of(models, method, base, weights, reading_of(options))
+    plan = plan_of(models, method, base, weights, options)
     found: dict[str, Tensor] = {}
     for name in plan.outline:
         first = plan.tied.get(name, name)
-        # In memory of their own: what was read may be mapped from a file, or be a model's.
+        # In memory of their own: tensors that were read may be mapped from a file, or be a model's.
         found[name] = found[first] if first in found else plan.tensor(name).clone()
     return Merged(found, plan.report)
 
 
 def merge_checkpoints(
     paths: Sequence[AnyPath | tuple[AnyPath, AnyPath]],
-    out: str | os.PathLike[str],
+    out: AnyPath,
     method: Method | None = None,
     *,
     base: AnyPath | None = None,
@@ -101,8 +129,8 @@ def merge_checkpoints(
 ) -> MergeReport:
     """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged.
 
-    By Fisher and gradient matching the memory is that of the largest tensor, whatever the number of models; by Kronecker
-    factors, that of one parameter with its bases in all models. The folder of `out` is made if absent.
+    The memory is that of the largest tensor in all models; by Kronecker factors, also that of the bases in the
+    optimisers' states. The folder of `out` is made if absent.
     """
     require_kind(out, (str, os.PathLike), "out")
     out = Path(out)
@@ -110,11 +138,366 @@ def merge_checkpoints(
         raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
     require_kind(paths, (list, tuple), "paths")
     sources = [*paths, *([] if base is None else [base])]
-    keep_apart(
-        out, *(Path(part) for source in sources for part in (source if isinstance(source, tuple) else (source,)))
-    )
-    plan = plan_of(paths, method, base, weights, reading_of(options))
+    keep_apart(out, *(Path(part) for each in sources for part in (each if isinstance(each, tuple) else (each,))))
+    plan = plan_of(paths, method, base, weights, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         write_tensors(temporary, plan.outline, plan.tensor)
     return plan.report
+
+
+def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> float:
+    """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint ones.
+
+    1 − the squared Hellinger distance between the curvatures as distributions over the weights; neither N, B nor the
+    loss's units change it. The networks must be of one architecture; a parameter that one of them did not train counts as
+    without curvature there.
+
+    F is a number for each weight. Of Kronecker factors it is the diagonal of V: directions across the weights of a layer
+    are not compared, and two networks that depend on different ones may overlap all the same.
+
+    >>> from bayesadam import Posterior
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> def one(*variance):
+    ...     return Posterior.from_moments(model, {"weight": torch.zeros(1, 2)}, {"weight": torch.tensor([variance])}, 10)
+    >>> similarity(one(1.0, 1.0), one(5.0, 5.0)), round(similarity(one(1.0, 1.0), one(1.0, 1e6)), 3)
+    (1.0, 0.708)
+
+    Args:
+        a: a posterior, a path of what a trainer saved, or a pair of paths (weights, optimiser's state).
+        b: the other.
+        **options: how files are read, see `CheckpointOptions`.
+    """
+    _check_options(options)
+    networks = [network_of(source, f"model {i}", options) for i, source in enumerate((a, b), 1)]
+    check_alike(networks, {})
+    tied = _tied_names(networks)
+    trained = [n for n in networks[0].outline if n not in tied and any(n in each.owners for each in networks)]
+    total = Sums.total(_sums(networks, trained, (1.0, 1.0), torch.ones(2)).values(), 2)
+    if not bool((total.curvature > 0).all()):
+        raise MatchError("one of the two networks has no curvature at all: v̂ is 0 throughout")
+    return total.overlap(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Models that fit together, and all that their merge depends on.
+
+    Attributes:
+        base: θ₀ of gradient matching.
+        scales: by what v̂ of each model is multiplied, α among it, and of the base.
+        counts: α.
+        tied: the first name of every tied tensor by its other names.
+        adapters: the merged factors of LoRA adapters by name.
+        sums: over each parameter's curvature, by name.
+        notes: for the report.
+        matching_share: δ of gradient matching, as a share of the mean of Fᵢ over all weights and models.
+        kronecker_share: δ of a parameter's Kronecker factors, as a share of the mean of Σ Kᵢ over its weights.
+    """
+
+    networks: Sequence[Network]
+    method: Method
+    base: Network | None
+    scales: Sequence[float]
+    counts: Tensor
+    tied: Mapping[str, str]
+    adapters: Mapping[str, Tensor]
+    sums: Mapping[str, Sums]
+    notes: Sequence[str]
+    matching_share: float = MATCHING_SHARE
+    kronecker_share: float = KRONECKER_SHARE
+
+    @property
+    def outline(self) -> dict[str, Tensor]:
+        """Types and shapes of the result."""
+        first = self.networks[0].outline
+        return {name: self.adapters.get(name, meta(tuple(t.shape), t.dtype)) for name, t in first.items()}
+
+    @property
+    def report(self) -> MergeReport:
+        """How much each model counts."""
+        return MergeReport.of(self.method, [each.label for each in self.networks], self.sums, self.notes)
+
+    @cached_property
+    def matching_delta(self) -> float:
+        """δ of gradient matching; 1 where there is no curvature at all."""
+        total = Sums.total(self.sums.values(), len(self.networks))
+        return self.matching_share * float(total.curvature.mean()) / max(total.weights, 1) or 1.0
+
+    @torch.no_grad()
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of the merged network."""
+        name = self.tied.get(name, name)
+        if name in self.adapters:
+            return self.adapters[name]
+        first = self.networks[0].weights[name].detach()
+        if not (first.is_floating_point() or first.is_complex()):
+            return first
+        if self.method == "kronecker" and any(each.has_bases(name) for each in self.networks):
+            return self._by_factors(name).to(first.dtype)
+        found, start = torch.empty_like(first, memory_format=torch.contiguous_format), 0
+        for part in self._by_diagonal(name) if name in self.sums else self._averaged(name):
+            found.view(-1)[start : start + len(part)] = part
+            start += len(part)
+        return found
+
+    def _by_diagonal(self, name: str) -> Iterator[Tensor]:
+        """The flat parameter in pieces."""
+        pieces = _stacked(self.networks, name, self.scales)
+        if self.base is None:
+            for theta, curvature in pieces:
+                yield methods.fisher(theta, curvature, self.counts)
+            return
+        own = _stacked([self.base], name, self.scales[-1:])
+        for (theta, curvature), before in zip(pieces, own, strict=True):
+            start, known = (tensor[0].to(theta) for tensor in before)
+            yield methods.gradient_matching(theta, curvature, start, known, self.matching_delta)
+
+    def _averaged(self, name: str) -> Iterator[Tensor]:
+        """Σ αᵢ θᵢ / Σ αᵢ; to the bit the same where all are the same."""
+        for theta, _ in _stacked(self.networks, name, self.scales):
+            alpha = (self.counts / self.counts.sum()).to(theta)[:, None]
+            yield torch.where((theta == theta[0]).all(dim=0), theta[0], (alpha * theta).sum(dim=0))
+
+    def _by_factors(self, name: str) -> Tensor:
+        start = torch.cat(list(self._by_diagonal(name))).reshape(self.networks[0].outline[name].shape)
+        thetas, operators, diagonals = [], [], []
+        for network, scale in zip(self.networks, self.scales, strict=False):
+            if name in network.owners:
+                thetas.append(network.weights[name].detach().to(start))
+                operators.append(_operator(network, name, scale, start))
+                diagonals.append(network.moment(name).to(start) * scale)  # type: ignore[union-attr]
+        mean = float(self.sums[name].curvature.sum()) / max(self.sums[name].weights, 1)
+        whole, delta = torch.stack(diagonals).sum(dim=0), self.kronecker_share * mean or 1.0
+        found, left = methods.kronecker(torch.stack(thetas), operators, whole, start, delta)
+        if not left <= _RESIDUAL:
+            warn(
+                f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many decades. "
+                "Compare with method='fisher'"
+            )
+        return found
+
+
+def plan_of(
+    models: Sequence[Source],
+    method: Method | None,
+    base: BaseSource | None,
+    weights: Sequence[float] | None,
+    options: CheckpointKeywords,
+) -> Plan:
+    """Read the models, check that they fit together, and warn of what makes a merge bad."""
+    if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
+        raise SettingError(
+            "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
+        )
+    _check_options(options)
+    method = _chosen_method(method, base)
+    counts = _counts(weights, len(models))
+    named = zip(models, labels_of(models), strict=True)
+    networks = [network_of(source, label, options, bases=method == "kronecker") for source, label in named]
+    start = None if base is None else network_of(base, "the base", options, trained=False)
+    outline = networks[0].outline
+    pairs = {name: pair for pair in pairs_in(outline) for name in (pair.down, pair.up)}
+    check_alike(networks, pairs)
+    if pairs and method != "fisher":
+        raise SettingError(f"LoRA adapters are merged by method='fisher', not {method!r}")
+    tied = _tied_names(networks)
+    plain = [name for name in outline if name not in tied and name not in pairs]
+    trained = [name for name in plain if any(name in each.owners for each in networks)]
+    if start is not None:
+        check_base(start, networks[0], trained)
+    scales, notes = _scales(networks, start, counts, method)
+    adapters, sums = _merged_adapters(networks, list(dict.fromkeys(pairs.values())), counts, notes)
+    sums |= _sums(networks, trained, scales, counts)
+    if not sums:
+        raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
+    if method == "kronecker":
+        _check_bases(networks, trained)
+    warn_of_copies(networks if start is None else [start, *networks], [*trained, *pairs])
+    for network in networks:
+        warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
+    _warn_of_overlap(Sums.total(sums.values(), len(networks)), networks)
+    partly = [name for name in trained if not all(name in each.owners for each in networks)]
+    others = [name for name in plain if name not in set(trained)]
+    whole = [name for name in others if not (outline[name].is_floating_point() or outline[name].is_complex())]
+    for names, words in (
+        (partly, "that not every model trained come from those that did"),
+        ([name for name in others if name not in set(whole)], "that no model trained were averaged"),
+        (whole, f"of integers are those of {networks[0].label}"),
+    ):
+        if names:
+            notes.append(f"{len(names)} tensors {words}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    return Plan(networks, method, start, scales, counts, tied, adapters, sums, notes)
+
+
+def _check_options(options: CheckpointKeywords) -> None:
+    if options.get("optimizer_path") is not None:
+        raise SettingError(
+            "optimizer_path= is the file of one state, and merging reads several: in place of the path of the weights "
+            "pass the pair (weights, state)"
+        )
+
+
+def _chosen_method(method: object, base: object) -> Method:
+    if method is None:
+        return "fisher" if base is None else "gradient-matching"
+    if not isinstance(method, str):
+        raise SettingError(
+            f"method must be a name, got {type(method).__name__}: give all models in one list, merge([a, b]), and the "
+            "network before fine-tuning as base="
+        )
+    if method not in get_args(Method):
+        raise SettingError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
+    if method == "gradient-matching" and base is None:
+        raise SettingError(
+            "method='gradient-matching' needs base=, the network before fine-tuning; method='fisher' does without"
+        )
+    if method == "fisher" and base is not None:
+        raise SettingError("method='fisher' makes no use of base=: leave one of the two out")
+    return method  # type: ignore[return-value]
+
+
+def _counts(weights: Sequence[float] | None, models: int) -> Tensor:
+    if weights is None:
+        return torch.ones(models)
+    if isinstance(weights, str) or len(weights) != models:
+        raise SettingError(f"weights must have one number for each of the {models} models, got {weights!r}")
+    for number in weights:
+        positive("each of weights", number, "how much a model is to count")
+    return torch.tensor([float(number) for number in weights])
+
+
+def _scales(
+    networks: Sequence[Network], base: Network | None, counts: Tensor, method: Method
+) -> tuple[list[float], list[str]]:
+    """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
+    scales: list[float] = [*counts.tolist(), 1.0]
+    notes: list[str] = []
+    concerned = [*networks, *([base] if base is not None and base.gaussian else [])]
+    for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
+        known = [getattr(each, key) for each in concerned if method != "fisher"]
+        unknown = [each.label for each, number in zip(concerned, known, strict=False) if number is None]
+        if unknown:
+            notes.append(
+                f"{words} of {', '.join(unknown)} is not known, and was taken to be the same for all: where it is not, "
+                "let each model's weight be in proportion to N B"
+            )
+        else:
+            scales[: len(known)] = [scale * float(number) for scale, number in zip(scales, known, strict=False)]
+    return scales, notes
+
+
+def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
+    """The first name of every tensor that all the networks have tied, by its other names."""
+    first: dict[tuple[object, ...], str] = {}
+    keys = {name: tuple(each.identity[name] for each in networks) for name in networks[0].outline}
+    return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
+
+
+def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; 0 where a model has no state."""
+    flat = [each.weights[name].detach().reshape(-1) for each in networks]
+    kind, device = working_dtype(flat[0].dtype), flat[0].device
+    moments = [each.moment(name) for each in networks]
+    zeros = torch.zeros((), device=device).expand(flat[0].shape)
+    rows = [zeros if v is None else v.reshape(-1) for v in moments]
+    for start in range(0, len(flat[0]), PIECE):
+        theta, v = (torch.stack([t[start : start + PIECE].to(device, kind) for t in each]) for each in (flat, rows))
+        yield theta, v.mul_(torch.tensor(scales[: len(v)]).to(v)[:, None])
+
+
+def _sums(
+    networks: Sequence[Network], names: Sequence[str], scales: Sequence[float], counts: Tensor
+) -> dict[str, Sums]:
+    return {
+        name: Sums.total((Sums.of(v, counts) for _, v in _stacked(networks, name, scales)), len(networks))
+        for name in names
+    }
+
+
+def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
+    structure, owner = network.gaussian.structure, network.owners[name]  # type: ignore[union-attr]
+    values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
+    if owner not in structure.bases:
+        return values.mul
+    rotation = structure.bases[owner].to(like.device, like.dtype)
+    return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
+
+
+def _merged_adapters(
+    networks: Sequence[Network], pairs: Sequence[Pair], counts: Tensor, notes: list[str]
+) -> tuple[dict[str, Tensor], dict[str, Sums]]:
+    """The merged factors by name, of the largest rank and with its model's scaling, and the sums by module."""
+    merged: dict[str, Tensor] = {}
+    sums: dict[str, Sums] = {}
+    told: dict[str, str] = {}
+    for pair in pairs:
+        with torch.no_grad():
+            adapters = _adapters(networks, pair)
+            ranks = [len(adapter.down) for adapter in adapters]
+            largest = ranks.index(max(ranks))
+            alpha = counts.to(adapters[0].up)[:, None, None]
+            curvature = alpha * torch.stack([adapter.curvature() for adapter in adapters])
+            change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
+            up, down = adapters[largest].nearest(change)
+        for name, factor in ((pair.up, up), (pair.down, down)):
+            like = networks[largest].outline[name]
+            merged[name] = factor.reshape(like.shape).to(like.dtype)
+        sums[pair.down] = Sums.of(curvature.flatten(1), counts)
+        words = f"rank {ranks[largest]}, and load with the configuration of {networks[largest].label}"
+        told.setdefault(words, pair.prefix)
+    notes += [f"adapters, {prefix} and others, have {words}" for words, prefix in told.items()]
+    return merged, sums
+
+
+def _adapters(networks: Sequence[Network], pair: Pair) -> list[Adapter]:
+    """Both factors of an adapter as matrices, in each of the networks."""
+    scales = [each.scaling(pair.prefix, pair.adapter, each.outline[pair.down].shape[0]) for each in networks]
+    if None in scales and any(scales):
+        raise MatchError(
+            f"by what the adapter of {pair.prefix!r} is multiplied is not known of {networks[scales.index(None)].label}: "
+            "put its adapter_config.json beside its weights, or merge posteriors of the live models"
+        )
+    found = []
+    for network, scale in zip(networks, scales, strict=True):
+        up, down = (network.weights[name].detach() for name in (pair.up, pair.down))
+        up, down = (t.to(networks[0].weights[pair.up].device, working_dtype(t.dtype)) for t in (up, down))
+        moments = (network.moment(name) for name in (pair.up, pair.down))
+        moments = (torch.zeros_like(t) if v is None else v.to(t) for v, t in zip(moments, (up, down), strict=True))
+        found.append(Adapter(*(t.flatten(1) for t in (up, down, *moments)), 1.0 if scale is None else scale))
+    return found
+
+
+def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
+    """Refuse models without eigenbases, or with bases of too few gradients."""
+    for network in networks:
+        if not any(network.has_bases(name) for name in trained):
+            raise SettingError(
+                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or with SOAP "
+                "and build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
+            )
+        origin = network.gaussian.origin  # type: ignore[union-attr]
+        if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
+            raise SettingError(
+                f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging by them "
+                f"needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
+            )
+
+
+def _warn_of_overlap(total: Sums, networks: Sequence[Network]) -> None:
+    """Warn of second moments on different weights.
+
+    Only of those that an optimiser averaged over training, weight by weight: by them the limit was set. The diagonals of
+    Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps and by more where it
+    does not.
+    """
+    gaussians = [network.gaussian for network in networks]
+    averaged = [i for i, g in enumerate(gaussians) if g and not g.origin.recorded and not g.structure.bases]
+    overlap, i, j = min(((total.overlap(i, j), i, j) for i, j in combinations(averaged, 2)), default=(1.0, 0, 0))
+    if overlap < LEAST_OVERLAP:
+        warn(
+            f"the curvatures of {networks[i].label} and {networks[j].label} overlap by {overlap:.2f} only, as those of "
+            "networks that know different classes do: there merging by curvature can be worse than averaging. Compare "
+            "both on held-out data of every task"
+        )

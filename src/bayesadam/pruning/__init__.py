@@ -4,7 +4,7 @@ from bayesadam.pruning.apply import from_torch_prune, keep_pruned, prune, to_tor
 from bayesadam.pruning.masks import load_masks, prune_checkpoint, pruning_masks, save_masks, tuning_masks
 from bayesadam.pruning.rankings import RANKINGS, Ranking, weight_scores
 from bayesadam.pruning.report import PruningReport, pruning_report
-from bayesadam.pruning.units import neuron_masks, path_scores, rank_neurons, shrink
+from bayesadam.pruning.units import neuron_masks, path_scores, shrink
 
 __all__ = [
     "RANKINGS",
@@ -19,7 +19,6 @@ __all__ = [
     "prune_checkpoint",
     "pruning_masks",
     "pruning_report",
-    "rank_neurons",
     "save_masks",
     "shrink",
     "to_torch_prune",

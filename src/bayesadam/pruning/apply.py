@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import unwrap
 from bayesadam._kinds import require_kind
@@ -31,21 +30,20 @@ class Owner(NamedTuple):
     key: str
 
 
-def owners(model: nn.Module) -> dict[str, tuple[Owner, ...]]:
+def owners(model: nn.Module) -> dict[str, list[Owner]]:
     """The modules that hold each parameter, by its first name; tied parameters have several."""
     first: dict[int, str] = {}
-    found: dict[str, tuple[Owner, ...]] = {}
+    found: dict[str, list[Owner]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 owner = Owner(f"{prefix}.{key}" if prefix else key, module, key)
-                name = first.setdefault(id(parameter), owner.name)
-                found[name] = (*found.get(name, ()), owner)
+                found.setdefault(first.setdefault(id(parameter), owner.name), []).append(owner)
     return found
 
 
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masks by the first names of their parameters, each boolean and of its parameter's shape; all, or an error."""
+    """The masks by the first names of their parameters, each boolean and of its parameter's shape; or an error."""
     require_kind(model, nn.Module, "model")
     require_kind(masks, Mapping, "masks")
     parameters = dict(model.named_parameters())
@@ -63,7 +61,7 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
             shape = tuple(parameters[name].shape)
             raise MatchError(f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {shape}")
         if name in found and not torch.equal(found[name].to(mask.device), mask):
-            raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one of them")
+            raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one")
         found[name] = mask
     return found
 
@@ -95,9 +93,8 @@ def copied(model: Model) -> Model:
 
 def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters that lose weights, with True at these."""
-    inner = unwrap(model)
-    parameters = dict(inner.named_parameters())
-    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
+    parameters = dict(unwrap(model).named_parameters())
+    found = ((parameters[name], ~mask) for name, mask in checked_masks(unwrap(model), masks).items())
     return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
 
 
@@ -119,12 +116,11 @@ class HeldWeights:
         self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizers: Sequence[Optimizer]
     ) -> None:
         self._held = held
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(lambda g, fixed=fixed: g if g.is_sparse else g.masked_fill(fixed, 0))  # type: ignore[no-untyped-call]
-            for parameter, fixed, _ in held
-            if parameter.requires_grad
-        ]
-        self._hooks += [optimizer.register_step_post_hook(self.apply) for optimizer in optimizers]
+        self._hooks = [optimizer.register_step_post_hook(self.apply) for optimizer in optimizers]
+        for parameter, fixed, _ in held:
+            if parameter.requires_grad:
+                hook = lambda g, fixed=fixed: g if g.is_sparse else g.masked_fill(fixed, 0)  # noqa: E731
+                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def apply(self, *_: Any) -> None:
@@ -151,8 +147,7 @@ def keep_pruned(
 
     Gradients of pruned weights are set to 0 before they reach gradient clipping or the optimiser, and the masks are
     applied after every step. Use it in a `with` block, or call `remove` at the end. Momentum of pruned weights is
-    cleared, second moments are left alone. Without the optimiser that trains the model, or several, call `apply` after
-    each step.
+    cleared, second moments are left alone. Without an optimiser, call `apply` after each step.
     """
     prune(model, masks)
     removals = _removals(model, masks)
@@ -165,7 +160,9 @@ def keep_pruned(
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
 
 
-def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
+def tune_only(
+    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
+) -> HeldWeights:
     """Train only the weights at which the masks are True; parameters without a mask stay as they are.
 
     Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
@@ -180,14 +177,13 @@ def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimize
     >>> (model.weight != before).tolist()
     [[True, False]]
     """
-    inner = unwrap(model)
-    found = checked_masks(inner, masks)
+    found = checked_masks(unwrap(model), masks)
     if not any(bool(mask.any()) for mask in found.values()):
         raise SettingError("the masks are False throughout: nothing would be trained")
     optimizers = listed_optimizers(optimizer)
     trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     held = []
-    for name, parameter in inner.named_parameters():
+    for name, parameter in unwrap(model).named_parameters():
         chosen = found.get(name, torch.zeros_like(parameter, dtype=torch.bool)).to(parameter.device)
         if bool(chosen.any()) and id(parameter) not in trained:
             raise MatchError(f"{name!r} is to be trained, and the optimiser does not have it: pass the one that has")
@@ -201,9 +197,8 @@ def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
 
     Its `is_pruned`, `remove` and the rest then work: `weight` becomes `weight_orig` × `weight_mask`.
     """
-    inner = unwrap(model)
-    held = owners(inner)
-    for name, mask in checked_masks(inner, masks).items():
+    held = owners(unwrap(model))
+    for name, mask in checked_masks(unwrap(model), masks).items():
         for module, key in {(owner.module, owner.key): None for owner in held[name]}:
             torch_prune.custom_from_mask(module, key, mask.to(getattr(module, key)))  # type: ignore[no-untyped-call]
     return model
@@ -211,7 +206,7 @@ def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
 
 def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
     """The masks that `torch.nn.utils.prune` has put on a model, by the names the parameters had before."""
-    masks: dict[str, Tensor] = {}
+    masks = {}
     for name, module, key in (held[0] for held in owners(unwrap(model)).values()):
         mask = module._buffers.get(f"{key.removesuffix('_orig')}_mask") if key.endswith("_orig") else None
         if mask is not None:

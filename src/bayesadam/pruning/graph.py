@@ -11,7 +11,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where units lie in a tensor: along `dim`, at index (outer, unit, inner)."""
 
     dim: int
@@ -36,16 +34,11 @@ class Layout:
 
     def positions(self, units: Tensor, width: int) -> Tensor:
         """The indices along the dimension of some of `width` units, in order."""
-        outer = torch.arange(self.outer, device=units.device).view(-1, 1, 1) * width
-        return ((outer + units.view(1, -1, 1)) * self.inner + torch.arange(self.inner, device=units.device)).reshape(-1)
+        every = torch.arange(self.outer * width * self.inner, device=units.device)
+        return every.view(self.outer, width, self.inner)[:, units].reshape(-1)
 
 
-# A batch norm, and where units lie in its input.
-Norm = tuple[nn.Module, Layout]
-
-
-@dataclass(frozen=True, eq=False)
-class Reader:
+class Reader(NamedTuple):
     """A layer that reads units: where they lie in its input, and whether a constant unit differs between positions."""
 
     name: str
@@ -62,14 +55,13 @@ class Reader:
         return (self.by_unit(tensor, len(factors)) * factors[:, None]).reshape(tensor.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Units:
-    """The units of a layer, the layers that read them, and the norms between."""
+class Units(NamedTuple):
+    """The units of a layer, the layers that read them, and the batch norms between, with the units' place in their input."""
 
     name: str
     layer: Layer
-    readers: Sequence[Reader]
-    norms: Sequence[Norm]
+    readers: list[Reader]
+    norms: list[tuple[nn.Module, Layout]]
 
     @property
     def width(self) -> int:
@@ -78,45 +70,38 @@ class Units:
 
 
 class Seen(NamedTuple):
-    """A layer's input on the example, by feature: the value at the first position, and whether it is 0 at all of them."""
+    """A layer's input on an example, by feature: the value at the first position, and whether it is 0 at all of them."""
 
     first: Tensor
     zero: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Network:
-    """A traced model: it shares the model's modules, so that a change to them shows."""
+def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Units]]:
+    """Trace a model, in evaluation mode, and find the layers whose units can be taken out.
 
-    traced: fx.GraphModule
-    units: tuple[Units, ...]
-
-    def seen(self, example: Any) -> dict[str, Seen]:
-        """The inputs of the layers on an example, by layer."""
-        return _Run(self.traced, example).seen
-
-
-def understand(model: nn.Module, example: Any) -> Network:
-    """Trace a model, in evaluation mode, and find the layers whose units can be taken out."""
+    The traced model shares the model's modules, so that a change to them shows.
+    """
     if not all(leaf.numel() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)):
         raise SettingError("example_input holds an empty tensor: pass a batch of at least one example")
     try:
         positional, named = arguments(example)
         given = inspect.signature(model.forward).bind(*positional, **named)
         # Absent arguments have their defaults, which the model may test: they must not be traced as tensors.
-        defaults = {
-            name: parameter.default
-            for name, parameter in given.signature.parameters.items()
-            if name not in given.arguments and parameter.default is not parameter.empty
-        }
+        absent = {n: p.default for n, p in given.signature.parameters.items() if n not in given.arguments}
+        defaults = {name: value for name, value in absent.items() if value is not inspect.Parameter.empty}
         traced = fx.GraphModule(model, fx.Tracer().trace(model, concrete_args=defaults or None))
         results = _Run(traced, example).results
     except Exception as error:
         raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads which "
-            "is not known: pass the part of it that has no control flow on its inputs"
+            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads "
+            "which is not known: pass the part of it that has no control flow on its inputs"
         ) from error
-    return Network(traced, tuple(_Paths(model, traced.graph, results).units()))
+    return traced, list(_Paths(model, traced.graph, results).units())
+
+
+def inputs_seen(traced: fx.GraphModule, example: Any) -> dict[str, Seen]:
+    """The inputs of the layers on an example, by layer."""
+    return _Run(traced, example).seen
 
 
 def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -157,10 +142,6 @@ def _unit_dim(layer: Layer, dims: int) -> int:
     return dims + 1 - layer.weight.dim()
 
 
-def _grouped(layer: Layer) -> bool:
-    return not isinstance(layer, nn.Linear) and layer.groups > 1
-
-
 class _Paths:
     """Follows units through a graph."""
 
@@ -174,37 +155,28 @@ class _Paths:
 
     def units(self) -> Iterator[Units]:
         for node in self.graph.nodes:
-            layer = self._layer_at(node)
-            if layer is not None and len(layer.weight) > 1 and not _grouped(layer):
-                readers: list[Reader] = []
-                norms: list[Norm] = []
+            layer = self._module_at(node, LAYERS)
+            if layer is not None and len(layer.weight) > 1 and getattr(layer, "groups", 1) == 1:
+                found = Units(str(node.target), layer, [], [])
                 layout = Layout(_unit_dim(layer, self.results[node].dim()))
-                if self._follow(node, layout, len(layer.weight), readers, norms) and readers:
-                    yield Units(str(node.target), layer, readers, norms)
+                if self._follow(node, layout, found, uneven=False) and found.readers:
+                    yield found
 
-    def _module_at(self, node: fx.Node) -> nn.Module | None:
-        """The module that a node calls; none where hooks may change what it does."""
+    def _module_at(self, node: fx.Node, kinds: tuple[type, ...]) -> Any:
+        """The module of one of the kinds that a node calls, where it is used once, its parameters are its own, and no
+        hook may change what it does."""
         module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-        hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks)
-        return None if hooked else module
-
-    def _layer_at(self, node: fx.Node) -> Layer | None:
-        """The layer that a node calls, where it is used once and its parameters are its own."""
-        module = self._module_at(node)
-        own = isinstance(module, LAYERS) and type(module) in LAYERS and self._is_own(node, module)
-        return module if own else None  # type: ignore[return-value]
-
-    def _is_own(self, node: fx.Node, module: nn.Module) -> bool:
-        return (
-            self._uses[node.target] == 1
+        own = (
+            type(module) in kinds
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and self._uses[node.target] == 1
             and not any(name.startswith(f"{node.target}.") for name in self._read)
             and all(self._holders[id(p)] == 1 for p in module._parameters.values() if p is not None)
             and "weight" in module._parameters
         )
+        return module if own else None
 
-    def _follow(
-        self, node: fx.Node, layout: Layout, width: int, readers: list[Reader], norms: list[Norm], uneven: bool = False
-    ) -> bool:
+    def _follow(self, node: fx.Node, layout: Layout, found: Units, uneven: bool) -> bool:
         """Collect all that reads the units of a tensor; False where some of it is not understood."""
         for user in node.users:
             if _asks_size(user, layout.dim):
@@ -212,35 +184,30 @@ class _Paths:
             tensors = [each for each in user.all_input_nodes if isinstance(self.results[each], Tensor)]
             if user.op == "output" or node not in user.args or len(tensors) > 1:
                 return False
-            layer, module = self._layer_at(user), self._module_at(user)
+            layer, norm = self._module_at(user, LAYERS), self._module_at(user, _NORMS)
             if layer is not None:
-                plain = layout.outer == layout.inner == 1 and not _grouped(layer)
+                plain = layout.outer == layout.inner == 1 and getattr(layer, "groups", 1) == 1
                 if layout.dim != _unit_dim(layer, self.results[node].dim()) or not (plain or type(layer) is nn.Linear):
                     return False
-                readers.append(Reader(str(user.target), layer, layout, uneven))
+                found.readers.append(Reader(str(user.target), layer, layout, uneven))
                 continue
-            if module is not None and type(module) in _NORMS:
-                if layout.dim != 1 or not self._is_own(user, module):
-                    return False
-                norms.append((module, layout))
-                after, differs = layout, False
+            after: tuple[Layout, bool] | None = (layout, False)
+            if norm is not None and layout.dim == 1:
+                found.norms.append((norm, layout))
             else:
-                found = self._through(node, user, layout, width)
-                if found is None:
-                    return False
-                after, differs = found
-            if not self._follow(user, after, width, readers, norms, uneven or differs):
+                after = self._through(node, user, layout, found.width)
+            if after is None or not self._follow(user, after[0], found, uneven or after[1]):
                 return False
         return True
 
     def _through(self, node: fx.Node, user: fx.Node, layout: Layout, width: int) -> tuple[Layout, bool] | None:
-        """Where units lie after an operation that keeps them apart, and whether it makes a constant differ by position.
+        """Where units lie after an operation that keeps them apart, and whether a constant then differs by position.
 
         It keeps them apart if without some of the units it gives the same output without these units. That is tried on
         random numbers; a softmax, or a view to fixed sizes, does not pass.
         """
-        module = self._module_at(user)
-        if user.op == "call_module" and (module is None or module.state_dict()):
+        module = self.modules.get(str(user.target)) if user.op == "call_module" else None
+        if module is not None and (module.state_dict() or module._forward_hooks or module._forward_pre_hooks):
             return None
 
         def run(x: Tensor) -> Any:
@@ -255,17 +222,12 @@ class _Paths:
         try:
             every, part = run(x), run(x.index_select(layout.dim, layout.positions(some, width)))
             constant = run(torch.ones_like(x)).flatten()
+            (dim,) = (dim for dim in range(every.dim()) if every.shape[dim] != part.shape[dim])
         except Exception:
             return None
-        if not all(isinstance(y, Tensor) and y.is_floating_point() for y in (every, part)) or every.dim() != part.dim():
-            return None
-        changed = [dim for dim in range(every.dim()) if every.shape[dim] != part.shape[dim]]
-        if len(changed) != 1 or every.shape[changed[0]] % width:
-            return None
-        per_unit = every.shape[changed[0]] // width
-        for inner in (divisor for divisor in range(1, per_unit + 1) if per_unit % divisor == 0):
-            after = Layout(changed[0], per_unit // inner, inner)
-            expected = every.index_select(after.dim, after.positions(some, width))
+        for inner in (size for size in range(1, every.shape[dim] // width + 1) if every.shape[dim] % (size * width) == 0):
+            after = Layout(dim, every.shape[dim] // (inner * width), inner)
+            expected = every.index_select(dim, after.positions(some, width))
             if expected.shape == part.shape and torch.allclose(part, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
                 return after, not torch.allclose(constant, constant[:1], rtol=1e-9, equal_nan=True)
         return None
@@ -273,13 +235,12 @@ class _Paths:
 
 def _asks_size(user: fx.Node, dim: int) -> bool:
     """Whether a node only asks for sizes other than the number of units."""
+
+    def is_other(index: object) -> bool:
+        return isinstance(index, int) and 0 <= index != dim
+
     if user.op == "call_method" and user.target == "size":
-        asked = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-        return isinstance(asked, int) and 0 <= asked != dim
+        return is_other(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim"))
     if user.op == "call_function" and user.target is getattr and user.args[1] == "shape":
-        return all(
-            index.target is operator.getitem
-            and (not index.users or (isinstance(index.args[1], int) and 0 <= index.args[1] != dim))
-            for index in user.users
-        )
+        return all(i.target is operator.getitem and (not i.users or is_other(i.args[1])) for i in user.users)
     return False

@@ -6,10 +6,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,36 +17,31 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
+from bayesadam._kinds import require_kind
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.settings import Settings
+from bayesadam.gaussian.structure import outlined
+from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
+from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.pruning.apply import Owner, owners
-from bayesadam.pruning.rankings import RANKINGS, Ranking, best_of_groups, lowest, near, weight_scores
+from bayesadam.pruning.rankings import Ranking, lowest, near, weight_scores
 from bayesadam.pruning.report import PrunedParameter, PruningReport
-from bayesadam.readers.formats import (
-    CheckpointKeywords,
-    CheckpointOptions,
-    match_checkpoint,
-    read_checkpoint,
-    write_pruned,
-)
+from bayesadam.readers.formats import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.read import check_entries, read_entry, working_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Scope = Literal["global", "layer"]
-# Kinds of parameters to exclude, by the names of their modules' classes.
+# Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
 
 
 def pruning_masks(
-    posterior: Posterior,
+    posterior: GaussianWeights,
     fraction: float | None = None,
     *,
     ranking: Ranking = "snr",
@@ -71,8 +66,9 @@ def pruning_masks(
             linear layer, the channels of a convolution at each position of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
-    require_posterior(posterior, "pruning")
-    buffers = dict(posterior.model.named_buffers())
+    require_gaussian(posterior, "pruning")
+    tensors = posterior.source.weights if posterior.source else {}
+    buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     eligible = _eligible(posterior, ranking, exclude, buffers)
     if pattern is not None:
         if fraction is not None:
@@ -86,7 +82,7 @@ def pruning_masks(
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
 
 
-def tuning_masks(posterior: Posterior, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
+def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
     """Masks, True at the share of the weights with the largest curvature v̂: those to fine-tune (Sung et al. 2021).
 
     They have the form of `pruning_masks`, for `tune_only`, `save_masks` and `load_masks`. Of n weights
@@ -97,14 +93,10 @@ def tuning_masks(posterior: Posterior, share: float, *, exclude: str | Sequence[
         share: above 0 and up to 1.
         exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
     """
-    require_posterior(posterior, "sparse fine-tuning")
+    require_gaussian(posterior, "sparse fine-tuning")
     if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
         raise SettingError(f"share must be above 0 and at most 1, the share of weights to train, got {share!r}")
-    structure = posterior.structure
-    scores = {
-        name: structure.bases[name].diagonal(v) if name in structure.bases else v
-        for name, v in structure.second_moment.items()
-    }
+    scores = {name: posterior.structure.diagonal(name) for name in posterior.mode}
     masks = pruning_masks(posterior, 1 - float(share), ranking=scores, exclude=exclude)
     if not any(bool(mask.any()) for mask in masks.values()):
         raise SettingError(f"share={share!r} of {posterior.n_weights} weights is not one: nothing would be trained")
@@ -121,7 +113,7 @@ def prune_checkpoint(
     exclude: str | Sequence[str] = (),
     **options: Unpack[CheckpointKeywords],
 ) -> PruningReport:
-    """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays as it was.
+    """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
     No model and no data are needed, and of the weights one tensor at a time is in memory.
 
@@ -131,20 +123,19 @@ def prune_checkpoint(
         fraction: the share of the weights with a state to remove, 0 to 1.
         ranking: a name from `RANKINGS`.
         scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
-        exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need the
-            model, see `pruning_masks`. Biases that a batch norm follows are left whole too, with a warning.
+        exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need
+            the model, see `pruning_masks`. Biases that a batch norm follows are left whole too, with a warning.
         **options: how the file is read, see `CheckpointOptions`.
 
     Returns:
         The parameters with a state, and what was removed of them; buffers and frozen weights have no row.
     """
-    if not isinstance(ranking, str):
-        raise SettingError(f"ranking must be one of {', '.join(map(repr, RANKINGS))}, got {ranking!r}")
-    reading = CheckpointOptions(**options)
-    checkpoint = read_checkpoint(path, reading)
-    saved = _opened(checkpoint, reading)
+    checkpoint = read_checkpoint(path, **options)
+    # N does not change the order.
+    saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
+    outline = outlined(saved.mode)
+    saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
     eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
-    outline = saved.mode.outline
     scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
     removed = _removed(scores, saved.mode, eligible, scope, fraction)
     masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
@@ -153,38 +144,19 @@ def prune_checkpoint(
     return PruningReport.total(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
 
 
-@dataclass(frozen=True)
-class _Saved:
-    mode: Lazy
-    structure: Diagonal
-    settings: Settings
-
-    def require_whole(self, what: str) -> None:
-        pass
-
-
-def _opened(checkpoint: Any, reading: CheckpointOptions) -> Any:
-    match = match_checkpoint(checkpoint, options=reading)
-    check_entries(match)
-    entries = {entry.name: entry for entry in match.entries}
-    outline = {name: meta(e.parameter.shape, working_dtype(e.parameter.dtype)) for name, e in entries.items()}
-    with torch.no_grad():
-        mode = Lazy(outline, lambda n: entries[n].parameter.detach().to(outline[n].dtype))
-        return _Saved(
-            mode,
-            Diagonal(Lazy(outline, lambda n: read_entry(entries[n])[1])),
-            Settings(1.0, dict.fromkeys(entries, 0.0)),
-        )
+def require_gaussian(posterior: object, what: str) -> None:
+    """Raise unless it is the posterior of one network, with a model or without."""
+    require_one_network(posterior, what)
+    require_kind(posterior, GaussianWeights, "posterior")
 
 
 def _removed(
     scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], scope: Scope, fraction: object
 ) -> dict[str, Callable[[str], Tensor]]:
     """By parameter name, a function of the name: True at the weights to remove."""
-    share, sizes = checked_fraction(fraction), getattr(weights, "outline", weights)
-    found: dict[str, Callable[[str], Tensor]] = {}
+    share, found = checked_fraction(fraction), {}
     for group in competing(names, scope):
-        count = round(share * sum(sizes[name].numel() for name in group))
+        count = round(share * sum(outlined(weights)[name].numel() for name in group))
         found |= dict.fromkeys(group, lowest(scores, weights, group, count))
     return found
 
@@ -203,87 +175,85 @@ def competing(names: Iterable[str], scope: Scope) -> list[list[str]]:
     return [list(names)] if scope == "global" else [[name] for name in names]
 
 
-def nothing_removed(posterior: Posterior) -> dict[str, Tensor]:
+def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
     """Masks that remove nothing, on the parameters' devices."""
-    devices = {name: parameter.device for name, parameter in posterior.parameters().items()}
-    return {n: torch.ones(t.shape, dtype=torch.bool, device=devices[n]) for n, t in posterior.mode.items()}
+    like = posterior.parameters() if isinstance(posterior, Posterior) else posterior.mode
+    return {name: torch.ones_like(like[name], dtype=torch.bool) for name in posterior.mode}
 
 
 def _eligible(
-    posterior: Posterior, ranking: Ranking, exclude: str | Sequence[str], buffers: Mapping[str, Tensor]
+    posterior: GaussianWeights, ranking: Ranking, exclude: str | Sequence[str], buffers: Mapping[str, Tensor]
 ) -> list[str]:
     """The parameters that are not excluded, without the biases that a batch norm follows."""
     whole = excluded(posterior, exclude)
-    if posterior.structure.independent and not isinstance(ranking, Mapping):
-        names = [name for name in posterior.mode if name not in whole]
-        moment = posterior.structure.second_moment.__getitem__
-        held = biases_before_norms(names, moment, norm_widths(buffers).values())
-        if held:
-            warn(
-                f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did "
-                "not depend on them, but its running mean has them in it, and without them the network would be another"
-            )
-        whole |= set(held)
-    return [name for name in posterior.mode if name not in whole]
+    names = [name for name in posterior.mode if name not in whole]
+    if isinstance(ranking, Mapping) or not posterior.structure.independent:
+        return names
+    held = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
+    if held:
+        warn(
+            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did not "
+            "depend on them, but its running mean has them in it, and without them the network would be another"
+        )
+    return [name for name in names if name not in held]
 
 
-def excluded(posterior: Posterior, patterns: str | Sequence[str]) -> set[str]:
+def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[str]:
     """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means.
 
-    A kind that the model has none of is passed over; a pattern that matches nothing is an error. Without a model biases
-    are known by their names, and the other kinds are refused.
+    A kind that the model has none of is passed over; a pattern that matches nothing is an error.
     """
-    model = getattr(posterior, "model", None)
-    held = {name: (Owner(name, None, name.rpartition(".")[2]),) for name in posterior.mode}
-    held = held if model is None else owners(model)
+    has_model = isinstance(posterior, Posterior)
+    alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
+    held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
+
+    def means(pattern: str, owner: Owner) -> bool:
+        if pattern in _CLASSES:
+            return any(re.search(_CLASSES[pattern], kind.__name__) for kind in type(owner.module).__mro__)
+        # `bias`, `in_proj_bias`, `bias_hh_l0`.
+        return "bias" in owner.key.split("_") if pattern == "biases" else fnmatchcase(owner.name, pattern)
+
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        of_class = _CLASSES.get(pattern)
-        if of_class and model is None:
-            names = sorted(posterior.mode)
+        if pattern in _CLASSES and not has_model:
             raise SettingError(
                 f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
-                f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(names[:8])}"
-                + (", …" if len(names) > 8 else "")
+                f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
             )
-
-        def means(owner: Owner) -> bool:
-            if of_class:
-                return any(re.search(of_class, kind.__name__) for kind in type(owner.module).__mro__)
-            # `bias`, `in_proj_bias`, `bias_hh_l0`.
-            return "bias" in owner.key.split("_") if pattern == "biases" else fnmatchcase(owner.name, pattern)
-
-        chosen = {name for name, ways in held.items() if any(map(means, ways))}
-        if not chosen and not of_class and pattern != "biases":
+        chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
+        if not chosen and pattern not in (*_CLASSES, "biases"):
             raise MatchError(
                 f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), held)}. The kinds are "
-                + ", ".join(map(repr, ("norms", "biases", "embeddings") if model is not None else ("biases",)))
+                + ", ".join(map(repr, (*(_CLASSES if has_model else ()), "biases")))
             )
         found |= chosen
     return found
 
 
-def _pattern_masks(posterior: Posterior, pattern: str, ranking: Ranking, names: Sequence[str]) -> dict[str, Tensor]:
+def _pattern_masks(
+    posterior: GaussianWeights, pattern: str, ranking: Ranking, names: Sequence[str]
+) -> dict[str, Tensor]:
     parsed = re.fullmatch(r"(\d+):(\d+)", pattern)
     keep, size = map(int, parsed.groups()) if parsed else (0, 0)
     if not 0 < keep <= size:
         raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
-    held = owners(posterior.model)
-    dims = {
-        n: 0 if isinstance(held[n][0].module, _ConvTransposeNd) else 1 for n in names if posterior.mode[n].dim() > 1
-    }
-    for name, dim in dims.items():
-        shape = posterior.mode[name].shape
+    held = owners(posterior.model) if isinstance(posterior, Posterior) else {}
+    masks = {}
+    for name in (name for name in names if len(posterior.shapes[name]) > 1):
+        shape = posterior.shapes[name]
+        dim = 0 if held and isinstance(held[name][0].module, _ConvTransposeNd) else 1
         if shape[dim] % size:
             raise SettingError(
-                f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the pattern "
-                f"{pattern} needs. Leave it whole with exclude=({name!r},)"
+                f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the "
+                f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
             )
-    masks = {}
-    for name, score in weight_scores(posterior, ranking, dims).items():
-        score, theta = (tensor.movedim(dims[name], -1) for tensor in (score, posterior.mode[name]))
-        groups = best_of_groups(score.reshape(-1, size), theta.reshape(-1, size), keep)
-        masks[name] = groups.view(theta.shape).movedim(-1, dims[name]).contiguous()
+        scores, theta = weight_scores(posterior, ranking, [name])[name], posterior.mode[name]
+        score, weight = (tensor.movedim(dim, -1).reshape(-1, size) for tensor in (scores, theta))
+        # By score, equal ones by |weight|, then by position.
+        by_size = weight.abs().argsort(dim=1, stable=True)
+        order = by_size.gather(1, score.gather(1, by_size).argsort(dim=1, stable=True))
+        kept = torch.ones_like(score, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
+        masks[name] = kept.view(theta.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
     return masks
 
 

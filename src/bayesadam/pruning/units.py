@@ -1,4 +1,4 @@
-"""Whole units: scores that follow them from layer to layer, masks that remove them, and a smaller network without them."""
+"""Whole units: scores along their paths, masks that remove them, and a smaller network without them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,12 @@ from bayesadam.gaussian.diagonal import wide
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import copied, prune
-from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, understand
+from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
 from bayesadam.pruning.masks import Scope, checked_fraction, competing, excluded, nothing_removed
 from bayesadam.pruning.rankings import Ranking, lowest, weight_scores
 
 # Of the largest output; sums are taken in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-def rank_neurons(
-    posterior: Posterior, *, ranking: Ranking = "snr", exclude: str | Sequence[str] = (), example_input: Any
-) -> dict[str, Tensor]:
-    """The score of each unit that can be taken out, by the name of its layer's weight.
-
-    A unit's score is the sum of the scores of all weights that would go with it: its incoming weights, its bias, and the
-    weights by which other layers read it.
-    """
-    return _unit_scores(posterior, ranking, _removable(posterior, exclude, example_input))
 
 
 def neuron_masks(
@@ -56,8 +45,7 @@ def neuron_masks(
         exclude: layers whose units stay, by patterns of their weights' names.
         example_input: a batch that the model takes, to follow the units through it.
     """
-    share, found = checked_fraction(fraction), _removable(posterior, exclude, example_input)
-    scores = _unit_scores(posterior, ranking, found)
+    share, (found, scores) = checked_fraction(fraction), ranked_units(posterior, ranking, exclude, example_input)
     removed: dict[str, Tensor] = {}
     for names in competing(scores, scope):
         # The best of a layer is put out of reach, and the count cut to what is left.
@@ -67,13 +55,33 @@ def neuron_masks(
         removed |= {name: chosen(name) for name in names}
     masks = nothing_removed(posterior)
     for units in found:
-        gone = removed[f"{units.name}.weight"]
-        for name in _own(units):
-            masks[name][gone.to(masks[name].device)] = False
-        for reader in units.readers:
-            mask = masks[f"{reader.name}.weight"]
-            reader.by_unit(mask, units.width)[:, :, gone.to(mask.device)] = False
+        for mask in _by_unit(units, masks):
+            mask[removed[f"{units.name}.weight"].to(mask.device)] = False
     return masks
+
+
+def ranked_units(
+    posterior: Posterior, ranking: Ranking, exclude: str | Sequence[str], example: Any
+) -> tuple[list[Units], dict[str, Tensor]]:
+    """The layers whose units can be taken out, and the score of each unit by the name of its layer's weight.
+
+    A unit's score is the sum of the scores of all weights that would go with it: its incoming weights, its bias, and
+    the weights by which other layers read it.
+    """
+    require_posterior(posterior, "pruning")
+    whole = excluded(posterior, exclude)
+    with in_eval_mode(posterior.model):
+        _, every = understand(posterior.model, example)
+    touched = {units.name: [*_own(units), *(f"{r.name}.weight" for r in units.readers)] for units in every}
+    found = [units for units in every if f"{units.name}.weight" not in whole]
+    found = [units for units in found if all(name in posterior.mode for name in touched[units.name])]
+    scores = weight_scores(posterior, ranking, dict.fromkeys(n for units in found for n in touched[units.name]))
+    sums = {}
+    for units in found:
+        groups = [group.reshape(units.width, -1) for group in _by_unit(units, scores)]
+        each = [group.sum(1, dtype=wide(group)).to(groups[0].device) for group in groups]
+        sums[f"{units.name}.weight"] = torch.stack(each).sum(0)
+    return found, sums
 
 
 def _own(units: Units) -> list[str]:
@@ -81,39 +89,20 @@ def _own(units: Units) -> list[str]:
     return [f"{units.name}.{key}" for key in ("weight", "bias") if getattr(units.layer, key) is not None]
 
 
-def _touched(units: Units) -> list[str]:
-    return [*_own(units), *(f"{reader.name}.weight" for reader in units.readers)]
-
-
-def _removable(posterior: Posterior, exclude: str | Sequence[str], example: Any) -> list[Units]:
-    require_posterior(posterior, "pruning")
-    whole = excluded(posterior, exclude)
-    with in_eval_mode(posterior.model):
-        network = understand(posterior.model, example)
-    open_ = (units for units in network.units if f"{units.name}.weight" not in whole)
-    return [units for units in open_ if all(name in posterior.mode for name in _touched(units))]
-
-
-def _unit_scores(posterior: Posterior, ranking: Ranking, found: Sequence[Units]) -> dict[str, Tensor]:
-    scores = weight_scores(posterior, ranking, dict.fromkeys(name for units in found for name in _touched(units)))
-    sums = {}
-    for units in found:
-        groups = [scores[name].reshape(units.width, -1) for name in _own(units)]
-        for reader in units.readers:
-            groups.append(reader.by_unit(scores[f"{reader.name}.weight"], units.width).movedim(2, 0).flatten(1))
-        each = [group.sum(1, dtype=wide(group)).to(groups[0].device) for group in groups]
-        sums[f"{units.name}.weight"] = torch.stack(each).sum(0)
-    return sums
+def _by_unit(units: Units, named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Views of all tensors that go with the units, units first."""
+    read = [reader.by_unit(named[f"{reader.name}.weight"], units.width).movedim(2, 0) for reader in units.readers]
+    return [*(named[name] for name in _own(units)), *read]
 
 
 @torch.no_grad()
 def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input: Any) -> dict[str, Tensor]:
     """s_ij a_j b_i, the score of a weight times what reaches its input and what its output reaches; for `ranking=`.
 
-    With s the scores of single weights, such as signal-to-noise ratios, a_j is the strength of the unit the weight reads,
-    a_j² = Σ_k (s_jk a_k)² + s_j² with the bias last, and b_i that of the units which read its own, b_i² = Σ_k (s_ki b_k)²;
-    both are 1 at the network's ends, and 1 on average over each layer. Squared, the product sums over all paths through
-    the weight. A weight out of a unit that nothing reaches is worth nothing, however certain, and so is one into a unit
+    With s the scores of single weights, such as signal-to-noise ratios, a_j is the strength of the unit the weight
+    reads, a_j² = Σ_k (s_jk a_k)² + s_j² with the bias last, and b_i that of the units which read its own,
+    b_i² = Σ_k (s_ki b_k)²; both are 1 at the network's ends, and 1 on average over each layer. Squared, the product sums
+    over all paths through the weight. A weight out of a unit that nothing reaches is worth nothing, however certain, and so is one into a unit
     that nothing reads: at high fractions this keeps whole paths where single scores leave stumps.
 
     Units are followed on `example_input`, as far as their layers are understood (see `shrink`); beyond that a weight
@@ -130,9 +119,8 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
     require_posterior(posterior, "pruning")
     scores = weight_scores(posterior, ranking)
     with in_eval_mode(posterior.model):
-        found = [
-            units for units in understand(posterior.model, example_input).units if f"{units.name}.weight" in scores
-        ]
+        _, every = understand(posterior.model, example_input)
+    found = [units for units in every if f"{units.name}.weight" in scores]
     own = dict(scores)
     # a, from the input on.
     for units in found:
@@ -172,8 +160,8 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
 
         b' = b + Σ_units W[:, unit] a(b_unit),
 
-    unless a convolution's zero padding would show. Repeated until nothing changes; each layer keeps at least one unit, and
-    the model its inputs and outputs. Units are followed from layer to layer by torch.fx through activations, dropout,
+    unless a convolution's zero padding would show. Repeated until nothing changes; each layer keeps at least one unit,
+    and the model its inputs and outputs. Units are followed from layer to layer by torch.fx through activations, dropout,
     batch norms, pooling, flattening and all else that keeps them apart. Units that pass through anything else
     (additions, layer norms, attention, groups, tied or hooked layers) stay.
 
@@ -187,12 +175,16 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
         prune(small, masks)
     with torch.no_grad(), in_eval_mode(small):
         expected = _outputs(small, example_input)
-        network = understand(small, example_input)
-        seen = network.seen(example_input)
+        traced, every = understand(small, example_input)
         # A sum, not `any`: every round goes over all layers.
-        while sum(_take_out(units, seen) for units in network.units):
-            seen = network.seen(example_input)
-        _compare(expected, _outputs(small, example_input))
+        while (seen := inputs_seen(traced, example_input)) and sum(_take_out(units, seen) for units in every):
+            pass
+        if not all(map(_agree, expected, _outputs(small, example_input))):
+            raise MatchError(
+                "the smaller model does not compute what the original does on example_input, so it is not returned: is "
+                "the model random in evaluation, or does its forward read the sizes of its layers? Please report it "
+                "otherwise"
+            )
     return small
 
 
@@ -263,16 +255,8 @@ def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(model(*positional, **named)) if isinstance(leaf, Tensor)]
 
 
-def _compare(expected: list[Tensor], found: list[Tensor]) -> None:
-    for wanted, got in zip(expected, found, strict=True):
-        same = wanted.shape == got.shape
-        if same and wanted.is_floating_point() and wanted.numel():
-            largest = float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
-            bound = _TOLERANCE.get(wanted.dtype, 0.05) * largest + torch.finfo(wanted.dtype).eps
-            same = torch.allclose(got, wanted, rtol=0.0, atol=bound, equal_nan=True)
-        if not same:
-            raise MatchError(
-                "the smaller model does not compute what the original does on example_input, so it is not returned: is "
-                "the model random in evaluation, or does its forward read the sizes of its layers? Please report it "
-                "otherwise"
-            )
+def _agree(wanted: Tensor, got: Tensor) -> bool:
+    if wanted.shape != got.shape or not wanted.is_floating_point() or not wanted.numel():
+        return wanted.shape == got.shape
+    bound = _TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(got, wanted, rtol=0.0, atol=bound + torch.finfo(wanted.dtype).eps, equal_nan=True)
