@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
-from bayesadam.gaussian import novelty
+from bayesadam.gaussian import structure as novelty
 from bayesadam.predict.options import PredictiveKind
 from doubt_data import Pixels, Suite
 from harness import import_peer

@@ -373,8 +373,8 @@ def test_settings_that_would_switch_it_off_are_refused():
     for wrong in ({"strength": 0.0}, {"strength": float("inf")}, {"n_data": 0}, {"every": 0}):
         with pytest.raises(SettingError, match=f"{next(iter(wrong))} must be a"):
             anchor(optimizer, before, **wrong)
-    empty = ba.Posterior(before.model, before.mode, type(before.structure)({n: 0 * t for n, t in before.mode.items()}),
-                         Settings(N, dict.fromkeys(before.mode, 0.0)), {})  # fmt: skip
+    empty = ba.Posterior(before.mode, type(before.structure)({n: 0 * t for n, t in before.mode.items()}),
+                         Settings(N, dict.fromkeys(before.mode, 0.0)), model=before.model)  # fmt: skip
     with pytest.raises(ImproperError, match="precision is 0"):
         anchor(optimizer, empty)
     for unfit in (torch.optim.Rprop, torch.optim.LBFGS):

@@ -213,7 +213,7 @@ def test_without_weights_the_deviations_are_told(trained_pair: Any, path: Path, 
     posterior.save(tmp_path / "p.safetensors", weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ba.export_checkpoint(path, tmp_path / "e.safetensors", 500)
+        ba.GaussianWeights.open(path, 500).export(tmp_path / "e.safetensors")
     for file in ("p.safetensors", "e.safetensors"):
         found = inspect_checkpoint(tmp_path / file)
         assert (found.has_weights, found.quantity, found.threshold) == (False, "σ", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 
@@ -14,13 +15,12 @@ from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam import _storage as storage
-from bayesadam import publish
 from bayesadam.cli import app
 from bayesadam.errors import FileError, MatchError, SettingError, StateError
 from bayesadam.optim import SOAP
-from bayesadam.publish import export_checkpoint
 from bayesadam.readers.compression import BLOCK, decode, encode, expanded, orthonormal, outline
 from bayesadam.readers.formats import format_of, read_checkpoint, read_curvature
+from bayesadam.readers.formats.lazy import Lazy
 from bayesadam.readers.probes import probe
 from floats import approx, assert_close, close
 
@@ -101,6 +101,10 @@ def test_rounded_bases_become_orthonormal_again():
     assert torch.equal(expanded({"left.w": basis.bfloat16()}, "f")["left.w"], orthonormal(rounded))
 
 
+def export_checkpoint(path, out, n_data=None, *, compress=None, **options):
+    ba.GaussianWeights.open(path, n_data, **options).export(out, compress=compress)
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +173,7 @@ def test_an_export_is_read_back_by_everything(saved, compress):
     assert inspected.dead == direct.dead == 64
     ba.prune_checkpoint(folder / "model.safetensors", folder / "pruned.safetensors", 0.5)
     assert sum(int((t == 0).sum()) for t in load_file(folder / "pruned.safetensors").values()) >= 771 // 2
-    ba.sample_checkpoint(folder / "model.safetensors", folder / "draw.safetensors", seed=3)
+    ba.GaussianWeights.open(folder / "model.safetensors").write_sample(folder / "draw.safetensors", seed=3)
     drawn = loaded.sample(generator=torch.Generator().manual_seed(3))
     written = load_file(folder / "draw.safetensors")
     assert all(close(written[name], value, rtol=1e-5, atol=1e-7) for name, value in drawn.items())
@@ -411,7 +415,7 @@ def test_a_file_without_weights_says_what_to_give(saved):
     ("options", "error", "message"),
     [
         ({"compress": "zip"}, SettingError, "8bit"),
-        ({"structure": "low-rank"}, SettingError, "no recorded gradients"),
+        ({"structure": "low-rank"}, SettingError, "recorded gradients, which a checkpoint does not hold"),
         ({"structure": "kronecker"}, SettingError, "needs eigenbases"),
         ({"n_data": -1}, SettingError, "n_data"),
         ({"batch_size": 0}, SettingError, "batch_size"),
@@ -482,7 +486,7 @@ def test_the_command(saved):
     assert ba.Posterior.load(out, model).n_weights == 771
 
 
-def test_files_are_written_tensor_by_tensor(tmp_path, monkeypatch):
+def test_files_are_written_tensor_by_tensor(tmp_path):
     """Each second moment is dropped before the next is read."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
@@ -490,17 +494,17 @@ def test_files_are_written_tensor_by_tensor(tmp_path, monkeypatch):
     model(torch.randn(4, 16)).square().mean().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.ckpt")
-    seen: list[weakref.ref[torch.Tensor]] = []
-    read = publish.read_entry
+    opened = ba.GaussianWeights.open(tmp_path / "last.ckpt", 10)
+    moments, seen = opened.structure.second_moment, []
 
-    def watched(entry):
+    def watched(name):
         assert all(each() is None for each in seen)
-        ends, v = read(entry)
+        v = moments[name]
         seen.append(weakref.ref(v))
-        return ends, v
+        return v
 
-    monkeypatch.setattr(publish, "read_entry", watched)
+    structure = dataclasses.replace(opened.structure, second_moment=Lazy(moments.outline, watched))
     with pytest.warns(ba.BayesAdamWarning, match=r"last\.ckpt was trained for 1 steps"):
-        export_checkpoint(tmp_path / "last.ckpt", tmp_path / "posterior.safetensors", 10, compress="8bit")
+        dataclasses.replace(opened, structure=structure).export(tmp_path / "posterior.safetensors", compress="8bit")
     # Codes and ranges.
     assert len(seen) == 2 * 12

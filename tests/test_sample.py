@@ -40,6 +40,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Te
         optimizer.step()
 
 
+def draw(path: Path, out: Path, n_data: float | None = None, *, seed: int = 0, **options: object) -> None:
+    ba.GaussianWeights.open(path, n_data, **options).write_sample(out, seed=seed)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Tied, torch.optim.Optimizer]:
     torch.manual_seed(0)
@@ -56,7 +60,7 @@ def saved(tmp_path: Path) -> tuple[Path, Tied, torch.optim.Optimizer]:
 def test_the_draw_is_the_posteriors(saved, tmp_path, form, prior):
     path, model, optimizer = saved
     out = tmp_path / "draw.safetensors"
-    ba.sample_checkpoint(path, out, seed=5, form=form, prior_precision=prior)
+    draw(path, out, seed=5, form=form, prior_precision=prior)
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=400, form=form, prior_precision=prior)
     expected = posterior.sample(generator=torch.Generator().manual_seed(5))
     found = load_file(out)
@@ -73,16 +77,16 @@ def test_what_cannot_be_drawn_is_refused_and_nothing_written(saved, tmp_path):
     path, model, optimizer = saved
     out = tmp_path / "draw.safetensors"
     with pytest.raises(FileError, match="safetensors"):
-        ba.sample_checkpoint(path, tmp_path / "draw.pt")
+        draw(path, tmp_path / "draw.pt")
     plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(plain, path)
     with pytest.raises(SettingError, match="pass n_data="):
-        ba.sample_checkpoint(path, out)
+        draw(path, out)
     for state in plain["optimizer"]["state"].values():
         state["exp_avg_sq"].zero_()
     torch.save(plain, path)
     with pytest.raises(ImproperError, match="prior_precision"):
-        ba.sample_checkpoint(path, out, 400, prior_precision=0.0)
+        draw(path, out, 400, prior_precision=0.0)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -111,7 +115,7 @@ def test_settings_are_refused_as_the_posterior_refuses_them(saved, tmp_path, bad
     with pytest.raises(SettingError) as expected:
         ba.Posterior.from_optimizer(model, optimizer, **{"n_data": 400, **bad})
     with pytest.raises(SettingError) as found:
-        ba.sample_checkpoint(path, tmp_path / "draw.safetensors", **bad)
+        draw(path, tmp_path / "draw.safetensors", **bad)
     assert str(found.value) == str(expected.value)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -121,7 +125,7 @@ def test_a_weight_decay_that_is_no_number_is_refused(saved, tmp_path):
     optimizer.param_groups[0]["weight_decay"] = float("nan")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n_data": 400}, path)
     with pytest.raises(SettingError, match="finite"):
-        ba.sample_checkpoint(path, tmp_path / "draw.safetensors")
+        draw(path, tmp_path / "draw.safetensors")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -131,10 +135,10 @@ def test_of_several_weights_those_asked_for_are_drawn(saved, tmp_path):
     torch.save({"a": state, "b": ema, "x": optimizer.state_dict(), "y": optimizer.state_dict(), "n_data": 400}, path)
     out = tmp_path / "draw.safetensors"
     with pytest.raises(FileError, match="weights_key='a'"):
-        ba.sample_checkpoint(path, out)
+        draw(path, out)
     draws = {}
     for key in ("a", "b"):
-        ba.sample_checkpoint(path, out, weights_key=key, optimizer_key="x")
+        draw(path, out, weights_key=key, optimizer_key="x")
         draws[key] = load_file(out)["norm.weight"]
     assert_close(draws["a"] + 1, draws["b"], atol=1e-6)
 
@@ -155,7 +159,7 @@ path, small, task = sys.argv[1:4]
 run = {
     "inspect": lambda p: inspect_checkpoint(p, n_data=1000),
     "prune": lambda p: ba.prune_checkpoint(p, p + ".pruned.safetensors", 0.5),
-    "sample": lambda p: ba.sample_checkpoint(p, p + ".draw.safetensors", 1000, prior_precision=1.0),
+    "sample": lambda p: ba.GaussianWeights.open(p, 1000, prior_precision=1.0).write_sample(p + ".draw.safetensors"),
 }[task]
 # Once on a small file, for what the first use brings into memory.
 run(small)
@@ -208,7 +212,7 @@ def test_the_command_writes_the_draw_and_a_record(saved, tmp_path):
     out, expected = tmp_path / "draw.safetensors", tmp_path / "expected.safetensors"
     done = CliRunner().invoke(app, ["sample", str(path), "--n-data", "400", "-o", str(out), "--seed", "5"])
     assert done.exit_code == 0, done.output
-    ba.sample_checkpoint(path, expected, 400, seed=5)
+    draw(path, expected, 400, seed=5)
     assert out.read_bytes() == expected.read_bytes()
     assert json.loads((tmp_path / "draw.metrics.json").read_text())["settings"]["n_data"] == 400
 

@@ -15,7 +15,7 @@ from cases import mlp, train
 def posterior_of(model):
     moments = {name: torch.rand_like(p) for name, p in model.named_parameters()}
     mode = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return ba.Posterior(model, mode, Diagonal(moments), Settings(100.0, dict.fromkeys(mode, 1.0)), {})
+    return ba.Posterior(mode, Diagonal(moments), Settings(100.0, dict.fromkeys(mode, 1.0)), model=model)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])

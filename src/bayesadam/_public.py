@@ -31,7 +31,7 @@ from bayesadam.inspect import inspect_checkpoint
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
 from bayesadam.optim import Badam
-from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior import GaussianWeights, Mixture, Posterior
 from bayesadam.predict import Predictive, Top
 from bayesadam.pruning import (
     PruningReport,
@@ -47,11 +47,10 @@ from bayesadam.pruning import (
     save_masks,
     shrink,
     to_torch_prune,
+    tune_only,
+    tuning_masks,
 )
-from bayesadam.publish import export_checkpoint
 from bayesadam.readers.recorder import Recorder
-from bayesadam.sample import sample_checkpoint
-from bayesadam.pruning import tune_only, tuning_masks
 
 __all__ = [
     "Anchor",
@@ -66,6 +65,7 @@ __all__ = [
     "DivergedError",
     "FileError",
     "Finding",
+    "GaussianWeights",
     "HeldOutWarning",
     "ImproperError",
     "LoraPrior",
@@ -93,7 +93,6 @@ __all__ = [
     "bandits",
     "calibrate",
     "doctor",
-    "export_checkpoint",
     "from_torch_prune",
     "inspect_checkpoint",
     "keep_pruned",
@@ -109,7 +108,6 @@ __all__ = [
     "pruning_masks",
     "pruning_report",
     "readers",
-    "sample_checkpoint",
     "save_masks",
     "scores",
     "shrink",

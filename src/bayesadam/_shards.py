@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -159,3 +160,28 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other values in its sharded parameters; on leaving, by whatever way, the very same bits as before.
+
+    They are written into the shards' own memory: FSDP2 gathers from there, whatever the parameter's `.data` may be.
+    """
+    reshard(model)
+    shards = {name: own_part(parameter) for name, parameter in model.named_parameters() if name in values}
+    before = {name: shard.clone() for name, shard in shards.items()}
+
+    @torch.no_grad()
+    def write(named: Mapping[str, Tensor]) -> None:
+        for name, shard in shards.items():
+            shard.copy_(own_part(named[name]))
+
+    try:
+        write(values)
+        yield
+    finally:
+        write(before)
+        reshard(model)
+        if not all(is_sharded(parameter) for name, parameter in model.named_parameters() if name in before):
+            recover(model)

@@ -16,9 +16,9 @@ from bayesadam._warnings import warn
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
 from bayesadam.gaussian.settings import Settings, positive
 from bayesadam.gaussian.structure import Named, Structure
+from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.posterior.sums import check_growth
 from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, own_parameters
 from bayesadam.readers.read import read_entry
 from bayesadam.readers.reader import Group, StateReader, as_number

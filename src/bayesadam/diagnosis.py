@@ -1,8 +1,10 @@
 """What is wrong or notable about a model and its optimiser, before anyone trusts a posterior read off them."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -10,10 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
+from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
+from bayesadam.gaussian.diagonal import DIAGONAL, Diagonal
+from bayesadam.gaussian.settings import Settings
+from bayesadam.gaussian.weights import GaussianWeights, of_match
 from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.readers.match import Entry, Match, match_optimizers
-from bayesadam.readers.read import pieces, read_entry
+from bayesadam.readers.read import read_entry
 from bayesadam.readers.reader import StateReader
 
 Severity = Literal["error", "warning", "note"]
@@ -74,110 +80,137 @@ def doctor(
 ) -> Diagnosis:
     """Examine a model and the optimiser that trained it; never raises on what it finds.
 
-    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in `Posterior.from_optimizer`.
+    With `n_data`, N, the prior that the weight decay implies gets a number; `reader` is as in
+    `Posterior.from_optimizer`.
     """
     try:
         match = match_optimizers(model, optimizer, reader)
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
+    found = of_match(match, Settings(n_data or 1.0, {}), 0.0, build=DIAGONAL.build)
     buffers = dict(unwrap(model).named_buffers())
-    return diagnose(match, type(model).__name__, n_data=n_data, buffers=buffers)
-
-
-def diagnose(
-    match: Match,
-    subject: str,
-    *,
-    n_data: float | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    prior: Mapping[str, float] | None = None,
-) -> Diagnosis:
-    """The findings on parameters matched to their states, whatever they were matched from.
-
-    Args:
-        match: the parameters and their states.
-        subject: what is examined, for the summary.
-        n_data: N, for the number of the prior that the weight decay implies.
-        buffers: what the model has beside its parameters, by name, the running statistics of its batch norms among them.
-        prior: δ by parameter, where it is not the one that the weight decay implies.
-    """
-    examined = [_examine(entry) for entry in match.entries]
-    findings = [
-        *_values(examined),
-        *_steps(match),
-        *_dead(examined, prior or {entry.name: entry.weight_decay for entry in match.entries}),
-        *_coupled_decay(examined, match),
-        *_prior(match, n_data),
-        *_low_precision(match),
-        *_batch_norms(examined, match, norm_widths(buffers or {})),
-        *_left_out(match),
-        *_reader_notes(match),
-    ]
-    findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
-    weights = sum(entry.parameter.numel() for entry in match.entries)
-    counts = f"{weights:,} weights in {len(match.entries)} parameters have a second moment"
-    return Diagnosis(f"{subject} trained by {' and '.join(match.optimizers)}: {counts}", tuple(findings))
+    return diagnose(found, list(examine(found, match)), type(model).__name__, match, n_data=n_data, buffers=buffers)
 
 
 @dataclass(frozen=True)
-class _Examined:
-    """What one parameter's second moment looks like."""
+class Examined:
+    """What one parameter's second moment looks like.
+
+    Attributes:
+        part: the Gaussian of that parameter in memory, with others where it depends on them; None where it is not
+            readable.
+        zeros: how many weights have v = 0.
+        bad: how many second moments are negative, NaN or infinite.
+        error: why it cannot be read.
+        decay_share: the share of weight decay in v, of the median weight, where an optimiser adds it to the gradient.
+    """
 
     name: str
     numel: int
+    part: GaussianWeights | None = None
     zeros: int = 0
     bad: int = 0
     error: str = ""
     decay_share: float = 0.0
 
 
-def _examine(entry: Entry) -> _Examined:
-    numel = entry.parameter.numel()
-    zeros = bad = 0
-    shares = []
-    try:
-        with torch.no_grad():
-            for piece in pieces(entry):
-                extremes, v = read_entry(piece)
-                zeros += int((v == 0).sum())
-                wrong = int((~torch.isfinite(v) | (v < 0)).sum())
-                # Squaring or clamping may hide it; the reader refuses it all the same.
-                bad += wrong or int(not bool(torch.isfinite(extremes).all() & (extremes >= 0).all()))
-                if entry.reader.couples_decay(entry.group) and numel:
-                    shares.append(_decay_share(piece, v, every=-(-numel // _SAMPLE)))
-            share = float(torch.cat(shares).median()) if shares else 0.0
-            return _Examined(entry.name, numel, zeros, bad, "", share)
-    except BayesAdamError as error:
-        return _Examined(entry.name, numel, error=str(error))
+def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[Examined]:
+    """The one walk over parameters behind `doctor` and `inspect_checkpoint`, one tensor in memory at a time.
+
+    With the match of a checkpoint or of live optimisers, second moments are read without being refused.
+    """
+    entries = {} if match is None else {entry.name: entry for entry in match.entries}
+    for name, shape in gaussian.shapes.items():
+        try:
+            with torch.no_grad():
+                yield _examined(gaussian, name, shape.numel(), entries.get(name))
+        except BayesAdamError as error:
+            yield Examined(name, shape.numel(), error=str(error))
+
+
+def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
+    hidden, share = 0, 0.0
+    if entry is None:
+        part = gaussian if gaussian.structure.has_directions else gaussian.part(name)
+        v = part.structure.diagonal(name)
+    else:
+        ends, v = read_entry(entry)
+        # Squaring or clamping may hide it; the reader refuses it all the same.
+        hidden = int(not bool(torch.isfinite(ends).all() & (ends >= 0).all()))
+        settings = replace(gaussian.settings, prior_precision={name: gaussian.prior_precision[name]})
+        part = GaussianWeights({name: gaussian.mode[name]}, Diagonal({name: v}), settings)
+        if entry.reader.couples_decay(entry.group) and numel:
+            share = float(_decay_share(entry, v, every=-(-numel // _SAMPLE)).median())
+    bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
+    return Examined(name, numel, part, int(whole((v == 0).sum())), bad or hidden, "", share)
 
 
 def _decay_share(entry: Entry, v: Tensor, every: int) -> Tensor:
-    """The share of weight decay in the squared gradient, of every so-manieth weight."""
+    """The share of weight decay in the squared gradient, of every so many weights."""
     theta, v = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
     decayed = (entry.weight_decay * theta).square()
     return (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
 
 
-def _values(examined: Sequence[_Examined]) -> Iterator[Finding]:
+def diagnose(
+    gaussian: GaussianWeights,
+    examined: Sequence[Examined],
+    subject: str,
+    match: Match | None,
+    *,
+    n_data: float | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Diagnosis:
+    """The findings on parameters that were examined, worst first.
+
+    Args:
+        subject: what is examined, for the summary.
+        match: the parameters with their states; None for a posterior, whose prior is its own and no weight decay's.
+        n_data: N, for the number of the prior that the weight decay implies.
+        buffers: what the model has beside its parameters, by name, the running statistics of its batch norms with them.
+    """
+    readable = [result.name for result in examined if not result.error and not result.bad]
+    findings = [*_values(examined), *_dead(examined, gaussian if match is None else None)]
+    count = f"{gaussian.n_weights:,} weights in {len(examined)} parameters"
+    if match is None:
+        findings += [*_few_steps(dict.fromkeys(gaussian.mode, (gaussian.origin.fewest, gaussian.origin.beta)))]
+        optimizers, summary = gaussian.origin.optimizers, f"a {gaussian.structure.kind} posterior of {count}"
+    else:
+        steps = {e.name: (e.reader.steps(e.state, e.group), e.reader.beta(e.group)) for e in match.entries}
+        findings += [
+            *_few_steps(steps),
+            *_coupled_decay(examined, match),
+            *_prior(match, n_data),
+            *_low_precision(match),
+            *_batch_norms(readable, gaussian, norm_widths(buffers or {})),
+            *_left_out(match),
+            *_reader_notes(match),
+        ]
+        optimizers, summary = match.optimizers, f"{count} have a second moment"
+    findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
+    trained = f" trained by {' and '.join(optimizers)}" if optimizers else ""
+    return Diagnosis(f"{subject}{trained}: {summary}", tuple(findings))
+
+
+def _values(examined: Sequence[Examined]) -> Iterator[Finding]:
     for result in examined:
         if result.error:
             yield Finding("unreadable", "error", result.error, (result.name,))
     bad = {result.name: result.bad for result in examined if result.bad}
     if bad:
         text = (
-            f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training met a "
-            "non-finite gradient; go back to a checkpoint before that"
+            f"{sum(bad.values())} second moments are negative, NaN or infinite (first {next(iter(bad))!r}): training "
+            "met a non-finite gradient; go back to a checkpoint before that"
         )
         yield Finding("bad-values", "error", text, tuple(bad), {"entries": bad})
 
 
-def _steps(match: Match) -> Iterator[Finding]:
+def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iterator[Finding]:
     short: dict[str, tuple[float, float]] = {}
-    for entry in match.entries:
-        steps, beta = entry.reader.steps(entry.state, entry.group), entry.reader.beta(entry.group)
+    for name, (steps, beta) in counted.items():
         if steps is not None and beta is not None and 0 < beta < 1 and steps * (1 - beta) < 1 - 1e-9:
-            short[entry.name] = (steps, 1 / (1 - beta))
+            short[name] = (steps, 1 / (1 - beta))
     if short:
         steps, memory = min(short.values())
         text = (
@@ -187,14 +220,17 @@ def _steps(match: Match) -> Iterator[Finding]:
         yield Finding("few-steps", "warning", text, tuple(short), {"steps": steps, "memory": memory})
 
 
-def _dead(examined: Sequence[_Examined], prior: Mapping[str, float]) -> Iterator[Finding]:
+def _dead(examined: Sequence[Examined], posterior: GaussianWeights | None) -> Iterator[Finding]:
+    """Weights without curvature: a warning where a posterior has no prior on them either."""
     zeros = {result.name: result.zeros for result in examined if result.zeros}
     total = sum(result.numel for result in examined)
     if zeros and total:
         count = sum(zeros.values())
-        improper = any(prior[name] == 0 for name in zeros)
+        prior = {} if posterior is None else posterior.prior_precision
+        improper = any(bool((torch.as_tensor(prior[name]) == 0).any()) for name in zeros if name in prior)
         text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. " + (
-            "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or calibrate"
+            "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or "
+            "calibrate"
             if improper
             else "Their variance is the prior's alone, 1/δ"
         )
@@ -202,7 +238,7 @@ def _dead(examined: Sequence[_Examined], prior: Mapping[str, float]) -> Iterator
         yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros), data)
 
 
-def _coupled_decay(examined: Sequence[_Examined], match: Match) -> Iterator[Finding]:
+def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Finding]:
     coupled = {entry.name: entry.weight_decay for entry in match.entries if entry.reader.couples_decay(entry.group)}
     if coupled:
         shares = {result.name: result.decay_share for result in examined if result.name in coupled}
@@ -222,7 +258,7 @@ def _prior(match: Match, n_data: float | None) -> Iterator[Finding]:
         "implied-prior",
         "note",
         f"the weight decay implies a prior precision δ of {described}"
-        + ("; δ = 0 is the paper's equation to the letter, with no prior at all" if decays[0] == 0.0 else ""),
+        + ("; where that is 0 a posterior takes δ = 1 unless prior_precision is given" if decays[0] == 0.0 else ""),
         data={"weight_decay": decays, "prior_precision": [n_data * d for d in decays] if n_data else None},
     )
 
@@ -244,21 +280,17 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
 
 
-def _batch_norms(examined: Sequence[_Examined], match: Match, widths: Mapping[str, int]) -> Iterator[Finding]:
-    if not widths:
-        return
-    unreadable = {result.name for result in examined if result.error}
-    entries = {entry.name: entry for entry in match.entries if entry.name not in unreadable}
-    with torch.no_grad():
-        # The first piece of a parameter is as good as all of it.
-        biases = biases_before_norms(entries, lambda n: read_entry(next(pieces(entries[n])))[1], widths.values())
-    text = (
-        f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does not treat as "
-        "uncertain"
-    )
-    if biases:
-        text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
-    yield Finding("batch-norm", "note", text, biases, {"layers": list(widths)})
+def _batch_norms(readable: Sequence[str], gaussian: GaussianWeights, widths: Mapping[str, int]) -> Iterator[Finding]:
+    if widths:
+        moments = gaussian.structure.second_moment
+        biases = biases_before_norms(readable, moments.__getitem__, widths.values())
+        text = (
+            f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does "
+            "not treat as uncertain"
+        )
+        if biases:
+            text += f"; a bias right before it ({_few(biases)}) has no gradient, so its second moment is rounding noise"
+        yield Finding("batch-norm", "note", text, biases, {"layers": list(widths)})
 
 
 def _few(names: Sequence[str]) -> str:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bayesadam.diagnosis import Diagnosis, Finding, diagnose
-from bayesadam.errors import BayesAdamError, MissingFileError, SettingError
-from bayesadam.gaussian.formulas import precision
-from bayesadam.gaussian.settings import Settings
-from bayesadam.posterior.stored import StoredPosterior
-from bayesadam.readers.formats import Checkpoint, CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
+from bayesadam.diagnosis import Diagnosis, Examined, Finding, diagnose, examine
+from bayesadam.errors import BayesAdamError, MissingFileError, SettingError, StateError
+from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.gaussian.weights import GaussianWeights, is_saved
+from bayesadam.readers.formats import Checkpoint, CheckpointKeywords, CheckpointOptions, read_checkpoint
 from bayesadam.readers.formats.identify import read_alike
-from bayesadam.readers.formats.registry import refuse_keys
-from bayesadam.readers.formats.resolve import match_and_explain
-from bayesadam.readers.match import Entry, match_state_dict
-from bayesadam.readers.read import pieces, read_entry
+from bayesadam.readers.read import PIECE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,8 +29,6 @@ BINS = 200
 # Quantiles of a larger tensor come from a sample of this size: within 0.1 percentage points of their rank.
 _SAMPLE = 2**20
 _LEVELS = (0.05, 0.5, 0.95)
-# How the second moments of a saved posterior are read, by its structure.
-_READERS = {"diagonal": "published", "kronecker": "published-kronecker"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,11 @@ class ParameterReport:
     shape: tuple[int, ...]
     weights: int
     dead: int
-    snr_q05: float
-    snr_q50: float
-    snr_q95: float
     below: int | None
     histogram: tuple[int, ...]
+    snr_q05: float = math.nan
+    snr_q50: float = math.nan
+    snr_q95: float = math.nan
     std_q05: float = math.nan
     std_q50: float = math.nan
     std_q95: float = math.nan
@@ -179,7 +173,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: str | os.PathLike[str] | Checkpoint,
+    source: str | os.PathLike[str] | Checkpoint | GaussianWeights,
     *,
     n_data: float | None = None,
     snr: float | None = None,
@@ -187,14 +181,14 @@ def inspect_checkpoint(
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
     **options: Unpack[CheckpointKeywords],
 ) -> Inspection:
-    """Signal-to-noise ratio and dead weights of every parameter in a checkpoint; one tensor is in memory at a time.
+    """Signal-to-noise ratio and dead weights of every parameter; one tensor of a file is in memory at a time.
 
-    The signal-to-noise ratio is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none. Of a
-    posterior that `Posterior.save` or `export_checkpoint` wrote it is the posterior's own, `Posterior.snr`; where that has no
-    weights, σ is told instead.
+    Of a checkpoint the ratio is that of the paper, |θ| N^½ v̂^¼: no prior, so that a weight without curvature has none.
+    Of a posterior, live or saved, it is the posterior's own, `Posterior.snr`; where a file has no weights, σ is shown
+    instead.
 
     Args:
-        path: the checkpoint, or what `read_checkpoint` returned.
+        source: a checkpoint, what `read_checkpoint` returned, a saved posterior, or a posterior.
         n_data: N, the number of training examples; None takes what the trainer wrote down, if it did.
         snr: weights below this are counted; None is 1 where N is known, and no count where it is not.
         seed: of the sample that the quantiles of very large tensors come from.
@@ -203,42 +197,53 @@ def inspect_checkpoint(
     """
     if snr is not None and not (math.isfinite(snr) and snr >= 0):
         raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
-    reading = CheckpointOptions(**options)
-    shown = track or (lambda items, description: items)
+    gaussian, known = _opened(source, n_data, options)
+    match = None if gaussian.source is None else gaussian.source.match
+    threshold = (snr if snr is not None or known is None else 1.0) if gaussian.has_weights else None
     generator = torch.Generator().manual_seed(seed)
-    if (saved := _saved_posterior(path, reading, n_data)) is not None:
-        return _of_posterior(saved, snr, generator, shown)
-    checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(path, reading)
-    known = n_data if n_data is not None else checkpoint.recorded.n_data
-    settings = Settings(1.0 if known is None else known, {})
-    threshold = snr if snr is not None or known is None else 1.0
-    match, why = match_and_explain(checkpoint, reading)
-    entries = shown(match.entries, "reading the state")
-    reports = tuple(_of_entry(entry, settings, threshold, generator) for entry in entries)
-    reader = match.entries[0].reader
-    diagnosis = diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
-    source = str(checkpoint.path), checkpoint.format, reader.name, read_alike(reader)
-    return Inspection(*source, known, threshold, reports, match.omitted, diagnosis, why)
+    shown = track or (lambda items, description: items)
+    walk = iter(examine(gaussian, match))
+    examined: list[Examined] = []
+    reports = []
+    for _ in shown(list(gaussian.mode), "reading the state"):
+        result = next(walk)
+        if result.part is None:
+            raise StateError(result.error)
+        reports.append(_report(result, threshold, generator))
+        # Without the tensors.
+        examined.append(replace(result, part=None))
+        del result
+    reader = None if match is None else match.entries[0].reader
+    return Inspection(
+        source=_subject(gaussian)[0],
+        format="posterior" if gaussian.source is None else gaussian.source.format,
+        optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
+        read_alike=read_alike(reader) if reader else (),
+        n_data=known,
+        threshold=threshold,
+        parameters=tuple(reports),
+        omitted=gaussian.omitted,
+        diagnosis=_diagnosis(gaussian, examined, known),
+        why=() if gaussian.source is None else gaussian.source.why,
+        rule="" if match is not None else _rule(gaussian),
+        has_weights=gaussian.has_weights,
+    )
 
 
 def diagnose_checkpoint(
     path: str | os.PathLike[str], *, n_data: float | None = None, **options: Unpack[CheckpointKeywords]
 ) -> Diagnosis:
-    """What `doctor` says, of what a trainer saved or of a saved posterior; raises only where there is no file.
+    """What `doctor` says of a checkpoint or of a saved posterior; raises only where there is no file.
 
     Args:
         path: the checkpoint.
         n_data: N; with it the prior that the weight decay implies gets a number.
         **options: how the file is read, see `CheckpointOptions`.
     """
-    reading = CheckpointOptions(**options)
     try:
-        if (saved := _saved_posterior(path, reading, n_data)) is not None:
-            return _diagnosis(saved)
-        checkpoint = read_checkpoint(path, reading)
-        known = n_data if n_data is not None else checkpoint.recorded.n_data
-        match, _ = match_and_explain(checkpoint, reading)
-        return diagnose(match, checkpoint.path.name, n_data=known, buffers=checkpoint.weights)
+        gaussian, known = _opened(path, n_data, options)
+        walk = examine(gaussian, None if gaussian.source is None else gaussian.source.match)
+        return _diagnosis(gaussian, [replace(result, part=None) for result in walk], known)
     except (MissingFileError, SettingError):
         raise
     except BayesAdamError as error:
@@ -246,125 +251,87 @@ def diagnose_checkpoint(
         return Diagnosis(f"{Path(path).name}: no posterior can be read", (finding,))
 
 
-def _saved_posterior(
-    path: str | os.PathLike[str] | Checkpoint, options: CheckpointOptions, n_data: float | None
-) -> StoredPosterior | None:
-    """The posterior of ours that a file is, if it is one and not the state of weights in another file."""
-    if isinstance(path, Checkpoint):
-        file, apart = path.path, path.optimizer_path is not None
-    else:
-        file, apart = Path(path), options.optimizer_path is not None
-    if apart or format_of(file).name != "posterior":
-        return None
-    refuse_keys(
-        file, "a saved posterior has no levels", weights_key=options.weights_keys, optimizer_key=options.optimizer_key
-    )
-    return StoredPosterior.open(file, n_data)
+def _opened(
+    source: str | os.PathLike[str] | Checkpoint | GaussianWeights, n_data: float | None, options: CheckpointKeywords
+) -> tuple[GaussianWeights, float | None]:
+    """The Gaussian, a checkpoint's without a prior, and N where it is known."""
+    if isinstance(source, GaussianWeights) or is_saved(source, CheckpointOptions(**options).optimizer_path):
+        if isinstance(source, GaussianWeights):
+            found = source if n_data is None else source.replace(n_data=n_data)
+        else:
+            found = GaussianWeights.open(source, n_data, **options)
+        return found, found.n_data
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, **options)
+    known = checkpoint.recorded.n_data if n_data is None else n_data
+    given = 1.0 if known is None else known
+    return GaussianWeights.open(checkpoint, given, prior_precision=0.0, **options), known
 
 
-def _of_posterior(
-    saved: StoredPosterior, snr: float | None, generator: torch.Generator, shown: Callable[[Sequence[Any], str], Any]
-) -> Inspection:
-    threshold = (1.0 if snr is None else snr) if saved.has_weights else None
-    reports = []
-    for names in shown(saved.groups, "reading the posterior"):
-        for name, marginal in saved.marginals(names).items():
-            values = marginal.stddev if marginal.snr is None else marginal.snr
-            chunks = [(marginal.dead, values.flatten())]
-            reports.append(_report(name, values.shape, chunks, threshold, generator, std=marginal.snr is None))
-    return Inspection(
-        source=str(saved.path),
-        format="posterior",
-        optimizer=" and ".join(saved.origin.optimizers) or "unknown",
-        read_alike=(),
-        n_data=saved.settings.n_data,
-        threshold=threshold,
-        parameters=tuple(reports),
-        omitted=saved.header.get("omitted", {}),
-        diagnosis=_diagnosis(saved),
-        why=_how(saved),
-        rule=_rule(saved),
-        has_weights=saved.has_weights,
-    )
+def _subject(gaussian: GaussianWeights) -> tuple[str, str]:
+    """What is inspected: its path and its name."""
+    if gaussian.source is None:
+        name = type(getattr(gaussian, "model", gaussian)).__name__
+        return name, name
+    return str(gaussian.source.path), gaussian.source.path.name
 
 
-def _diagnosis(saved: StoredPosterior) -> Diagnosis:
-    """The findings on the second moments in a saved posterior; its prior is its own, and no weight decay's."""
-    trained = f" trained by {' and '.join(saved.origin.optimizers)}" if saved.origin.optimizers else ""
-    weights = sum(saved.shape(name).numel() for name in saved.names)
-    summary = f"{saved.path.name}{trained}: a {saved.structure} posterior of {weights:,} weights in {len(saved.names)} parameters"
-    if saved.structure not in _READERS or len(saved.prior) < len(saved.names):
-        return Diagnosis(summary, ())
-    state = format_of(saved.path).read(saved.path, None, None).optimizer
-    match = match_state_dict(saved.skeleton(), state or {}, _READERS[saved.structure])
-    found = diagnose(match, saved.path.name, n_data=saved.settings.n_data, prior=saved.prior).findings
-    return Diagnosis(summary, tuple(each for each in found if each.code not in ("implied-prior", "optimizer")))
+def _diagnosis(gaussian: GaussianWeights, examined: Sequence[Examined], n_data: float | None) -> Diagnosis:
+    source, subject = gaussian.source, _subject(gaussian)[1]
+    if source is None or source.match is None:
+        return diagnose(gaussian, examined, subject, None)
+    return diagnose(gaussian, examined, subject, source.match, n_data=n_data, buffers=source.weights)
 
 
-def _rule(saved: StoredPosterior) -> str:
-    """What σ is in a saved posterior, in a sentence or two."""
-    settings = saved.settings
-    ends = dict.fromkeys((min(saved.prior.values(), default=0), max(saved.prior.values(), default=0)))
-    known = len(saved.prior) == len(saved.names)
-    delta = " to ".join(f"{each:g}" for each in ends) if known else "one for each weight"
+def _rule(gaussian: GaussianWeights) -> str:
+    """What σ is in a posterior, in a sentence or two."""
+    settings, prior = gaussian.settings, list(gaussian.prior_precision.values())
+    numbers = [delta for delta in prior if not isinstance(delta, Tensor)]
+    ends = dict.fromkeys((min(numbers, default=0), max(numbers, default=0)))
+    delta = " to ".join(f"{each:g}" for each in ends) if len(numbers) == len(prior) else "one for each weight"
     parts = [f"N = {settings.n_data:g}", f"δ = {delta}"]
     parts += [f"s = {settings.scale:g} by calibration"] if settings.scale != 1 else []
     parts += [f"B = {settings.batch_size}"] if settings.power != 0.5 and settings.batch_size else []
     power = "½" if settings.power == 0.5 else f"{settings.power:g}"
-    if saved.structure == "diagonal":
-        text = f"σ is the saved posterior's own: 1/σ² = {settings.weight:g} v̂^{power} + δ, with {', '.join(parts)}."
+    if gaussian.structure.independent:
+        text = f"σ is the posterior's own: 1/σ² = {settings.weight:g} v̂^{power} + δ, with {', '.join(parts)}."
     else:
-        text = f"σ is the marginal one of the saved {saved.structure} posterior, with {', '.join(parts)}, v̂^{power}."
-    if saved.has_weights:
+        kind = gaussian.structure.kind
+        text = f"σ is the marginal one of the {kind} posterior, with {', '.join(parts)}, v̂^{power}."
+    if gaussian.has_weights:
         return text
-    missing = (
-        "The file has no weights, so |μ|/σ is not known: inspect the weights' file, with this one as optimizer_path"
-    )
-    return f"{text}\n{missing} (--optimizer-file)."
-
-
-def _how(saved: StoredPosterior) -> tuple[str, ...]:
-    """How a saved posterior was read, a sentence each."""
-    kept = saved.header.get("compress")
-    steps = dict.fromkeys(saved.origin.steps or ())
-    unit = "recorded gradients" if saved.origin.recorded else "steps"
     return (
-        f"{saved.path}: format posterior, {saved.structure}, {'with' if saved.has_weights else 'without'} weights.",
-        f"Written by bayesadam {saved.header.get('version', 'of an unknown version')}"
-        + (f", second moments kept as {kept}" if kept else "")
-        + (f", of {' to '.join(f'{each:g}' for each in steps)} {unit}." if steps else "."),
+        f"{text}\nThe file has no weights, so |μ|/σ is not known: inspect the weights' file, with this one as "
+        "optimizer_path (--optimizer-file)."
     )
 
 
-def _of_entry(entry: Entry, settings: Settings, threshold: float | None, generator: torch.Generator) -> ParameterReport:
-    def chunks() -> Iterator[tuple[int, Tensor]]:
-        for piece in pieces(entry):
-            _, v = read_entry(piece)
-            root = precision(v, settings.weight, 0.0, settings.power).sqrt_()
-            yield int((v == 0).sum()), root.mul_(piece.parameter.detach().abs()).flatten()
-
-    return _report(entry.name, entry.parameter.shape, chunks(), threshold, generator)
+def _chunks(part: GaussianWeights, name: str) -> Iterator[Tensor]:
+    """|μ|/σ, or σ where the weights are not known, in the flat order."""
+    if not part.structure.independent:
+        std = part.stddev[name]
+        yield (part.mean[name].abs() / std if part.has_weights else std).flatten()
+        return
+    delta = part.prior_precision[name]
+    flat = [t.reshape(-1) for t in (part.mode[name], part.structure.second_moment[name])]
+    deltas = delta.to(flat[1]).reshape(-1) if isinstance(delta, Tensor) else delta
+    for start in range(0, max(len(flat[0]), 1), PIECE):
+        theta, v = (tensor[start : start + PIECE] for tensor in flat)
+        own = deltas[start : start + PIECE] if isinstance(deltas, Tensor) else deltas
+        rule = PrecisionRule.of(part.settings, own)
+        root = rule.precision(v).sqrt_()
+        yield rule.mean(theta, v).abs().mul_(root) if part.has_weights else root.reciprocal_()
 
 
 @torch.no_grad()
-def _report(
-    name: str,
-    shape: torch.Size,
-    chunks: Iterable[tuple[int, Tensor]],
-    threshold: float | None,
-    generator: torch.Generator,
-    *,
-    std: bool = False,
-) -> ParameterReport:
-    """Of |μ|/σ, or of σ, chunk by chunk in the flat order, each with the number of its weights that have v = 0."""
-    total = shape.numel()
+def _report(result: Examined, threshold: float | None, generator: torch.Generator) -> ParameterReport:
+    part, name, total = result.part, result.name, result.numel
+    assert part is not None
     large = total > _SAMPLE
     chosen = torch.randint(total, (_SAMPLE,), generator=generator).sort().values if large else torch.zeros(0)
-    dead = below = first = 0
+    below = first = 0
     counts = torch.zeros(BINS, dtype=torch.int64)
     sampled = []
-    for zeros, values in chunks:
-        dead += zeros
+    for values in (chunk.cpu() for chunk in _chunks(part, name)):
         below += 0 if threshold is None else int((values < threshold).sum())
         logs = values[(values > 0) & torch.isfinite(values)].log10_()
         counts += torch.histc(logs.clamp_(*LOG_RANGE), BINS, *LOG_RANGE).long()
@@ -372,13 +339,11 @@ def _report(
         here = slice(*torch.searchsorted(chosen, torch.tensor([first, last])).tolist())
         sampled.append(values[chosen[here] - first] if large else values)
         first = last
-    levels = dict(zip(("q05", "q50", "q95"), quantiles(torch.cat(sampled), _LEVELS), strict=True))
-    nothing = dict.fromkeys(levels, math.nan)
-    known = {f"snr_{level}": value for level, value in (nothing if std else levels).items()}
-    known |= {f"std_{level}": value for level, value in (levels if std else nothing).items()}
-    counted = None if threshold is None else below
-    found: Any = {"below": counted, "histogram": tuple(counts.tolist()), **known}
-    return ParameterReport(name, tuple(shape), total, dead, **found)
+    known = "snr" if part.has_weights else "std"
+    levels = zip(("q05", "q50", "q95"), quantiles(torch.cat(sampled), _LEVELS), strict=True)
+    found: Any = {f"{known}_{level}": value for level, value in levels}
+    found |= {"below": None if threshold is None else below, "histogram": tuple(counts.tolist())}
+    return ParameterReport(name, tuple(part.shapes[name]), total, result.zeros, **found)
 
 
 def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:

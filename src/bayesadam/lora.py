@@ -177,7 +177,9 @@ class LoraPrior(CovariantPrior):
                 raise MatchError(f"{pair.up!r} and {pair.down!r} of shapes {shapes} are not the factors of a product")
             scale = self.scaling or scaling(pair.prefix, pair.adapter, len(down))
             if scale is None:
-                raise SettingError(f"the scaling of the product of {pair.prefix!r} is not known: LoraPrior(scaling=...)")
+                raise SettingError(
+                    f"the scaling of the product of {pair.prefix!r} is not known: LoraPrior(scaling=...)"
+                )
             for name, delta in zip((pair.up, pair.down), _precisions(up, down, pair), strict=True):
                 if name in mode:
                     delta = (self.precision * scale**2 * delta).to(mode[name].dtype)

@@ -293,7 +293,8 @@ def test_layers_of_one_shape_are_drawn_and_pruned_each_by_its_own_state(tmp_path
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     for number, source in enumerate((folder, tmp_path / "c.pt")):
         ba.prune_checkpoint(source, tmp_path / f"pruned{number}.safetensors", fraction=0.5)
-        ba.sample_checkpoint(source, tmp_path / f"drawn{number}.safetensors", n_data=100, prior_precision=1.0, seed=3)
+        opened = ba.GaussianWeights.open(source, n_data=100, prior_precision=1.0)
+        opened.write_sample(tmp_path / f"drawn{number}.safetensors", seed=3)
     for what in ("pruned", "drawn"):
         one, other = (load_file(tmp_path / f"{what}{number}.safetensors") for number in range(2))
         assert one.keys() == other.keys()

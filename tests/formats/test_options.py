@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 from typer.testing import CliRunner
 
-from bayesadam import Posterior, prune_checkpoint, sample_checkpoint
+from bayesadam import GaussianWeights, Posterior, prune_checkpoint
 from bayesadam.cli import app
 from bayesadam.inspect import inspect_checkpoint
 from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, read_checkpoint
@@ -25,7 +25,7 @@ def test_keywords_and_record_are_the_same():
     [
         read_checkpoint,
         inspect_checkpoint,
-        lambda path, **options: sample_checkpoint(path, "out.safetensors", **options),
+        lambda path, **options: GaussianWeights.open(path, **options).write_sample("out.safetensors"),
         lambda path, **options: prune_checkpoint(path, "out.safetensors", 0.5, **options),
     ],
 )

@@ -45,9 +45,9 @@ def test_the_papers_equation_to_the_letter_and_its_laplace_consistent_sibling():
     model, optimizer = trained()
     weight = model[0].weight
     paper = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=0.0, batch_size=64)
-    assert_close(paper.variance["0.weight"].double(), 1 / (N * v_hat(optimizer, weight).sqrt()))
+    assert_close(paper.variance["0.weight"].double(), 1 / (N * v_hat(optimizer, weight).sqrt()), rtol=1e-5)
     laplace = paper.replace(power=1.0)
-    assert_close(laplace.variance["0.weight"].double(), 1 / (N * 64 * v_hat(optimizer, weight)))
+    assert_close(laplace.variance["0.weight"].double(), 1 / (N * 64 * v_hat(optimizer, weight)), rtol=1e-5)
 
 
 def test_prior_precision_defaults_to_n_times_the_weight_decay_of_each_group():
@@ -222,7 +222,7 @@ def test_weights_without_curvature_or_prior_have_infinite_variance_and_refuse_to
         x[:, 1] = 0.0
         model(x).square().mean().backward()
         optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, N)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=0.0)
     assert torch.isinf(posterior.variance["0.weight"][:, 1]).all()
     assert (posterior.snr()["0.weight"][:, 1] == 0).all()
     for call in (posterior.sample, posterior.entropy, lambda: posterior.log_prob(posterior.mean)):

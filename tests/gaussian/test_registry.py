@@ -6,7 +6,7 @@ from torch import nn
 
 from bayesadam import Posterior, Recorder
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.registry import STRUCTURES
+from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.posterior import posterior as building
 from bayesadam.readers import match as matching
 from bayesadam.readers import read, recorder

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bayesadam as ba
 from bayesadam._shards import own_part, whole
 from bayesadam.errors import FileError, MatchError, MemoryBudgetError, SettingError, StateError
-from bayesadam.gaussian import noise, sharded
-from bayesadam.gaussian.formulas import PrecisionRule
+from bayesadam.gaussian import noise
+from bayesadam.gaussian.settings import PrecisionRule
 from floats import assert_close
 
 N_DATA = 321
@@ -244,7 +244,7 @@ class Checks:
                 (square, [Replicate(), Shard(0)]),
             ]:
                 mine = [distribute_tensor(t, mesh, placements) for t in (mode, v, delta)]
-                found = sharded.draw(mine[0], mine[1], replace(rule, delta=mine[2]), n=n, **options)
+                found = noise.draw(mine[0], mine[1], replace(rule, delta=mine[2]), n=n, **options)
                 assert found.shape == expected.shape
                 assert torch.equal(found.full_tensor(), expected), (n, placements)
 

@@ -13,7 +13,7 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.gaussian import noise
-from bayesadam.gaussian.formulas import PrecisionRule
+from bayesadam.gaussian.settings import PrecisionRule
 from cases import mlp, train
 from floats import assert_close
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from bayesadam.gaussian import noise
-from bayesadam.gaussian.formulas import PrecisionRule
+from bayesadam.gaussian.settings import PrecisionRule
 from floats import approx, assert_close
 from posterior.distributed_worker import (
     N_DATA,

@@ -20,7 +20,7 @@ def trained(seed: int = 0) -> tuple[ba.Posterior, torch.Tensor]:
         optimizer.zero_grad()
         (model(x) - x[:, :1]).square().mean().backward()
         optimizer.step()
-    return ba.Posterior.from_optimizer(model, optimizer, n_data=60_000, batch_size=60), x
+    return ba.Posterior.from_optimizer(model, optimizer, n_data=60_000, batch_size=60, likelihood="regression"), x
 
 
 def lines(of: object) -> dict[str, str]:
@@ -41,6 +41,7 @@ def test_settings_are_properties_and_printed():
         "structure": f"diagonal, {q.n_weights} weights in 4 parameters",
         "data": "N = 60,000, B = 60",
         "curvature": "v̂^0.5, map form",
+        "likelihood": "regression",
         "scale": "s = 1",
         "prior precision": "δ = 6e+03",
         "calibrated": "no: calibrate(posterior, held_out, likelihood=...)",

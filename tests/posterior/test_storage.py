@@ -15,8 +15,9 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam import _storage as storage
-from bayesadam.errors import FileError, MatchError
+from bayesadam.errors import FileError, MatchError, SettingError
 from cases import mlp, trained
+from floats import assert_close
 
 
 def build(**settings: object) -> ba.Posterior:
@@ -47,18 +48,32 @@ def test_a_round_trip_is_exact(tmp_path, settings):
     assert all(torch.equal(draws[0][n], draws[1][n]) for n in draws[0])
 
 
-def test_loading_leaves_the_models_weights_alone_and_follows_its_type(tmp_path):
-    posterior = build()
+def test_loading_fills_the_model_with_the_mean_in_its_own_type(tmp_path):
+    for form in ("map", "likelihood"):
+        posterior = build(form=form)
+        path = tmp_path / "p.safetensors"
+        posterior.save(path)
+        other = mlp(3, 5, 2).to(torch.bfloat16)
+        loaded = ba.Posterior.load(path, other)
+        assert loaded.mean["0.weight"].dtype == torch.float32
+        assert loaded.sample()["0.weight"].dtype == torch.bfloat16
+        for name, mu in posterior.mean.items():
+            assert torch.equal(other.get_parameter(name), mu.bfloat16())
+        model, x = mlp(3, 5, 2), torch.randn(4, 3)
+        ba.Posterior.load(path, model)
+        assert_close(model(x), torch.func.functional_call(model, posterior.mean, (x,)))
+
+
+@pytest.mark.parametrize("likelihood", [None, "classification"])
+def test_the_likelihood_is_kept(tmp_path, likelihood):
+    posterior = build(likelihood=likelihood)
     path = tmp_path / "p.safetensors"
     posterior.save(path)
-    other = mlp(3, 5, 2).to(torch.bfloat16)
-    before = other[0].weight.detach().clone()
-    loaded = ba.Posterior.load(path, other)
-    assert torch.equal(other[0].weight, before)
-    assert loaded.mean["0.weight"].dtype == torch.float32
-    assert loaded.sample()["0.weight"].dtype == torch.bfloat16
-    loaded.copy_mean_to_model()
-    assert torch.equal(other[0].weight, posterior.mean["0.weight"].bfloat16())
+    assert posterior.likelihood == ba.Posterior.load(path, mlp(3, 5, 2)).likelihood == likelihood
+    assert posterior.replace(likelihood="poisson").likelihood == "poisson"
+    assert posterior.replace(scale=2.0).likelihood == likelihood
+    with pytest.raises(SettingError, match="likelihood must be one of"):
+        posterior.replace(likelihood="luck")
 
 
 def test_the_file_holds_named_tensors_and_a_json_header(tmp_path):

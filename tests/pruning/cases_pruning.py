@@ -34,7 +34,7 @@ def posterior_of(
         second[name] = moments[name] if moments else torch.where(drawn < 0.2, 0.0, drawn).to(mode[name].device)
     prior = dict.fromkeys(mode, delta)
     omitted = {name: "left out" for name in parameters if name not in mode}
-    return Posterior(model, mode, Diagonal(second), Settings(n_data, prior, **settings), omitted)  # type: ignore[arg-type]
+    return Posterior(mode, Diagonal(second), Settings(n_data, prior, **settings), omitted, model=model)  # type: ignore[arg-type]
 
 
 def sorted_masks(scores: Mapping[str, np.ndarray], weights: Mapping[str, Tensor], count: int) -> dict[str, np.ndarray]:

@@ -24,8 +24,8 @@ from bayesadam.engine.rules import Adam, Dropout, Gaussian, Rule
 from bayesadam.engine.rules.adam import second_moment
 from bayesadam.engine.stack import Schedule, Stack
 from bayesadam.engine.streams import Streams
-from bayesadam.gaussian.formulas import PrecisionRule
 from bayesadam.gaussian.noise import stream_seed
+from bayesadam.gaussian.settings import PrecisionRule
 
 
 class Learner(ABC):

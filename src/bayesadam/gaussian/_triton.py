@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bayesadam.gaussian.formulas import Part, PrecisionRule
+from bayesadam.gaussian.noise import Part
+from bayesadam.gaussian.settings import PrecisionRule
 
 # One Philox call gives four normals; a program makes this many calls. Part of what a seed means.
 _CALLS = 1024

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import placed_like, whole
-from bayesadam.gaussian.formulas import PrecisionRule, curvature
-from bayesadam.gaussian.noise import stream_seed
-from bayesadam.gaussian.padding import keep_row
-from bayesadam.gaussian.settings import Precision, Settings
-from bayesadam.gaussian.sharded import draw
-from bayesadam.gaussian.structure import Named, Structure, StructureSpec
+from bayesadam.gaussian.noise import draw, stream_seed
+from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
+from bayesadam.gaussian.structure import Named, Structure, StructureSpec, keep_row
 from bayesadam.readers.rotated import Rotation
 
 
@@ -118,9 +115,13 @@ class Diagonal(Structure):
         """The same with v̂ = 1 in place of 0 in some rows."""
         return replace(self, second_moment=filled(self.second_moment, rows)) if rows else self
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, Named]:
         """v̂ under `second_moment`."""
-        return {"second_moment": dict(self.second_moment)}
+        return {"second_moment": self.second_moment}
+
+    def part(self, name: str) -> Diagonal:
+        """The same of one parameter."""
+        return replace(self, second_moment={name: self.second_moment[name]})
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
         """The same second moments elsewhere."""
@@ -146,6 +147,6 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 DIAGONAL = StructureSpec(
     "diagonal",
-    build=lambda reading: Diagonal(reading.curvature.second_moment),
+    build=lambda reading: Diagonal(reading.second_moment),
     load=lambda stored: Diagonal(stored.moments("second_moment")),
 )

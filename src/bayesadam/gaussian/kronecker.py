@@ -11,9 +11,9 @@ from torch import Tensor
 from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.formulas import PrecisionRule
-from bayesadam.gaussian.settings import Settings
-from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec
+from bayesadam.gaussian.settings import PrecisionRule, Settings
+from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec, outlined
+from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
 from bayesadam.readers.read import read_entry, working_dtype
 from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_orthonormal
@@ -89,7 +89,12 @@ class Kronecker(Diagonal):
                 places[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
         return super().filled(places)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def part(self, name: str) -> Kronecker:
+        """The same of one parameter."""
+        moments = {name: self.second_moment[name]}
+        return Kronecker(moments, {name: self.bases[name]} if name in self.bases else {})
+
+    def tensors(self) -> dict[str, Named]:
         """v̂ in its coordinates, and the bases under `left` and `right`."""
         left = {name: basis.left for name, basis in self.bases.items() if basis.left is not None}
         right = {name: basis.right for name, basis in self.bases.items() if basis.right is not None}
@@ -156,16 +161,21 @@ def _build(reading: Reading) -> Kronecker:
 def _load(stored: Stored) -> Kronecker:
     """The second moments and their bases, each basis of the side of its parameter and orthogonal."""
     moments = stored.moments("second_moment")
-    bases: dict[str, Rotation] = {}
-    for name, v in moments.items():
+    like = outlined(moments)
+
+    def read(name: str) -> Rotation:
+        v = like[name]
         sides = [stored.tensors.get(f"{side}.{name}") for side in ("left", "right")]
         lengths = [v.shape[0], v.numel() // max(v.shape[0], 1)] if v.dim() > 1 else [0, v.numel()]
         for basis, length in zip(sides, lengths, strict=True):
             if basis is not None and not (basis.shape == (length, length) and is_orthonormal(basis)):
                 raise stored.damaged(f"a basis of {name!r} is not orthogonal, or not of its shape")
-        if any(side is not None for side in sides):
-            bases[name] = Rotation(*sides).to(v.device, v.dtype)
-    return Kronecker(moments, bases)
+        return Rotation(*sides).to(torch.device("cpu") if v.is_meta else v.device, v.dtype)
+
+    names = [name for name in like if any(f"{side}.{name}" in stored.tensors for side in ("left", "right"))]
+    if stored.parameters is None:
+        return Kronecker(moments, Lazy({name: meta((), torch.float32) for name in names}, read))
+    return Kronecker(moments, {name: read(name) for name in names})
 
 
 KRONECKER = StructureSpec("kronecker", _build, _load)

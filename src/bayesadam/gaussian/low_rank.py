@@ -186,7 +186,7 @@ class LowRank(Structure):
         """The same with r = 1 in place of 0 in some rows."""
         return LowRank(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, Named]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
         rest = {} if self.kind == "low-rank" else dict(self.rest)
         return {"directions": dict(self.rows), "eigenvalues": {"directions": self.values}, "rest": rest}
@@ -251,15 +251,17 @@ def _build(reading: Reading, *, with_rest: bool = False) -> LowRank:
 
 def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
     named = {name: stored.tensors[f"directions.{name}"] for name in stored.names}
-    check_owner(stored.path, {name: rows.shape[1:] for name, rows in named.items()}, stored.parameters)
+    if stored.parameters is not None:
+        check_owner(stored.path, {name: rows.shape[1:] for name, rows in named.items()}, stored.parameters)
     values = stored.tensors["eigenvalues.directions"]
     flat = [rows.unsqueeze(-1).flatten(1) for rows in named.values() if len(rows) == len(values)]
     whole = len(flat) == len(named) and is_orthonormal(torch.cat(flat, dim=1).T)
     if not whole or values.dim() != 1 or not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise stored.damaged("its directions are not orthonormal, or not as many as its eigenvalues")
-    rows = {name: r.to(stored.parameters[name].device, working_dtype(r.dtype)) for name, r in named.items()}
+    places = {name: "cpu" if stored.parameters is None else stored.parameters[name].device for name in named}
+    rows = {name: r.to(places[name], working_dtype(r.dtype)) for name, r in named.items()}
     first = next(iter(rows.values()))
-    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else stored.moments("rest"), kind)
+    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.moments("rest")), kind)
 
 
 LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)

@@ -5,27 +5,49 @@ on which other parameters there are, on their order, or on how the work is split
 parameter draws that part of what one that holds it all would. Streams differ between kinds of device, as torch's own do.
 """
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesadam.gaussian.formulas import Part, PrecisionRule
+from bayesadam._shards import agreed, box, is_sharded, own_part, wrapped
+from bayesadam.gaussian.settings import PrecisionRule
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # A block fits a CPU core's cache. Part of what a seed means: changing it changes every draw.
 _BLOCK = 65_536
 _THREADED_FROM = 4 * _BLOCK
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
+
+    first: int
+    total: int
+
+
 def fresh_seed(generator: torch.Generator | None) -> int:
     """One 63-bit seed from the user's generator, or from torch's default one."""
     device = generator.device if generator is not None else torch.device("cpu")
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+def common_seed(generator: torch.Generator | None, named: Mapping[str, Tensor]) -> int:
+    """A fresh seed; where parameters are sharded, the first process's, so that the parts belong to one draw."""
+    seed = fresh_seed(generator)
+    shard = next((tensor for tensor in named.values() if is_sharded(tensor)), None)
+    return seed if shard is None else agreed(seed, shard)
 
 
 def stream_seed(seed: int, name: str, *indices: int) -> int:
@@ -61,11 +83,13 @@ def draw(
     dtype: torch.dtype,
     part: Part | None = None,
 ) -> Tensor:
-    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own.
+    """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own; of a sharded parameter this process's part.
 
-    Besides the result at most a few blocks of memory are used, and on CUDA with Triton none. Where `mode` and
-    `second_moment` are a part of a parameter, the draw is that part of the whole parameter's.
+    Besides the result at most a few blocks of memory are used, and on CUDA with Triton none. With `part` the tensors
+    are a part of a parameter, and the draw is that part of the whole parameter's.
     """
+    if is_sharded(mode):
+        return _draw_shard(mode, second_moment, rule, seed=seed, n=n, dtype=dtype)
     out = torch.empty((n or 1, *mode.shape), dtype=dtype, device=mode.device)
     if out.numel():
         theta, v = mode.reshape(-1), second_moment.reshape(-1)
@@ -74,6 +98,37 @@ def draw(
         fill = _filler(theta.device.type, theta.dtype)
         fill(out.view(out.shape[0], -1), theta, v, rule, seed, part or Part(0, theta.numel()))
     return out if n is not None else out[0]
+
+
+def _draw_shard(mode: DTensor, second_moment: Tensor, rule: PrecisionRule, *, n: int | None, **options: Any) -> Tensor:
+    theta, v = own_part(mode), own_part(second_moment)
+    delta = own_part(rule.delta) if isinstance(rule.delta, Tensor) else rule.delta
+    offset, shape = box(mode)
+    if 0 in shape or is_run(shape, mode.shape):
+        first = reduce(lambda number, at: number * at[1] + at[0], zip(offset, mode.shape, strict=True), 0)
+        part = Part(first, mode.numel())
+        return wrapped(draw(theta, v, replace(rule, delta=delta), n=n, part=part, **options), mode)
+    # Not a run of the flat parameter (split by columns, say): draw in full, keep the box.
+    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+    def filled(part: Tensor) -> Tensor:
+        full = part.new_ones(tuple(mode.shape))
+        full[here] = part
+        return full
+
+    delta = filled(delta) if isinstance(delta, Tensor) else delta
+    drawn = draw(filled(theta), filled(v), replace(rule, delta=delta), n=n, **options)
+    return wrapped(drawn[((slice(None),) if n is not None else ()) + here].clone(), mode)
+
+
+def is_run(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a box of a tensor is one run of its flat entries: the dimensions after the first long one are whole.
+
+    >>> is_run((2, 3), (5, 3)), is_run((5, 2), (5, 3)), is_run((1, 2), (5, 3))
+    (True, False, True)
+    """
+    long = next((i for i, size in enumerate(shape) if size > 1), len(shape))
+    return tuple(shape[long + 1 :]) == tuple(whole[long + 1 :])
 
 
 def _filler(device: str, dtype: torch.dtype) -> Callable[..., None]:

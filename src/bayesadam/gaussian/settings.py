@@ -1,4 +1,6 @@
-"""The numbers that turn curvature into precision, checked once."""
+"""N, δ, p and the rest: the numbers that turn curvature into precision, and the equations they enter."""
+
+from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
@@ -27,10 +29,12 @@ class Settings:
         prior_precision: δ by parameter name, a number or a tensor of the parameter's shape.
         power: p.
         batch_size: B, needed for p = 1; None counts as 1.
-        form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean w c/(w c + δ) θ.
+        form: `"map"`, prior already in the loss, mean θ; `"likelihood"`, prior applied afterwards, mean
+            w c/(w c + δ) θ.
         scale: s, what calibration multiplies N by.
-        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free: calibration multiplies it by one
-            number. At any p but 1 curvature and prior would follow a change of coordinates in different ways.
+        covariant: whether δ is that of a `CovariantPrior`, of which only the size is free: calibration multiplies it by
+            one number. At any p but 1 curvature and prior would follow a change of coordinates in different ways.
+        default_prior: whether δ = 1 stands where no prior was given and there was no weight decay.
     """
 
     n_data: float
@@ -40,6 +44,7 @@ class Settings:
     form: Form = "map"
     scale: float = 1.0
     covariant: bool = False
+    default_prior: bool = False
 
     def __post_init__(self) -> None:
         positive("n_data", self.n_data, "the number of training examples")
@@ -54,8 +59,8 @@ class Settings:
             raise SettingError(f"form must be one of {get_args(Form)}, got {self.form!r}")
         if self.covariant and self.power != 1:
             raise SettingError(
-                f"a prior that follows the weights, such as LoraPrior, needs power=1, got {self.power!r}: the curvature v̂ᵖ "
-                "follows them the same way at no other. Pass power=1 and batch_size=..."
+                f"a prior that follows the weights, such as LoraPrior, needs power=1, got {self.power!r}: the "
+                "curvature v̂ᵖ follows them the same way at no other. Pass power=1 and batch_size=..."
             )
         for name, delta in self.prior_precision.items():
             check_prior(name, delta)
@@ -76,7 +81,7 @@ class Settings:
 
 
 class CovariantPrior(ABC):
-    """A prior on what the weights compute: its precision follows from the weights, and is found once these are known."""
+    """A prior on what the weights compute: its precision follows from the weights."""
 
     @abstractmethod
     def at(self, model: nn.Module, mode: Mapping[str, Tensor], rotated: Container[str]) -> dict[str, Precision]:
@@ -84,6 +89,50 @@ class CovariantPrior(ABC):
 
 
 Prior = Precision | Mapping[str, Precision] | CovariantPrior
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionRule:
+    """The numbers of  precision = w v̂ᵖ + δ  for one parameter; with `shrink` the mean is w c/(w c + δ) θ."""
+
+    weight: float
+    delta: Precision
+    power: float
+    shrink: bool
+
+    @classmethod
+    def of(cls, settings: Settings, delta: Precision) -> PrecisionRule:
+        """The rule of a posterior's settings, with the parameter's own δ."""
+        return cls(settings.weight, delta, settings.power, settings.form == "likelihood")
+
+    def precision(self, second_moment: Tensor) -> Tensor:
+        """w v̂ᵖ + δ."""
+        return precision(second_moment, self.weight, self.delta, self.power)
+
+    def mean(self, mode: Tensor, second_moment: Tensor) -> Tensor:
+        """θ, or the shrunk mean."""
+        return shrunk_mean(mode, second_moment, self.weight, self.delta, self.power) if self.shrink else mode
+
+
+def curvature(second_moment: Tensor, power: float) -> Tensor:
+    """c = v̂ᵖ, in new memory."""
+    return second_moment.sqrt() if power == 0.5 else second_moment.pow(power)
+
+
+def precision(second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
+    """w v̂ᵖ + δ.
+
+    >>> precision(torch.tensor([4.0]), weight=10.0, delta=1.0, power=0.5)
+    tensor([21.])
+    """
+    return curvature(second_moment, power).mul_(weight).add_(delta)
+
+
+def shrunk_mean(mode: Tensor, second_moment: Tensor, weight: float, delta: Precision, power: float) -> Tensor:
+    """w c/(w c + δ) θ, the mean of the likelihood form; 0 where there is neither curvature nor prior."""
+    data = curvature(second_moment, power).mul_(weight)
+    total = (data + delta).clamp_(min=torch.finfo(data.dtype).tiny)
+    return data.div_(total).mul_(mode)
 
 
 def check_prior(name: str, delta: object) -> None:
@@ -118,14 +167,6 @@ def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Pre
         else:
             found[name] = float(delta)
     return found
-
-
-def prior_or_decay(
-    prior: Any, weight_decay: Mapping[str, float], n_data: float, shapes: Mapping[str, torch.Size]
-) -> dict[str, Precision]:
-    """δ by parameter name as in `prior_by_name`; None takes N × the weight decay."""
-    implied = {name: n_data * decay for name, decay in weight_decay.items()}
-    return prior_by_name(implied if prior is None else prior, shapes)
 
 
 def positive(name: str, value: object, meaning: str) -> None:

@@ -1,25 +1,37 @@
-"""What a covariance structure must be able to do, what it is built or loaded from, and the record that says how."""
+"""What a covariance structure can do, what it is built or loaded from, and the record that says how."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from bayesadam import _storage as storage
-from bayesadam._shards import placed_like
+from bayesadam._shards import box, is_sharded, own_part, placed_like, whole
+from bayesadam._storage import check_owner
 from bayesadam.errors import FileError
 from bayesadam.gaussian.settings import Precision, Settings
+from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
-from bayesadam.readers.read import Curvature, working_dtype
+from bayesadam.readers.read import working_dtype
 from bayesadam.readers.rotated import Rotation
 
 Named = Mapping[str, Tensor]
+# δ of novelty as a share of the mean curvature, of each coordinate by itself and of rotated ones. Along its own axes a
+# curvature has more very small eigenvalues, which a large δ would hide.
+EPSILON, ROTATED_EPSILON = 1e-3, 1e-4
+# Where nothing says how many examples were behind one gradient.
+_USUAL_BATCH = 100
+
+
+def outlined(named: Named) -> Named:
+    """Shapes and types by name, without reading tensors that are on the disk."""
+    found: Named = getattr(named, "outline", named)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +66,11 @@ class Structure(ABC):
     Every method is a pure function of the structure, the trained weights θ (`mode`) and the settings.
 
     Attributes:
-        kind: the name asked for in `from_optimizer(..., structure=kind)` and written into files.
-        second_moment: v̂ in the coordinates in which the covariance is diagonal.
+        kind: its name, as in `from_optimizer(..., structure=kind)` and in files.
+        second_moment: v̂ in the coordinates in which the covariance is diagonal; tensors may be on the disk.
         bases: those coordinates, of the parameters whose own they are not.
         independent: whether the weights themselves are independent, each with a second moment of its own.
-        has_directions: whether `directions` are ever other than None.
+        has_directions: whether `directions` are ever other than None: parameters are then not independent of another.
         flat_reason: why weights may have no precision at all, for messages.
     """
 
@@ -82,12 +94,12 @@ class Structure(ABC):
         """(d, R) by parameter name of the precision diag(d) + Rᵀ R: d in the coordinates of `bases`, R (K, *shape) or {}."""
 
     def directions(self, settings: Settings) -> Directions | None:
-        """Directions over all coordinates together with less variance than `coordinate_variance` says; None without any."""
+        """Directions over all coordinates together with less variance than `coordinate_variance`; None without any."""
         return None
 
     @abstractmethod
     def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
-        """The eigenvalues v̂ᵖ, those that are 0 left out or not; with the shape R of a prior those of R^(−½) Vᵖ R^(−½)."""
+        """The eigenvalues v̂ᵖ, with or without those that are 0; with a prior's shape R those of R^(−½) Vᵖ R^(−½)."""
 
     @abstractmethod
     def effective_dimension(self, settings: Settings) -> float:
@@ -124,12 +136,21 @@ class Structure(ABC):
         """The same with v̂ = 1 in place of 0 for one row of a parameter, a row that no gradient ever reached."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, Named]:
         """What must be saved: tensors by role, then by parameter name."""
 
     @abstractmethod
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Structure:
         """The same structure elsewhere."""
+
+    def part(self, name: str) -> Structure:
+        """The structure of one parameter alone, in memory; only where parameters are independent of another."""
+        raise NotImplementedError(f"a {self.kind} structure has no parts")
+
+    def diagonal(self, name: str) -> Tensor:
+        """The diagonal of V in the space of the weights: v̂, or Q_L² v̂ (Q_R²)ᵀ, squared entry by entry."""
+        v = self.second_moment[name]
+        return self.bases[name].diagonal(v) if name in self.bases else v
 
     def gathered(self) -> Structure:
         """The same structure of whole tensors, where its own are sharded."""
@@ -138,29 +159,39 @@ class Structure(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A saved posterior's tensors, `role.parameter` each, the names of its parameters, and those of the model."""
+    """A saved posterior's tensors under `role.parameter`, the names of its parameters, and the model's parameters.
+
+    Without a model (`parameters` is None) tensors stay on the disk until they are used.
+    """
 
     path: str | os.PathLike[str]
-    tensors: Mapping[str, Tensor]
+    tensors: Named
     names: Sequence[str]
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter] | None
 
-    def weights(self, role: str) -> dict[str, Tensor]:
-        """Finite tensors of the parameters' shapes, on their devices."""
-        named = {name: self.tensors[f"{role}.{name}"] for name in self.names}
-        storage.check_owner(self.path, {name: tensor.shape for name, tensor in named.items()}, self.parameters)
-        for name, tensor in named.items():
+    def weights(self, role: str, *, positive: bool = False) -> Named:
+        """Finite tensors of the parameters' shapes, on their devices; with `positive` none of them negative."""
+        like = outlined(self.tensors)
+        shapes = {name: like[f"{role}.{name}"].shape for name in self.names}
+        kinds = {name: working_dtype(like[f"{role}.{name}"].dtype) for name in self.names}
+
+        def read(name: str) -> Tensor:
+            tensor = self.tensors[f"{role}.{name}"]
             if not bool(torch.isfinite(tensor).all()):
                 raise self.damaged(f"{name!r} has entries that are not finite")
-        return {n: placed_like(t, self.parameters[n]).to(working_dtype(t.dtype)) for n, t in named.items()}
-
-    def moments(self, role: str) -> dict[str, Tensor]:
-        """The same, none of them negative."""
-        found = self.weights(role)
-        for name, v in found.items():
-            if bool((v < 0).any()):
+            if positive and bool((tensor < 0).any()):
                 raise self.damaged(f"the second moment of {name!r} has negative entries")
-        return found
+            found = tensor if self.parameters is None else placed_like(tensor, self.parameters[name])
+            return found.to(kinds[name])
+
+        if self.parameters is None:
+            return Lazy({name: meta(tuple(shape), kinds[name]) for name, shape in shapes.items()}, read)
+        check_owner(self.path, shapes, self.parameters)
+        return {name: read(name) for name in self.names}
+
+    def moments(self, role: str) -> Named:
+        """`weights`, none of them negative."""
+        return self.weights(role, positive=True)
 
     def damaged(self, why: str) -> FileError:
         """The error to raise."""
@@ -172,12 +203,12 @@ class Reading:
     """What a structure is built from: the optimiser's state, matched once.
 
     Attributes:
-        curvature: v̂ of each parameter, the recorded gradients' where there are any.
+        second_moment: v̂ of each parameter, the recorded gradients' where there are any.
         gradients: recorded gradients by name, (K, *shape); None without a recorder.
     """
 
     match: Match
-    curvature: Curvature
+    second_moment: Named
     gradients: Named | None = None
 
 
@@ -196,3 +227,32 @@ class StructureSpec:
     load: Callable[[Stored], Structure]
     needs_gradients: bool = False
     needs_state: bool = False
+
+
+def novelty_share(structure: Structure) -> float:
+    """ε of a structure."""
+    return ROTATED_EPSILON if structure.bases else EPSILON
+
+
+def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
+    """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B; with a prior of shape R ε mean(w c/R) R.
+
+    Neither calibration nor the units of the loss change what follows from them: v̂ N B is the curvature of the whole
+    training loss, and δ goes with it. An unknown B is taken as 100; a wrong one scales all variances alike.
+    """
+    batch = settings.batch_size or _USUAL_BATCH
+    base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
+    total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0, base.prior_shape))
+    delta = novelty_share(structure) * base.weight * total / n_weights
+    prior = base.prior_at(delta or 1.0)
+    by_name = prior if isinstance(prior, dict) else dict.fromkeys(settings.prior_precision, prior)
+    return replace(base, prior_precision=by_name)
+
+
+def keep_row(values: Tensor, theta: Tensor, row: int) -> None:
+    """Write a row of θ, (rows, ...), into values, (..., rows, ...); of shards, what this process has of it."""
+    own, source = own_part(values), own_part(theta)
+    at = row - (box(theta)[0][0] if is_sharded(theta) else 0)
+    if 0 <= at < len(source):
+        with torch.no_grad():
+            own.select(own.dim() - source.dim(), at).copy_(source[at])

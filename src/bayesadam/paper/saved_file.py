@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bayesadam._files import keep_apart
+from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.paper.run import Run, Target
 from bayesadam.pruning import prune_checkpoint
-from bayesadam.publish import export_checkpoint
 from bayesadam.readers.formats import CheckpointOptions
-from bayesadam.sample import sample_checkpoint
 
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
@@ -40,24 +39,31 @@ def run_prune(
 def run_sample(
     *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
 ) -> tuple[Path, ...]:
-    """The `sample` command: the file with the draw, and a record next to it; see `sample_checkpoint`."""
+    """The `sample` command: the file with the draw, and a record next to it; see `GaussianWeights.write_sample`."""
     target = Target.of(out, "sample.safetensors")
     named = plain_settings({"checkpoint": checkpoint, **settings}, options)
     run = Run("sample", seed, target.file.parent, named, quiet=quiet)
     with _prepared(run, target.file, checkpoint, options), run.busy("drawing"):
-        sample_checkpoint(checkpoint, target.file, seed=seed, **settings, **vars(options))
+        GaussianWeights.open(checkpoint, **settings, **vars(options)).write_sample(target.file, seed=seed)
     return run.finish_file(target, {})
 
 
 def run_export(
-    *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
+    *,
+    seed: int,
+    out: Path,
+    quiet: bool,
+    checkpoint: Path,
+    options: CheckpointOptions,
+    compress: str | None = None,
+    **settings: Any,
 ) -> tuple[Path, ...]:
-    """The `export` command: the posterior's file, and a record next to it; see `export_checkpoint`."""
+    """The `export` command: the posterior's file, and a record next to it; see `GaussianWeights.export`."""
     target = Target.of(out, "posterior.safetensors")
-    named = plain_settings({"checkpoint": checkpoint, **settings}, options)
+    named = plain_settings({"checkpoint": checkpoint, "compress": compress, **settings}, options)
     run = Run("export", seed, target.file.parent, named, quiet=quiet)
     with _prepared(run, target.file, checkpoint, options), run.busy("writing the posterior"):
-        export_checkpoint(checkpoint, target.file, **settings, **vars(options))
+        GaussianWeights.open(checkpoint, **settings, **vars(options)).export(target.file, compress=compress)
     size = target.file.stat().st_size
     run.show(f"{size:,} bytes")
     return run.finish_file(target, {"bytes": size})

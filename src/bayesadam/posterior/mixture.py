@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam import _storage as storage
-from bayesadam import likelihoods
 from bayesadam._alone import unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.gaussian.weights import Marginals, check_draws
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import LogitMixture, Score, average
-from bayesadam.posterior.distribution import Distribution, check_draws
-from bayesadam.posterior.posterior import Posterior, read_report
+from bayesadam.posterior.distribution import Distribution
+from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
 from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import chosen_places
@@ -38,15 +38,7 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(
-    Distribution[
-        likelihoods.RegressionMixture,
-        likelihoods.ClassificationMixture,
-        likelihoods.BinaryMixture,
-        likelihoods.HeteroscedasticMixture,
-        likelihoods.PoissonMixture,
-    ]
-):
+class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members: changing it returns a new one. Members may have a model each or share one, since each keeps
@@ -220,19 +212,18 @@ class Mixture(
         tensors: dict[str, Tensor] = {}
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
-            own, header = member.packed()
+            own, of_member = member.packed()
             own |= {f"{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
             tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
-            headers.append(header)
-        header = {"version": __version__, "structure": _KIND, "weights": list(self.weights), "members": headers}
-        if self.calibration is not None:
-            header["calibration"] = self.calibration.header()
-            tensors |= {f"guarantee.{name}": t for name, t in self.calibration.guarantee.tensors().items()}
+            headers.append(of_member)
+        header: dict[str, Any] = {"version": __version__, "structure": _KIND}
+        header |= {"weights": list(self.weights), "members": headers}
+        add_report(self.calibration, tensors, header)
         storage.write(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Mixture:
-        """Read a saved mixture for `model`, one module for all members, which is not changed.
+        """Read a saved mixture for `model`, one module for all members, which gets the first member's mean as weights.
 
         Where the networks differ in more than the posterior's weights, each member gets a copy of the model to itself.
         """
@@ -247,7 +238,7 @@ class Mixture(
         members = []
         for number, own in enumerate(headers):
             mark = f"{number}."
-            parts = {key.removeprefix(mark): tensor for key, tensor in tensors.items() if key.startswith(mark)}
+            parts = storage.under(mark, tensors)
             if not isinstance(own, dict):
                 raise FileError(f"{path} is damaged: member {number} has no header")
             mark = f"{_BESIDES}."
@@ -256,9 +247,16 @@ class Mixture(
         for member in members:
             member.require_whole("a mixture")
         try:
-            return cls(members, weights, calibration=read_report(path, tensors, header))
+            found = cls(members, weights, calibration=read_report(path, tensors, header))
         except (MatchError, SettingError) as error:
             raise FileError(f"{path} is damaged: {error}") from error
+        copy_into(model, members[0].mean)
+        return found
+
+    @property
+    def likelihood(self) -> str | None:
+        """The likelihood of its members' outputs, where one of them has one."""
+        return next((member.likelihood for member in self.members if member.likelihood is not None), None)
 
     def require_proper(self) -> None:
         """Raise unless every weight of every member has a finite variance."""
@@ -287,7 +285,12 @@ class Mixture(
             ("structure", f"{kinds}, {self.n_weights:,} weights in {len(first.mode)} parameters"),
             ("members", f"{len(self)}, weights {', '.join(f'{weight:.3g}' for weight in self.weights)}"),
             ("data", "N = " + " / ".join(dict.fromkeys(f"{member.n_data:,.10g}" for member in self.members))),
-            *shown(settings_of(self.members), {} if report is None else report.before),
+            *([] if self.likelihood is None else [("likelihood", self.likelihood)]),
+            *shown(
+                settings_of(self.members),
+                {} if report is None else report.before,
+                any(member.settings.default_prior for member in self.members),
+            ),
             *described(report),
         ]
         return table(f"Mixture over {type(first.model).__name__}", lines)

@@ -48,8 +48,10 @@ def _range(values: Iterable[Precision]) -> Range:
     return min(low for low, _ in ends), max(high for _, high in ends)
 
 
-def shown(now: Mapping[str, Range], before: Mapping[str, Range]) -> list[tuple[str, str]]:
+def shown(now: Mapping[str, Range], before: Mapping[str, Range], default: bool = False) -> list[tuple[str, str]]:
     """Names and values of settings for a reader, `before → now` where calibration changed them; no temperature of 1.
+
+    With `default`, δ = 1 stands where there was no weight decay.
 
     >>> shown({"scale": (0.5, 0.5), "prior_precision": (0.0, 6.0)}, {"scale": (1.0, 1.0), "prior_precision": (0.0, 6.0)})
     [('scale', 's = 1 → 0.5'), ('prior precision', 'δ = 0 to 6')]
@@ -61,7 +63,10 @@ def shown(now: Mapping[str, Range], before: Mapping[str, Range]) -> list[tuple[s
             continue
         change = [_words(each) for each in dict.fromkeys((tuple(old), tuple(value)))]
         first = ["not known"] if before and name not in before else []
-        lines.append((name.replace("_", " "), f"{_SYMBOLS[name]} = {' → '.join([*first, *change])}"))
+        text = f"{_SYMBOLS[name]} = {' → '.join([*first, *change])}"
+        if default and name == "prior_precision":
+            text += " (no weight decay)" if value == (1.0, 1.0) else " (1 where there is no weight decay)"
+        lines.append((name.replace("_", " "), text))
     return lines
 
 

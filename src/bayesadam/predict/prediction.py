@@ -12,8 +12,7 @@ from torch import Tensor
 from bayesadam._alone import alone_with
 from bayesadam._warnings import warn
 from bayesadam.errors import SettingError
-from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.gaussian.sharded import common_seed
+from bayesadam.gaussian.noise import common_seed, fresh_seed
 from bayesadam.likelihoods import LikelihoodName, Predictive
 from bayesadam.likelihoods.predictive import FEW_OUTPUTS, Novel, Score, average, rows
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top

@@ -160,9 +160,7 @@ def keep_pruned(
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
 
 
-def tune_only(
-    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]
-) -> HeldWeights:
+def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
     """Train only the weights at which the masks are True; parameters without a mask stay as they are.
 
     Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others

@@ -225,7 +225,9 @@ class _Paths:
             (dim,) = (dim for dim in range(every.dim()) if every.shape[dim] != part.shape[dim])
         except Exception:
             return None
-        for inner in (size for size in range(1, every.shape[dim] // width + 1) if every.shape[dim] % (size * width) == 0):
+        for inner in (
+            size for size in range(1, every.shape[dim] // width + 1) if every.shape[dim] % (size * width) == 0
+        ):
             after = Layout(dim, every.shape[dim] // (inner * width), inner)
             expected = every.index_select(dim, after.positions(some, width))
             if expected.shape == part.shape and torch.allclose(part, expected, rtol=1e-4, atol=1e-6, equal_nan=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
 from bayesadam.gaussian.diagonal import wide
-from bayesadam.gaussian.formulas import precision
+from bayesadam.gaussian.settings import precision
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.pruning.apply import checked_masks

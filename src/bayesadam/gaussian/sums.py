@@ -1,4 +1,4 @@
-"""The sum of two posteriors' precisions: what was known before, and what the next data taught."""
+"""The sum of two Gaussians' precisions: what was known before, and what the next data taught."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.formulas import curvature
 from bayesadam.gaussian.kronecker import Kronecker
 from bayesadam.gaussian.low_rank import LowRank, low_rank_of, no_rest
-from bayesadam.gaussian.settings import Precision, Settings
+from bayesadam.gaussian.settings import Precision, Settings, curvature
 from bayesadam.gaussian.structure import Named, Structure
-from bayesadam.readers.match import own_parameters
 from bayesadam.readers.origin import UNKNOWN
 from bayesadam.readers.rotated import Rotation, eigenbasis
 
 if TYPE_CHECKING:
-    from bayesadam.posterior.posterior import Posterior
+    from bayesadam.gaussian.weights import GaussianWeights
 
 _DROPPED = "the model has no such parameter any more"
 
 
-def summed(first: Posterior, second: Posterior) -> Posterior:
+def summed(first: GaussianWeights, second: GaussianWeights) -> GaussianWeights:
     r"""The Gaussian round the second's mean whose precision has the curvatures of both:
 
     .. math::
@@ -49,8 +47,8 @@ def summed(first: Posterior, second: Posterior) -> Posterior:
             f"the posteriors have no parameter in common: one has {sorted(first.mode)[:4]}, the other "
             f"{sorted(second.mode)[:4]}. Add posteriors of one model, the later one last"
         )
-    present = own_parameters(second.model)
-    dropped = dict.fromkeys((name for name in first.mode if name not in present), _DROPPED)
+    present = second.network_names()
+    dropped = {name: _DROPPED for name in first.mode if present is not None and name not in present}
     mode = {**second.mean, **{n: mu for n, mu in first.mean.items() if n not in second.mode and n not in dropped}}
     for name in (each for each in first.mode if each in second.mode):
         check_growth(name, first.mode[name].shape, mode[name].shape, "the first posterior", "the second")
@@ -58,16 +56,17 @@ def summed(first: Posterior, second: Posterior) -> Posterior:
     structure = _structure([_Part(each, mode, count) for each in (first, second)], mode)
     prior = _prior(first, second, structure, mode)
     omitted = {name: reason for name, reason in second.omitted.items() if name not in mode}
-    settings = Settings(count, prior, power=1.0, batch_size=1)
+    types = {**first.draw_types(), **second.draw_types()}
     return replace(
         second,
         mode=mode,
         structure=structure,
-        settings=settings,
+        settings=Settings(count, prior, power=1.0, batch_size=1),
         omitted={**omitted, **dropped},
-        calibration=None,
         origin=UNKNOWN,
-        padding=None,  # type: ignore[arg-type]
+        padding={name: row for name, row in {**first.padding, **second.padding}.items() if name in mode},
+        dtypes={name: types[name] for name in mode},
+        source=None,
     )
 
 
@@ -93,7 +92,7 @@ def grown(tensor: Tensor, rows: int, dim: int = 0) -> Tensor:
 class _Part:
     """One posterior's curvature over the parameters of the sum: v with N v = w c, 0 where it knows nothing."""
 
-    def __init__(self, posterior: Posterior, like: Named, count: float) -> None:
+    def __init__(self, posterior: GaussianWeights, like: Named, count: float) -> None:
         self.structure, self.like = posterior.structure, like
         self._power, self._share = posterior.settings.power, posterior.settings.weight / count
 
@@ -227,7 +226,7 @@ def _stack(part: _Part, structure: LowRank, name: str) -> Tensor:
     return part.placed(name, rows * weights.reshape(-1, *[1] * (rows.dim() - 1)), dim=1)
 
 
-def _prior(first: Posterior, second: Posterior, structure: Structure, like: Named) -> dict[str, Precision]:
+def _prior(first: GaussianWeights, second: GaussianWeights, structure: Structure, like: Named) -> dict[str, Precision]:
     """δ by parameter name, the larger of the two: both have it for the same prior."""
     found: dict[str, Precision] = {}
     for name, theta in like.items():

@@ -1,0 +1,664 @@
+"""A Gaussian over named weights, without a model: live, or on disk and read one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesadam import _storage as storage
+from bayesadam._extras import require
+from bayesadam._files import replacing
+from bayesadam._shards import is_sharded, placed_like, whole
+from bayesadam._warnings import warn
+from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
+from bayesadam.gaussian import files
+from bayesadam.gaussian.files import SETTING_NAMES, load_structure, structure_named
+from bayesadam.gaussian.noise import common_seed, fresh_seed
+from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
+from bayesadam.gaussian.structure import (
+    Directions,
+    Reading,
+    Stored,
+    Structure,
+    keep_row,
+    novelty_settings,
+    outlined,
+)
+from bayesadam.gaussian.sums import summed
+from bayesadam.readers.formats import Checkpoint, CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
+from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.names import identities
+from bayesadam.readers.formats.registry import refuse_keys
+from bayesadam.readers.formats.resolve import match_and_explain
+from bayesadam.readers.match import Match
+from bayesadam.readers.origin import UNKNOWN, Origin, origin_of, warn_of_memory
+from bayesadam.readers.read import read_match, working_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+AnyPath = str | os.PathLike[str]
+# Weights of a layer that its picture is made of.
+_PLOTTED = 1_000_000
+
+
+class Marginals(ABC):
+    """What follows from the mean and the variance of each weight."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """E[θ] by parameter name."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> dict[str, Tensor]:
+        """diag Var[θ] by parameter name."""
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """The square root of `variance`."""
+        return {name: variance.sqrt_() for name, variance in self.variance.items()}
+
+    def snr(self) -> dict[str, Tensor]:
+        """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
+        stddev = self.stddev
+        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
+
+    def plot(self, *, ax: Any = None) -> Any:
+        """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
+
+        Weights below 1 are smaller than their standard deviation: `prune` removes the smallest first. Ratios of 0 are
+        not shown; of a layer with more than a million weights every k-th is.
+
+        Args:
+            ax: axes to draw on; None for those of a new figure.
+        """
+        require("matplotlib")
+        from bayesadam import _plots as plots
+
+        layers: dict[str, list[Tensor]] = {}
+        for name, values in self.snr().items():
+            flat = whole(values).detach().flatten()
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(flat[:: 1 + flat.numel() // _PLOTTED].cpu())
+        groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
+        label = "signal-to-noise ratio |μ|/σ of the weights"
+        return plots.spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The file that a `GaussianWeights` was opened from.
+
+    Attributes:
+        format: the name of its format; `"posterior"` for a saved posterior.
+        why: how it was read, a sentence each.
+        weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
+        checkpoint: the checkpoint as `read_checkpoint` gave it; None for a saved posterior opened by its path.
+        match: each parameter with its optimiser state; None for a saved posterior.
+        header: a saved posterior's header.
+    """
+
+    path: Path
+    format: str
+    why: tuple[str, ...]
+    weights: Mapping[str, Tensor]
+    checkpoint: Checkpoint | None = None
+    match: Match | None = None
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianWeights(Marginals):
+    """q(θ) = N(μ, Σ) over named weights.
+
+    With c = v̂ᵖ the optimiser's curvature, w = s N B^(2p−1) and δ the prior precision (paper, equation 10):
+
+        map form         μ = θ_t                      Σ = (w c + δ)⁻¹
+        likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
+
+    `GaussianWeights.open(path)` reads it from a checkpoint or a saved posterior, without a model. Tensors then stay on
+    disk: each access reads one. `parts()` goes through the parameters with one of them in memory at a time. Frozen:
+    `replace` returns a new one that shares its tensors.
+
+    >>> from bayesadam.gaussian.diagonal import Diagonal
+    >>> moments = {"w": torch.tensor([4.0, 9.0])}
+    >>> q = GaussianWeights({"w": torch.ones(2)}, Diagonal(moments), Settings(10, {"w": 0.0}))
+    >>> q.variance["w"]
+    tensor([0.0500, 0.0333])
+
+    Attributes:
+        mode: θ_t, the trained weights, by name.
+        structure: the curvature, diagonal or richer.
+        settings: N, δ, p and the rest.
+        omitted: parameters of the network that are not in it, with the reason.
+        origin: where the second moments come from: whose state, of how many gradients.
+        padding: the rows of embeddings that stand for padding, by parameter name: never learned, so held at θ in every
+            draw. A file does not say which they are.
+        dtypes: the types of draws by parameter name; None for those of `mode`.
+        has_weights: False for a published file without weights, of which only the variances are known.
+        source: the file it was opened from.
+    """
+
+    mode: Mapping[str, Tensor]
+    structure: Structure
+    settings: Settings
+    omitted: Mapping[str, str] = field(default_factory=dict)
+    _: KW_ONLY
+    origin: Origin = UNKNOWN
+    padding: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] | None = None
+    has_weights: bool = True
+    source: Source | None = None
+
+    @staticmethod
+    def open(
+        path: AnyPath | Checkpoint,
+        n_data: float | None = None,
+        *,
+        prior_precision: Precision | Mapping[str, Precision] | None = None,
+        power: float = 0.5,
+        batch_size: int | None = None,
+        form: Form = "map",
+        structure: str = "diagonal",
+        **options: Unpack[CheckpointKeywords],
+    ) -> GaussianWeights:
+        """The Gaussian of a file, without a model: what a trainer saved, or what `save` or `export` wrote.
+
+        Tensors stay on disk until they are used; second moments that are negative or not finite are refused then. A
+        Kronecker-factored one of a checkpoint is read at once. A saved posterior keeps its own settings, but for
+        `n_data` and `prior_precision` where they are given.
+
+        Args:
+            path: the file, see `read_checkpoint`, or what that returned.
+            n_data: N, the number of training examples; None takes what the file says.
+            prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
+            power: p of the curvature v̂ᵖ.
+            batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
+            form: `"map"` or `"likelihood"`.
+            structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
+            **options: how the file is read, see `CheckpointOptions`.
+        """
+        reading = CheckpointOptions(**options)
+        given = path if isinstance(path, Checkpoint) else None
+        file = path.path if isinstance(path, Checkpoint) else Path(path)
+        if is_saved(path, reading.optimizer_path):
+            if (power, batch_size, form, structure) != (0.5, None, "map", "diagonal"):
+                raise SettingError(
+                    f"{file} is a saved posterior with a power, batch_size, form and structure of its own: open it "
+                    "without them, and change settings with .replace(...)"
+                )
+            no_levels = {"weights_key": reading.weights_keys, "optimizer_key": reading.optimizer_key}
+            refuse_keys(file, "a saved posterior has no levels", **no_levels)
+            return _open_saved(file, n_data, prior_precision, given)
+        spec = structure_named(structure, recorded=False)
+        checkpoint = given or read_checkpoint(file, reading)
+        settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
+        match, why = match_and_explain(checkpoint, reading)
+        found = of_match(match, settings, prior_precision, build=spec.build)
+        source = Source(file, checkpoint.format, why, checkpoint.weights, checkpoint, match)
+        return replace(found, source=source)
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
+        self.require_weights()
+        found = self._filled.mean(self.mode, self.settings)
+        return found if self.settings.form == "map" else self._with_padding(found)
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior.
+
+        An embedding's padding row has the variance that its curvature, none, and the prior give, though it is not
+        drawn.
+        """
+        found = self._filled.variance(self.settings)
+        for name in self._unfilled:
+            keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
+        return found
+
+    @cached_property
+    def _unfilled(self) -> list[str]:
+        """The parameters whose padding row has neither curvature nor prior."""
+        flat = self.structure.flat_weights(self.settings) if self.padding else {}
+        return [name for name in self.padding if name in flat]
+
+    @cached_property
+    def _filled(self) -> Structure:
+        """The structure with some curvature in padding rows that have none, and no prior either: any will do."""
+        return self.structure.filled({name: self.padding[name] for name in self._unfilled})
+
+    @cached_property
+    def coordinate_variance(self) -> Mapping[str, Tensor]:
+        """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
+
+        Computed once for all predictions: do not write to it.
+        """
+        return self._filled.coordinate_variance(self.settings)
+
+    @cached_property
+    def directions(self) -> Directions | None:
+        """A low-rank posterior's directions over all weights, with less variance than `coordinate_variance`; cached."""
+        return self._filled.directions(self.settings)
+
+    @cached_property
+    def for_novelty(self) -> Self:
+        """The same curvature under the settings of novelty, p = 1 and δ = ε mean(w c), whatever calibration chose."""
+        return replace(self, settings=novelty_settings(self.structure, self.settings, self.n_weights))
+
+    @property
+    def effective_dimension(self) -> float:
+        """γ = tr(w c Σ): how many directions in weight space the data determine, and not the prior."""
+        return self.structure.effective_dimension(self.settings)
+
+    @property
+    def n_data(self) -> float:
+        """N, the number of training examples."""
+        return self.settings.n_data
+
+    @property
+    def prior_precision(self) -> Mapping[str, Precision]:
+        """δ by parameter name: what the prior adds to every weight's precision."""
+        return self.settings.prior_precision
+
+    @property
+    def scale(self) -> float:
+        """s, the factor on N that calibration finds; 1 before."""
+        return self.settings.scale
+
+    @property
+    def power(self) -> float:
+        """p of the curvature c = v̂ᵖ; the paper's is 1/2."""
+        return self.settings.power
+
+    @property
+    def batch_size(self) -> int | None:
+        """B, the number of examples behind one gradient; None where it was not given."""
+        return self.settings.batch_size
+
+    @property
+    def form(self) -> Form:
+        """`"map"`, the mean is θ, or `"likelihood"`, it is shrunk by the prior."""
+        return self.settings.form
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter, without reading it."""
+        return {name: theta.shape for name, theta in outlined(self.mode).items()}
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights it is over."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of them."""
+        return any(is_sharded(theta) for theta in outlined(self.mode).values())
+
+    def parts(self) -> Iterator[GaussianWeights]:
+        """The same over one parameter at a time, in memory; what depends on another, a low-rank one, comes whole.
+
+        A part has no model: it is a `GaussianWeights` also of a `Posterior`.
+        """
+        if self.structure.has_directions:
+            yield self
+        else:
+            for name in self.mode:
+                yield self.part(name)
+
+    def part(self, name: str) -> GaussianWeights:
+        """The same over one parameter alone, in memory."""
+        return GaussianWeights(
+            {name: self.mode[name]},
+            self.structure.part(name),
+            replace(self.settings, prior_precision={name: self.prior_precision[name]}),
+            origin=self.origin,
+            padding={name: self.padding[name]} if name in self.padding else {},
+            dtypes={name: self.draw_types()[name]},
+            has_weights=self.has_weights,
+        )
+
+    def draw_types(self) -> Mapping[str, torch.dtype]:
+        """The types of draws by parameter name."""
+        return self.dtypes or {name: theta.dtype for name, theta in outlined(self.mode).items()}
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draws from q, in the types of the network's parameters; rows that embeddings keep for padding are not drawn.
+
+        Args:
+            n: the number of draws, a leading dimension; None for one draw without it.
+            generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
+                alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
+                processes share a sharded posterior: there the first process's generator counts.
+        """
+        check_draws(n)
+        self.require_proper()
+        return self._drawn(common_seed(generator, outlined(self.mode)), n)
+
+    @torch.no_grad()
+    def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
+        self.require_weights()
+        drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
+        return self._with_padding(drawn)
+
+    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay.
+
+        Padding rows count as any weights, so they need a prior here.
+        """
+        self.require_weights()
+        self._require_proper(self.structure)
+        missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
+        if missing or unknown:
+            raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
+        batch_shapes = set()
+        for name, own in self.shapes.items():
+            shape = params[name].shape
+            split = len(shape) - len(own)
+            if split < 0 or shape[split:] != own:
+                raise MatchError(f"{name!r} has shape {tuple(shape)}; expected (..., {', '.join(map(str, own))})")
+            batch_shapes.add(shape[:split])
+        if len(batch_shapes) > 1:
+            raise MatchError(f"the parameters have different leading dimensions: {sorted(map(tuple, batch_shapes))}")
+        return self.structure.log_prob(params, self.mode, self.settings)
+
+    def entropy(self) -> Tensor:
+        """H[q] in nats, padding rows with it."""
+        self._require_proper(self.structure)
+        return self.structure.entropy(self.settings)
+
+    def replace(self, **changes: Any) -> Self:
+        """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
+        if unknown := sorted(changes.keys() - {*SETTING_NAMES}):
+            raise SettingError(f"cannot replace {unknown}; the settings are {', '.join(SETTING_NAMES)}")
+        return replace(self, settings=self._changed_settings(changes))
+
+    def _changed_settings(self, changes: dict[str, Any]) -> Settings:
+        if "prior_precision" in changes:
+            prior = self._prior(changes["prior_precision"])
+            changes = {"covariant": False, "default_prior": False, **changes, "prior_precision": prior}
+        return replace(self.settings, **changes)
+
+    def _prior(self, prior: Prior) -> dict[str, Precision]:
+        """δ by name, sharded as the parameters are."""
+        if isinstance(prior, CovariantPrior):
+            raise SettingError(f"{type(prior).__name__} needs a model: give it to a Posterior")
+        return prior_like(prior_by_name(prior, self.shapes), outlined(self.mode))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same on another device or in another floating type; a model stays where it is."""
+        if dtype is not None and dtype not in (torch.float32, torch.float64):
+            raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
+        mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
+        settings = self._settings_with(lambda delta: delta.to(device=device, dtype=dtype))
+        return replace(self, mode=mode, structure=self.structure.to(device, dtype), settings=settings)
+
+    def _settings_with(self, change: Callable[[Tensor], Tensor]) -> Settings:
+        """The settings with every prior precision that is a tensor changed."""
+        prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
+        return replace(self.settings, prior_precision=prior)
+
+    def __add__(self, later: GaussianWeights) -> GaussianWeights:
+        """The precisions of both around the mean of `later`, which was trained anchored to this one; see `summed`."""
+        return summed(self, later) if isinstance(later, GaussianWeights) else NotImplemented
+
+    def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
+        """Write it to one safetensors file, tensor by tensor, in place of an older one only once it is complete.
+
+        A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
+
+        Args:
+            weights: False leaves out θ_t, for a file beside the weights: `Posterior.load` then uses the model's own,
+                and all that reads checkpoints uses the file as their optimiser state.
+            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
+                `bayesadam.readers.compression.encode`.
+        """
+        self.require_weights()
+        if not weights or compress is not None:
+            self.require_whole("a file without weights, or a compressed one,")
+        tensors, header = self.packed(weights=weights, compress=compress)
+        if self.is_sharded:
+            files.write_folder(Path(path), tensors, header)
+        else:
+            storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
+
+    def export(self, out: AnyPath, *, compress: str | None = None) -> None:
+        """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use.
+
+        v̂ is in the file with the bias divided out, and N, B, the optimiser's name, its steps and δ.
+        """
+        require_safetensors(out)
+        self.save(out, weights=False, compress=compress)
+        warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
+
+    def packed(
+        self, *, weights: bool = True, compress: str | None = None
+    ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+        given = (self.mode, self.structure, self.settings, self.origin, self.omitted)
+        return files.packed(*given, weights=weights, compress=compress)
+
+    def write_sample(self, out: AnyPath, *, seed: int = 0) -> None:
+        """Draw weights and write them, tensor by tensor, to a safetensors file with all else that the network has.
+
+        The numbers are those of `sample(generator=torch.Generator().manual_seed(seed))`. Buffers and frozen weights are
+        written as they are; a tied tensor has one draw under all its names.
+        """
+        require_safetensors(out)
+        self.require_whole("a file of weights")
+        drawn = fresh_seed(torch.Generator().manual_seed(seed))
+        tensors = self._tensors()
+        identity = identities(tensors)
+        owners = {identity[name]: name for name in self.mode}
+        together = (
+            {} if not self.structure.has_directions else self.sample(generator=torch.Generator().manual_seed(seed))
+        )
+
+        def load(name: str) -> Tensor:
+            owner = owners.get(identity[name])
+            if owner is None:
+                return tensors[name]
+            if owner in together:
+                return together[owner]
+            part = self.part(owner)
+            part.require_proper()
+            return part._drawn(drawn, None)[owner]
+
+        with replacing(out) as temporary:
+            storage.write_tensors(temporary, outlined(tensors), load)
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor of the network by name."""
+        return self.mode if self.source is None else self.source.weights
+
+    def network_names(self) -> Container[str] | None:
+        """The names of the network's tensors; None where only those of the Gaussian are known."""
+        return None if self.source is None else self.source.weights
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._summary})"
+
+    @property
+    def _summary(self) -> str:
+        return (
+            f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters, N={self.n_data:g}, "
+            f"power={self.settings.power:g}, form={self.settings.form!r}"
+        )
+
+    def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by name, which are written to, with θ in the rows that stand for padding."""
+        for name, row in self.padding.items():
+            keep_row(named[name], self.mode[name], row)
+        return named
+
+    def require_proper(self) -> None:
+        """Raise unless every weight that is drawn has a finite variance."""
+        self._require_proper(self._filled)
+
+    def _require_proper(self, structure: Structure) -> None:
+        if flat := structure.flat_weights(self.settings):
+            name, count = next(iter(flat.items()))
+            raise ImproperError(
+                f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
+                f"{name!r}: {count} of {self.shapes[name].numel()}). {structure.flat_reason}. Give them a prior, "
+                "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
+            )
+
+    def require_weights(self) -> None:
+        """Raise where it was read from a file without weights."""
+        if not self.has_weights:
+            raise FileError(
+                f"{self.source.path if self.source else 'the file'} has no weights: open the file that has them, with "
+                "this one as optimizer_path="
+            )
+
+    def warn_of_limits(self) -> None:
+        """Warn where the structure cannot hold what the settings require of it."""
+        if (limits := self._filled.limits(self.settings)) is not None:
+            warn(limits, StructureWarning)
+
+    def require_whole(self, what: str) -> None:
+        """Raise where the posterior is sharded, for `what` needs whole tensors."""
+        if self.is_sharded:
+            raise SettingError(
+                f"{what} needs whole tensors, and this posterior is sharded over processes: use "
+                "posterior.gathered(model) with a plain model of the same architecture, on every process alike; "
+                "numbers found there go back with posterior.replace(...)"
+            )
+
+
+def of_match(
+    match: Match,
+    settings: Settings,
+    prior_precision: Any,
+    *,
+    build: Callable[[Reading], Structure],
+) -> GaussianWeights:
+    """The Gaussian of parameters matched to optimiser states; tensors are read when they are accessed.
+
+    Second moments that are negative or not finite are refused when they are read.
+    """
+    entries = {entry.name: entry for entry in match.entries}
+    types = {name: entry.parameter.dtype for name, entry in entries.items()}
+    like = {name: meta(tuple(e.parameter.shape), working_dtype(types[name])) for name, e in entries.items()}
+
+    def moment(name: str) -> Tensor:
+        return read_match(replace(match, entries=(entries[name],))).second_moment[name]
+
+    mode = Lazy(like, lambda name: entries[name].parameter.detach().to(like[name].dtype))
+    shapes = {name: theta.shape for name, theta in like.items()}
+    decays = {name: entry.weight_decay for name, entry in entries.items()}
+    settings = with_prior(settings, prior_precision, decays, shapes)
+    structure = build(Reading(match, Lazy(like, moment)))
+    return GaussianWeights(mode, structure, settings, match.omitted, origin=origin_of(match), dtypes=types)
+
+
+def with_prior(
+    settings: Settings, prior: Any, weight_decay: Mapping[str, float], shapes: Mapping[str, torch.Size]
+) -> Settings:
+    """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
+    if prior is not None:
+        return replace(settings, prior_precision=prior_by_name(prior, shapes))
+    implied = {name: settings.n_data * decay or 1.0 for name, decay in weight_decay.items()}
+    return replace(settings, prior_precision=prior_by_name(implied, shapes), default_prior=0.0 in weight_decay.values())
+
+
+def prior_like(prior: Mapping[str, Precision], named: Mapping[str, Tensor]) -> dict[str, Precision]:
+    """Prior precisions that are tensors, sharded as the parameters are."""
+    return {
+        name: placed_like(delta, named[name]) if isinstance(delta, Tensor) and is_sharded(named[name]) else delta
+        for name, delta in prior.items()
+    }
+
+
+def unpacked(
+    path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], parameters: Mapping[str, Any] | None
+) -> GaussianWeights:
+    """The Gaussian in a file's tensors and header, placed as the parameters of a model are; errors name `path`.
+
+    Without a model tensors stay on disk until they are used.
+    """
+    kind = header.get("structure")
+    if kind == "mixture":
+        remedy = "save one of them (mixture.members) by itself" if parameters is None else "read it with Mixture.load"
+        raise FileError(f"{path} holds a mixture of posteriors: {remedy}")
+    try:
+        names: list[str] = header["parameters"]
+        numbers: dict[str, Any] = dict(header["settings"])
+        stored = Stored(path, files.decoded(tensors, str(path)), names, parameters)
+        structure = load_structure(str(kind), stored)
+        has_weights = bool(header.get("has_weights", True))
+        if has_weights:
+            mode = stored.weights("mode")
+        else:
+            mode = _no_weights(structure, names) if parameters is None else files.weights_of_model(stored)
+        known: dict[str, Any] = dict(numbers.pop("prior_precision"))
+        prior = {name: stored.tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
+        origin = Origin.of_header(header)
+        shapes = {name: theta.shape for name, theta in outlined(mode).items()}
+        omitted = dict(header.get("omitted", {}))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
+    by_name = prior_like(prior_by_name(prior, shapes), outlined(mode))
+    try:
+        settings = Settings(**numbers, prior_precision=by_name)
+    except TypeError as error:
+        raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
+    return GaussianWeights(
+        mode, structure, settings, omitted, origin=origin, has_weights=has_weights or parameters is not None
+    )
+
+
+def is_saved(path: AnyPath | Checkpoint, optimizer_path: AnyPath | None = None) -> bool:
+    """Whether a file is a saved posterior, and not the state of weights in another file."""
+    if isinstance(path, Checkpoint):
+        return path.optimizer_path is None and path.format == "posterior"
+    return optimizer_path is None and format_of(Path(path)).name == "posterior"
+
+
+def _no_weights(structure: Structure, names: list[str]) -> Lazy:
+    """Zeros of the parameters' shapes, in the memory of one number."""
+    like = outlined(structure.second_moment)
+    return Lazy(
+        {name: meta(tuple(like[name].shape), like[name].dtype) for name in names},
+        lambda name: torch.zeros((), dtype=like[name].dtype).expand(like[name].shape),
+    )
+
+
+def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkpoint | None) -> GaussianWeights:
+    tensors, header = storage.read_mapped(path)
+    found = unpacked(path, tensors, header, None)
+    changes = {"n_data": n_data, "prior_precision": prior}
+    found = found.replace(**{key: value for key, value in changes.items() if value is not None})
+    kept, steps = header.get("compress"), dict.fromkeys(found.origin.steps or ())
+    unit = "recorded gradients" if found.origin.recorded else "steps"
+    why = (
+        f"{path}: format posterior, {found.structure.kind}, {'with' if found.has_weights else 'without'} weights.",
+        f"Written by bayesadam {header.get('version', 'of an unknown version')}"
+        + (f", second moments kept as {kept}" if kept else "")
+        + (f", of {' to '.join(f'{each:g}' for each in steps)} {unit}." if steps else "."),
+    )
+    return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint, header=header))
+
+
+def check_draws(n: int | None) -> None:
+    """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+
+
+def require_safetensors(out: AnyPath) -> None:
+    """Refuse a path of another kind of file."""
+    if Path(out).suffix != ".safetensors":
+        raise FileError(f"{out}: it is written as safetensors: end the path in .safetensors")
