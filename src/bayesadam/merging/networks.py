@@ -124,8 +124,9 @@ def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
 
 
 def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywords, bases: bool) -> Network:
+    options = {**options, "optimizer_path": state}
     try:
-        checkpoint = read_checkpoint(path, optimizer_path=state, **options)
+        checkpoint = read_checkpoint(path, **options)
         known = checkpoint.recorded
         gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, prior_precision=1.0, **options)
         match = gaussian.source.match if gaussian.source else None

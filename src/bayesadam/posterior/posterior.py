@@ -314,7 +314,7 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
 
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
-        return {name: parameter.dtype for name, parameter in self.parameters().items()}
+        return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
