@@ -25,7 +25,7 @@ from bayesadam.bandits.agents import SETTINGS
 from bayesadam.data.images import IMAGE_SETS
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import FileError, SettingError
-from bayesadam.merging.plan import Method
+from bayesadam.merging import Method
 from bayesadam.paper import bandits, demo, pruning, regression, report
 from bayesadam.paper.run import Run
 from bayesadam.pruning.masks import Scope

@@ -176,7 +176,7 @@ FLOORS = (
     {"engine", "predict"},
     {"posterior"},
     {"pruning", "diagnosis", "merging", "optim"},
-    {"anchoring", "held_out", "inspect", "scores", "sparse_tuning"},
+    {"anchoring", "held_out", "inspect", "scores"},
     {"auditing", "calibration"},
     {"bandits", "sklearn", "trainers"},
     {"_public"},

@@ -18,9 +18,9 @@ from bayesadam.pruning import (
     path_scores,
     pruning_masks,
     pruning_report,
-    rankings,
     weight_scores,
 )
+from bayesadam.pruning import masks as masks_module
 from cases import mlp, trained
 from floats import assert_close
 from pruning.cases_pruning import posterior_of, removed, sorted_masks
@@ -148,7 +148,7 @@ def test_nan_weights_are_named() -> None:
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_masks_are_those_of_a_full_sort(seed: int, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks smaller than a parameter, so that none of it depends on where they end.
-    monkeypatch.setattr(rankings, "CHUNK", (4, 25, 10**6)[seed % 3])
+    monkeypatch.setattr(masks_module, "CHUNK", (4, 25, 10**6)[seed % 3])
     rng = np.random.default_rng(seed)
     dtype = (torch.float32, torch.float64)[seed % 2]
     model = net(seed, dtype)

@@ -41,10 +41,10 @@ def saved(tmp_path):
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("piece", [3, 1000])
 def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatch, ranking, scope, piece):
-    monkeypatch.setattr(import_module("bayesadam.pruning.rankings"), "CHUNK", piece)
+    monkeypatch.setattr(import_module("bayesadam.pruning.masks"), "CHUNK", piece)
     model, adam, path = saved
     out = tmp_path / "pruned.pt"
-    report = ba.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
+    report = ba.pruning.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
     posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
     masks = ba.pruning_masks(posterior, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
     expected = ba.prune(model, masks, inplace=False).state_dict()
@@ -64,9 +64,9 @@ def test_the_original_is_left_alone_and_bad_settings_write_nothing(saved, tmp_pa
     out = tmp_path / "pruned.pt"
     for change in ({"ranking": "luck"}, {"exclude": ("nothing*",)}, {"scope": "row"}, {"fraction": 1.5}):
         with pytest.raises(ba.BayesAdamError):
-            ba.prune_checkpoint(path, out, **{"fraction": 0.5, **change})
+            ba.pruning.prune_checkpoint(path, out, **{"fraction": 0.5, **change})
     assert not out.exists()
-    ba.prune_checkpoint(path, out, 0.5)
+    ba.pruning.prune_checkpoint(path, out, 0.5)
     assert path.read_bytes() == before
 
 
@@ -91,7 +91,7 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
 
 def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_path):
     model, _, path = saved
-    report = ba.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
+    report = ba.pruning.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
     assert [row.name for row in report.rows] == [name for name, _ in model.named_parameters()]
     assert report.weights == 147
     # The bias before the batch norm is left whole.
@@ -125,7 +125,7 @@ def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
     masks = ba.pruning_masks(posterior, 0.5, exclude="biases")
     assert "biased.weight" in masks
     for exclude in ("biases", ["biases"], ["biases", "*bias"]):
-        report = ba.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
+        report = ba.pruning.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
         kept = {row.name: row.kept for row in report.rows}
         assert kept == {
             name: int(masks[name].sum()) if name in masks else p.numel() for name, p in model.named_parameters()

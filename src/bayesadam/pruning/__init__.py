@@ -1,9 +1,24 @@
 """Pruning: which weights or units to remove, removing them, and keeping them removed."""
 
-from bayesadam.pruning.apply import from_torch_prune, keep_pruned, prune, to_torch_prune, tune_only
-from bayesadam.pruning.masks import load_masks, prune_checkpoint, pruning_masks, save_masks, tuning_masks
-from bayesadam.pruning.rankings import RANKINGS, Ranking, weight_scores
-from bayesadam.pruning.report import PruningReport, pruning_report
+from bayesadam.pruning.apply import (
+    PruningReport,
+    from_torch_prune,
+    keep_pruned,
+    prune,
+    pruning_report,
+    to_torch_prune,
+    tune_only,
+)
+from bayesadam.pruning.masks import (
+    RANKINGS,
+    Ranking,
+    load_masks,
+    prune_checkpoint,
+    pruning_masks,
+    save_masks,
+    tuning_masks,
+    weight_scores,
+)
 from bayesadam.pruning.units import neuron_masks, path_scores, shrink
 
 __all__ = [

@@ -16,8 +16,16 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import copied, prune
 from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
-from bayesadam.pruning.masks import Scope, checked_fraction, competing, excluded, nothing_removed
-from bayesadam.pruning.rankings import Ranking, lowest, weight_scores
+from bayesadam.pruning.masks import (
+    Ranking,
+    Scope,
+    checked_fraction,
+    competing,
+    excluded,
+    lowest,
+    nothing_removed,
+    weight_scores,
+)
 
 # Of the largest output; sums are taken in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
