@@ -378,7 +378,8 @@ class Pull:
         """R x."""
         device = next(iter(self.rows.values())).device
         parts = [torch.tensordot(self.rows[name], x, dims=x.dim()).to(device) for name, x in named.items()]
-        return reduce(torch.add, parts)
+        total: Tensor = reduce(torch.add, parts)
+        return total
 
     def _plus_combined(self, named: Named, weights: Tensor) -> dict[str, Tensor]:
         """x + Rᵀ weights."""
@@ -411,17 +412,18 @@ def _metric(entry: Entry) -> Tensor | float | None:
         return None
     if entry.reader.name in _METRICS:
         return _METRICS[entry.reader.name](entry, steps or 1.0)
-    return _second_moment(entry).sqrt_().add_(_number(entry, "eps"))
+    return read_entry(entry)[1].sqrt_().add_(_number(entry, "eps"))
 
 
 def _adagrad(entry: Entry, steps: float) -> Tensor:
-    root = _second_moment(entry).mul_(steps).sqrt_().add_(_number(entry, "eps"))
+    root = read_entry(entry)[1].mul_(steps).sqrt_().add_(_number(entry, "eps"))
     return root.mul_(1 + (steps - 1) * _number(entry, "lr_decay"))
 
 
 def _adadelta(entry: Entry, steps: float) -> Tensor:
     epsilon = _number(entry, "eps")
-    return ((_second_moment(entry) + epsilon) / (entry.state["acc_delta"] + epsilon)).sqrt()
+    sizes: Tensor = entry.state["acc_delta"] + epsilon
+    return ((read_entry(entry)[1] + epsilon) / sizes).sqrt()
 
 
 def _adafactor(entry: Entry, steps: float) -> Tensor:
@@ -429,16 +431,12 @@ def _adafactor(entry: Entry, steps: float) -> Tensor:
     floor, least = entry.group["eps"]
     theta, rate = entry.parameter.detach(), as_number(entry.group["lr"], "lr")
     size = theta.square().mean().sqrt().clamp(min=least) * min(rate, steps**-0.5)
-    return _second_moment(entry).sqrt_().clamp_(min=floor or torch.finfo(theta.dtype).eps).mul_(rate / size)
+    return read_entry(entry)[1].sqrt_().clamp_(min=floor or torch.finfo(theta.dtype).eps).mul_(rate / size)
 
 
 def _sgd(entry: Entry, steps: float) -> float:
     momentum = _number(entry, "momentum")
     return (1 - momentum) / (1 - _number(entry, "dampening") if momentum else 1.0)
-
-
-def _second_moment(entry: Entry) -> Tensor:
-    return read_entry(entry)[1]
 
 
 def _number(entry: Entry, name: str) -> float:

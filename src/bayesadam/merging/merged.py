@@ -173,8 +173,9 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
     check_alike(networks, {})
     tied = _tied_names(networks)
     trained = [n for n in networks[0].outline if n not in tied and any(n in each.owners for each in networks)]
-    total = Sums.total(_sums(networks, trained, (1.0, 1.0), torch.ones(2)).values(), 2)
-    if not bool((total.curvature > 0).all()):
+    sums = _sums(networks, trained, (1.0, 1.0), torch.ones(2)).values()
+    total = Sums.total(sums) if sums else None
+    if total is None or not bool((total.curvature > 0).all()):
         raise MatchError("one of the two networks has no curvature at all: v̂ is 0 throughout")
     return total.overlap(0, 1)
 
@@ -221,7 +222,7 @@ class Plan:
     @cached_property
     def matching_delta(self) -> float:
         """δ of gradient matching; 1 where there is no curvature at all."""
-        total = Sums.total(self.sums.values(), len(self.networks))
+        total = Sums.total(self.sums.values())
         return self.matching_share * float(total.curvature.mean()) / max(total.weights, 1) or 1.0
 
     @torch.no_grad()
@@ -316,7 +317,7 @@ def plan_of(
     warn_of_copies(networks if start is None else [start, *networks], [*trained, *pairs])
     for network in networks:
         warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
-    _warn_of_overlap(Sums.total(sums.values(), len(networks)), networks)
+    _warn_of_overlap(Sums.total(sums.values()), networks)
     partly = [name for name in trained if not all(name in each.owners for each in networks)]
     others = [name for name in plain if name not in set(trained)]
     whole = [name for name in others if not (outline[name].is_floating_point() or outline[name].is_complex())]
@@ -409,10 +410,8 @@ def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) ->
 def _sums(
     networks: Sequence[Network], names: Sequence[str], scales: Sequence[float], counts: Tensor
 ) -> dict[str, Sums]:
-    return {
-        name: Sums.total((Sums.of(v, counts) for _, v in _stacked(networks, name, scales)), len(networks))
-        for name in names
-    }
+    parts = {name: [Sums.of(v, counts) for _, v in _stacked(networks, name, scales)] for name in names}
+    return {name: Sums.total(found) for name, found in parts.items() if found}
 
 
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:

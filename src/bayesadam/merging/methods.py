@@ -16,10 +16,6 @@ def counted_shares(curvature: Tensor, counts: Tensor) -> Tensor:
     Args:
         curvature: F, (models, …), not negative, α in it.
         counts: α, (models,), positive.
-
-    >>> counted_shares(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.ones(2))
-    tensor([[0.7500, 0.5000],
-            [0.2500, 0.5000]])
     """
     alpha = counts.to(curvature).reshape(-1, *[1] * (curvature.dim() - 1))
     # By the largest first: second moments may be so small that their sum has few digits.
@@ -46,10 +42,6 @@ def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_cur
         base: θ₀, from which the models were fine-tuned.
         base_curvature: F₀; 0 where nothing is known of it.
         delta: δ, positive.
-
-    >>> one, zero = torch.ones(2, 1), torch.zeros(1)
-    >>> gradient_matching(torch.tensor([[1.0], [3.0]]), one, zero, zero, delta=1e-6).round(decimals=3)
-    tensor([2.])
     """
     own = base_curvature + delta
     every = curvature + delta

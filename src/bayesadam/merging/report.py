@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesadam.merging.methods import counted_shares
@@ -18,35 +17,35 @@ _WIDEST = 16
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over weights, piece by piece, in float64.
+    """Sums over weights, in float64.
 
     Attributes:
         weights: how many.
-        curvature: Σ Fᵢ, (models,).
-        products: Σ √(Fᵢ Fⱼ), (models, models).
+        products: Σ √(Fᵢ Fⱼ), (models, models); its diagonal is Σ Fᵢ.
         shares: Σ αᵢ Fᵢ / Σ αⱼ Fⱼ, (models,).
     """
 
     weights: int
-    curvature: Tensor
     products: Tensor
     shares: Tensor
 
     @classmethod
     def of(cls, curvature: Tensor, counts: Tensor) -> Sums:
-        """Those of one piece: F, (models, n), and α."""
+        """Those of F, (models, n), and α."""
         roots = curvature.sqrt().cpu().double()
-        shares = counted_shares(curvature, counts).cpu().double().sum(dim=1)
-        return cls(curvature.shape[1], roots.square().sum(dim=1), roots @ roots.T, shares)
+        return cls(curvature.shape[1], roots @ roots.T, counted_shares(curvature, counts).cpu().double().sum(dim=1))
 
     @classmethod
-    def total(cls, parts: Iterable[Sums], models: int) -> Sums:
-        """Over all parts."""
-        zeros = torch.zeros(models, dtype=torch.float64)
-        found = cls(0, zeros, torch.zeros(models, models, dtype=torch.float64), zeros)
-        for part in parts:
-            found = cls(*(own + other for own, other in zip(vars(found).values(), vars(part).values(), strict=True)))
-        return found
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """Over all parts, of which there is one at least."""
+        rows = [(part.weights, part.products, part.shares) for part in parts]
+        weights, products, shares = zip(*rows, strict=True)
+        return cls(sum(weights), sum(products), sum(shares))  # type: ignore[arg-type]
+
+    @property
+    def curvature(self) -> Tensor:
+        """Σ Fᵢ, (models,)."""
+        return self.products.diagonal()
 
     def overlap(self, first: int, second: int) -> float:
         """Σ√(F_a F_b) / √(Σ F_a Σ F_b), 1 − the squared Hellinger distance of F/ΣF; 0 where either is 0 throughout."""
@@ -55,7 +54,7 @@ class Sums:
 
     def least_overlap(self) -> float:
         """Of two models."""
-        return min((self.overlap(i, j) for i, j in combinations(range(len(self.curvature)), 2)), default=1.0)
+        return min(self.overlap(i, j) for i, j in combinations(range(len(self.shares)), 2))
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,9 @@ class MergeReport:
         layers: dict[str, list[Sums]] = {}
         for name, found in sums.items():
             layers.setdefault(name.rpartition(".")[0] or name, []).append(found)
-        count = len(labels)
         rows = tuple(MergedParameter.of(name, found) for name, found in sums.items())
-        by_layer = tuple(MergedParameter.of(name, Sums.total(parts, count)) for name, parts in layers.items())
-        least = Sums.total(sums.values(), count).least_overlap()
+        by_layer = tuple(MergedParameter.of(name, Sums.total(parts)) for name, parts in layers.items())
+        least = Sums.total(sums.values()).least_overlap()
         return cls(method, tuple(labels), rows, by_layer, least, tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:

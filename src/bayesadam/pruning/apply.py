@@ -265,10 +265,11 @@ class PruningReport(PrunedParameter):
     expected_loss_change: float | None = None
 
     @classmethod
-    def total(cls, rows: tuple[PrunedParameter, ...], expected_loss_change: float | None = None) -> PruningReport:
+    def total(cls, rows: Sequence[PrunedParameter], expected_loss_change: float | None = None) -> PruningReport:
         """The sum of the rows."""
-        sums = (sum(getattr(row, key) for row in rows) for key in ("weights", "kept", "bytes_dense", "bytes_sparse"))
-        return cls("total", *sums, rows, expected_loss_change)  # type: ignore[arg-type]
+        counts = [(row.weights, row.kept, row.bytes_dense, row.bytes_sparse) for row in rows] or [(0, 0, 0, 0)]
+        weights, kept, dense, sparse = map(sum, zip(*counts, strict=True))
+        return cls("total", weights, kept, dense, sparse, tuple(rows), expected_loss_change)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -296,7 +297,7 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
     posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
     model = unwrap(posterior.model if posterior is not None else model_or_posterior)  # type: ignore[arg-type]
     found = checked_masks(model, masks)
-    rows = tuple(PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters())
+    rows = [PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters()]
     removed = {name: ~mask for name, mask in found.items() if not bool(mask.all())}
     if posterior is None or (removed and not posterior.structure.independent) or removed.keys() - posterior.mode.keys():
         return PruningReport.total(rows)

@@ -163,9 +163,8 @@ class _Paths:
                     yield found
 
     def _module_at(self, node: fx.Node, kinds: tuple[type, ...]) -> Any:
-        """The module of one of the kinds that a node calls, where it is used once, its parameters are its own, and no
-        hook may change what it does."""
-        module = self.modules.get(str(node.target)) if node.op == "call_module" else None
+        """The module of these kinds that a node calls, where its use and its parameters are its own, without hooks."""
+        module: Any = self.modules.get(str(node.target)) if node.op == "call_module" else None
         own = (
             type(module) in kinds
             and not (module._forward_hooks or module._forward_pre_hooks)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
@@ -209,9 +209,8 @@ def prune_checkpoint(
         out: the file to write; with the ending `.safetensors` the weights alone.
         fraction: the share of the weights with a state to remove, 0 to 1.
         ranking: a name from `RANKINGS`.
-        scope: `"global"`, all weights compete; `"layer"`, the fraction is removed from each parameter.
-        exclude: parameters to leave whole, by name, by pattern (`"norm*.weight"`) or `"biases"`; the other kinds need
-            the model, see `pruning_masks`. Biases that a batch norm follows are left whole too, with a warning.
+        scope: as in `pruning_masks`.
+        exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
         **options: how the file is read, see `CheckpointOptions`.
 
     Returns:
@@ -228,7 +227,7 @@ def prune_checkpoint(
     masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
-    return PruningReport.total(tuple(PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found))
+    return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
 
 
 def require_gaussian(posterior: object, what: str) -> None:
@@ -241,7 +240,8 @@ def _removed(
     scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], scope: Scope, fraction: object
 ) -> dict[str, Callable[[str], Tensor]]:
     """By parameter name, a function of the name: True at the weights to remove."""
-    share, found = checked_fraction(fraction), {}
+    share = checked_fraction(fraction)
+    found: dict[str, Callable[[str], Tensor]] = {}
     for group in competing(names, scope):
         count = round(share * sum(outlined(weights)[name].numel() for name in group))
         found |= dict.fromkeys(group, lowest(scores, weights, group, count))
@@ -369,25 +369,6 @@ def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return masks
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Where the lowest end: scores below `score`, at it those with |weight| below `size`, and then `ties` more."""
-
-    score: float
-    size: float
-    ties: int
-
-    def taken(self, score: Tensor, weight: Tensor) -> tuple[Tensor, Cut]:
-        """True at the weights of one piece that are taken, and the cut for the next piece."""
-        chosen, equal = score < self.score, score == self.score
-        sizes = _sizes(weight[equal])
-        small = sizes < self.size
-        first = (sizes == self.size).nonzero()[: self.ties, 0]
-        small[first] = True
-        chosen[equal] = small
-        return chosen, replace(self, ties=self.ties - len(first))
-
-
 @torch.no_grad()
 def lowest(
     scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], count: int
@@ -397,6 +378,8 @@ def lowest(
     Equal scores are taken by |weight|, smallest first, then by position. No score may be NaN. Lazy tensors are read a
     few times, one by one; beside them the extra memory is that of one chunk. The time is linear.
     """
+    if not count:
+        return lambda name: torch.zeros_like(weights[name], dtype=torch.bool)
     kinds = {outlined(named)[name].dtype for named in (scores, weights) for name in names}
     kind = torch.float64 if torch.float64 in kinds else torch.float32
 
@@ -405,27 +388,27 @@ def lowest(
             flat = scores[name].reshape(-1).to(kind), weights[name].reshape(-1)
             yield from zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True)
 
-    cuts: dict[str, Cut] = {}
-    if count:
-        score, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
-        tied = lambda: (_sizes(weight[s == score]).to(kind) for s, weight in pieces(*names))  # noqa: E731
-        size, fewer = _kth(tied, count - below, kind)
-        cut = Cut(score, size, count - below - fewer)
-        for name in names:
-            cuts[name] = cut
-            for piece in pieces(name) if cut.ties else ():
-                _, cut = cut.taken(*piece)
+    bound, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
+    tied = lambda: (_sizes(weight[score == bound]).to(kind) for score, weight in pieces(*names))  # noqa: E731
+    size, smaller = _kth(tied, count - below, kind)
 
-    def chosen(name: str) -> Tensor:
-        removed = torch.zeros_like(weights[name], dtype=torch.bool)
-        cut, start = cuts.get(name), 0
-        for piece in pieces(name) if cut else ():
-            taken, cut = cut.taken(*piece)  # type: ignore[union-attr]
-            removed.view(-1)[start : start + len(taken)] = taken
-            start += len(taken)
-        return removed
+    def taken(name: str, ties: int) -> tuple[Tensor, int]:
+        """True below the bound, at it where |weight| is below the size, and then at so many ties; the ties left."""
+        found, start = torch.zeros_like(weights[name], dtype=torch.bool), 0
+        for score, weight in pieces(name):
+            chosen, equal = score < bound, score == bound
+            sizes = _sizes(weight[equal])
+            first = (sizes == size).nonzero()[:ties, 0]
+            chosen[equal] = (sizes < size).index_fill(0, first, True)
+            found.view(-1)[start : start + len(chosen)] = chosen
+            ties, start = ties - len(first), start + len(chosen)
+        return found, ties
 
-    return chosen
+    ties, left = {}, count - below - smaller
+    for name in names:
+        ties[name] = left
+        left = taken(name, left)[1] if left else 0
+    return lambda name: taken(name, ties[name])[0]
 
 
 def _sizes(weights: Tensor) -> Tensor:

@@ -49,8 +49,7 @@ def neuron_masks(
         posterior: over the weights; units with a weight outside it stay.
         fraction: the share of units to remove, 0 to 1.
         ranking: of weights, as in `pruning_masks`; a unit's score is their sum.
-        scope: `"global"`, all units compete; `"layer"`, the fraction is removed from each layer.
-        exclude: layers whose units stay, by patterns of their weights' names.
+        scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
         example_input: a batch that the model takes, to follow the units through it.
     """
     share, (found, scores) = checked_fraction(fraction), ranked_units(posterior, ranking, exclude, example_input)
@@ -115,14 +114,6 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
 
     Units are followed on `example_input`, as far as their layers are understood (see `shrink`); beyond that a weight
     keeps its own score.
-
-    >>> from bayesadam.pruning import pruning_masks
-    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> adam = torch.optim.Adam(model.parameters())
-    >>> model(torch.ones(4, 3)).square().mean().backward()
-    >>> adam.step()
-    >>> posterior = Posterior.from_optimizer(model, adam, n_data=4)
-    >>> masks = pruning_masks(posterior, 0.5, ranking=path_scores(posterior, example_input=torch.ones(1, 3)))
     """
     require_posterior(posterior, "pruning")
     scores = weight_scores(posterior, ranking)
