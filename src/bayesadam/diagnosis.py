@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from bayesadam._alone import unwrap
 from bayesadam._shards import whole
 from bayesadam.errors import BayesAdamError
-from bayesadam.gaussian.diagonal import DIAGONAL, Diagonal
-from bayesadam.gaussian.settings import Settings
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.weights import GaussianWeights, of_match
 from bayesadam.posterior.running import biases_before_norms, norm_widths
 from bayesadam.readers.match import Entry, Match, match_optimizers
@@ -88,9 +88,8 @@ def doctor(
     except BayesAdamError as error:
         finding = Finding("unreadable", "error", str(error))
         return Diagnosis(f"{type(model).__name__}: no posterior can be read", (finding,))
-    found = of_match(match, Settings(n_data or 1.0, {}), 0.0, build=DIAGONAL.build)
-    buffers = dict(unwrap(model).named_buffers())
-    return diagnose(found, list(examine(found, match)), type(model).__name__, match, n_data=n_data, buffers=buffers)
+    found = of_match(match, Settings(n_data or 1.0, {}), 0.0)
+    return diagnose(found, list(examine(found, match)), match, n_data=n_data, model=unwrap(model))
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ class Examined:
     """What one parameter's second moment looks like.
 
     Attributes:
-        part: the Gaussian of that parameter in memory, with others where it depends on them; None where it is not
-            readable.
+        part: the Gaussian of that parameter in memory, with others where it depends on them; None where unreadable.
         zeros: how many weights have v = 0.
         bad: how many second moments are negative, NaN or infinite.
         error: why it cannot be read.
@@ -130,65 +128,62 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
 
 
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
-    hidden, share = 0, 0.0
+    hidden, share = False, 0.0
     if entry is None:
         part = gaussian if gaussian.structure.has_directions else gaussian.part(name)
         v = part.structure.diagonal(name)
     else:
         ends, v = read_entry(entry)
         # Squaring or clamping may hide it; the reader refuses it all the same.
-        hidden = int(not bool(torch.isfinite(ends).all() & (ends >= 0).all()))
+        hidden = not bool(torch.isfinite(ends).all() & (ends >= 0).all())
         settings = replace(gaussian.settings, prior_precision={name: gaussian.prior_precision[name]})
         part = GaussianWeights({name: gaussian.mode[name]}, Diagonal({name: v}), settings)
         if entry.reader.couples_decay(entry.group) and numel:
-            share = float(_decay_share(entry, v, every=-(-numel // _SAMPLE)).median())
+            every = -(-numel // _SAMPLE)
+            theta, some = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
+            decayed = (entry.weight_decay * theta).square() / some.clamp(min=torch.finfo(v.dtype).tiny)
+            share = float(decayed.clamp(max=1.0).nan_to_num().median())
     bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, int(whole((v == 0).sum())), bad or hidden, "", share)
-
-
-def _decay_share(entry: Entry, v: Tensor, every: int) -> Tensor:
-    """The share of weight decay in the squared gradient, of every so many weights."""
-    theta, v = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
-    decayed = (entry.weight_decay * theta).square()
-    return (decayed / v.clamp(min=torch.finfo(v.dtype).tiny)).clamp(max=1.0).nan_to_num()
+    return Examined(name, numel, part, int(whole((v == 0).sum())), bad or int(hidden), "", share)
 
 
 def diagnose(
     gaussian: GaussianWeights,
     examined: Sequence[Examined],
-    subject: str,
     match: Match | None,
     *,
     n_data: float | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
+    model: nn.Module | None = None,
 ) -> Diagnosis:
     """The findings on parameters that were examined, worst first.
 
     Args:
-        subject: what is examined, for the summary.
         match: the parameters with their states; None for a posterior, whose prior is its own and no weight decay's.
         n_data: N, for the number of the prior that the weight decay implies.
-        buffers: what the model has beside its parameters, by name, the running statistics of its batch norms with them.
+        model: the model, where it is at hand; else the file that was opened has its name and its buffers.
     """
-    readable = [result.name for result in examined if not result.error and not result.bad]
-    findings = [*_values(examined), *_dead(examined, gaussian if match is None else None)]
+    source = gaussian.source
+    model = model or getattr(gaussian, "model", None)
     count = f"{gaussian.n_weights:,} weights in {len(examined)} parameters"
+    findings = [*_values(examined), *_dead(examined, {} if match else gaussian.prior_precision)]
     if match is None:
-        findings += [*_few_steps(dict.fromkeys(gaussian.mode, (gaussian.origin.fewest, gaussian.origin.beta)))]
-        optimizers, summary = gaussian.origin.optimizers, f"a {gaussian.structure.kind} posterior of {count}"
+        origin, summary = gaussian.origin, f"a {gaussian.structure.kind} posterior of {count}"
+        optimizers = origin.optimizers
+        findings += _few_steps(dict.fromkeys(gaussian.mode, (origin.fewest, origin.beta)))
     else:
-        steps = {e.name: (e.reader.steps(e.state, e.group), e.reader.beta(e.group)) for e in match.entries}
-        findings += [
-            *_few_steps(steps),
-            *_coupled_decay(examined, match),
-            *_prior(match, n_data),
-            *_low_precision(match),
-            *_batch_norms(readable, gaussian, norm_widths(buffers or {})),
-            *_left_out(match),
-            *_reader_notes(match),
-        ]
         optimizers, summary = match.optimizers, f"{count} have a second moment"
+        steps = {e.name: (e.reader.steps(e.state, e.group), e.reader.beta(e.group)) for e in match.entries}
+        buffers = dict(model.named_buffers()) if model is not None else source.weights if source is not None else {}
+        readable = [result.name for result in examined if not result.error and not result.bad]
+        findings += _few_steps(steps)
+        findings += _coupled_decay(examined, match)
+        findings += _prior(match, n_data)
+        findings += _low_precision(match)
+        findings += _batch_norms(readable, gaussian.structure.second_moment, norm_widths(buffers))
+        findings += _left_out(match)
+        findings += _reader_notes(match)
     findings.sort(key=lambda finding: list(_MARKS).index(finding.severity))
+    subject = type(model).__name__ if source is None else source.path.name
     trained = f" trained by {' and '.join(optimizers)}" if optimizers else ""
     return Diagnosis(f"{subject}{trained}: {summary}", tuple(findings))
 
@@ -220,14 +215,12 @@ def _few_steps(counted: Mapping[str, tuple[float | None, float | None]]) -> Iter
         yield Finding("few-steps", "warning", text, tuple(short), {"steps": steps, "memory": memory})
 
 
-def _dead(examined: Sequence[Examined], posterior: GaussianWeights | None) -> Iterator[Finding]:
+def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Iterator[Finding]:
     """Weights without curvature: a warning where a posterior has no prior on them either."""
     zeros = {result.name: result.zeros for result in examined if result.zeros}
-    total = sum(result.numel for result in examined)
-    if zeros and total:
-        count = sum(zeros.values())
-        prior = {} if posterior is None else posterior.prior_precision
-        improper = any(bool((torch.as_tensor(prior[name]) == 0).any()) for name in zeros if name in prior)
+    if zeros:
+        count, total = sum(zeros.values()), sum(result.numel for result in examined)
+        improper = any(bool((torch.as_tensor(prior.get(name, 1.0)) == 0).any()) for name in zeros)
         text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. " + (
             "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or "
             "calibrate"
@@ -280,9 +273,10 @@ def _low_precision(match: Match) -> Iterator[Finding]:
         yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
 
 
-def _batch_norms(readable: Sequence[str], gaussian: GaussianWeights, widths: Mapping[str, int]) -> Iterator[Finding]:
+def _batch_norms(
+    readable: Sequence[str], moments: Mapping[str, Tensor], widths: Mapping[str, int]
+) -> Iterator[Finding]:
     if widths:
-        moments = gaussian.structure.second_moment
         biases = biases_before_norms(readable, moments.__getitem__, widths.values())
         text = (
             f"predictions use the running statistics of batch norm ({_few(tuple(widths))}), which the posterior does "

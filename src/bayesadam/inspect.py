@@ -1,4 +1,4 @@
-"""What a saved optimiser state, or a saved posterior, says about a model's weights: no model, no data."""
+"""The signal-to-noise ratios of a checkpoint's or a posterior's weights, layer by layer: no model, no data."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ _LEVELS = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """The signal-to-noise ratio |μ|/σ of one parameter's weights, or σ where the file has no weights: 5, 50, 95 % quantiles.
+    """The 5, 50 and 95 % quantiles of |μ|/σ over one parameter's weights, or of σ where a file has no weights.
 
     Attributes:
         dead: how many of the weights have v = 0.
         below: how many lie below the threshold; None without a threshold.
-        histogram: counts of log₁₀ |μ|/σ, or of log₁₀ σ, in `BINS` bins over `LOG_RANGE`; what is 0 or infinite is in none.
-        std_q05, std_q50, std_q95: quantiles of σ where |μ|/σ is not known; else NaN, as those of |μ|/σ are then.
+        histogram: counts of log₁₀ |μ|/σ, or of log₁₀ σ, in `BINS` bins over `LOG_RANGE`; without 0 and infinity.
+        snr_q05, snr_q50, snr_q95: quantiles of |μ|/σ, NaN where it is not known.
+        std_q05, std_q50, std_q95: quantiles of σ where |μ|/σ is not known, else NaN.
     """
 
     name: str
@@ -125,21 +126,17 @@ class Inspection:
     @property
     def legend(self) -> str:
         """What the columns of the table are."""
-        lines = [
-            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).",
-            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights"
-            + (
-                ", the size of a weight in units of its uncertainty."
-                if self.has_weights
-                else ", a weight's uncertainty."
-            ),
-        ]
-        if self.threshold is not None:
-            said = (
-                "the share of weights with |μ|/σ below that; below 1 the noise is larger than the weight, and pruning"
-            )
-            lines.append(f"< {self.threshold:g}: {said} by signal-to-noise ratio takes the smallest first.")
-        return "\n".join(lines)
+        meaning = "the size of a weight in units of its uncertainty" if self.has_weights else "a weight's uncertainty"
+        text = (
+            "v = 0: the share of weights that no gradient ever moved (dead units, inputs that are always 0).\n"
+            f"5 %, median, 95 %: quantiles of {self.quantity} over the parameter's weights, {meaning}."
+        )
+        if self.threshold is None:
+            return text
+        return (
+            f"{text}\n< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger than "
+            "the weight, and pruning by signal-to-noise ratio removes the smallest first."
+        )
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table as text, its heading first and its total last."""
@@ -198,33 +195,33 @@ def inspect_checkpoint(
     if snr is not None and not (math.isfinite(snr) and snr >= 0):
         raise SettingError(f"snr must be finite and at least 0, got {snr!r}")
     gaussian, known = _opened(source, n_data, options)
-    match = None if gaussian.source is None else gaussian.source.match
+    opened = gaussian.source
+    match = None if opened is None else opened.match
     threshold = (snr if snr is not None or known is None else 1.0) if gaussian.has_weights else None
     generator = torch.Generator().manual_seed(seed)
     shown = track or (lambda items, description: items)
     walk = iter(examine(gaussian, match))
-    examined: list[Examined] = []
-    reports = []
+    examined, reports = [], []
     for _ in shown(list(gaussian.mode), "reading the state"):
         result = next(walk)
         if result.part is None:
             raise StateError(result.error)
         reports.append(_report(result, threshold, generator))
-        # Without the tensors.
+        # Without the tensors, which the next step replaces.
         examined.append(replace(result, part=None))
         del result
     reader = None if match is None else match.entries[0].reader
     return Inspection(
-        source=_subject(gaussian)[0],
-        format="posterior" if gaussian.source is None else gaussian.source.format,
+        source=type(getattr(gaussian, "model", gaussian)).__name__ if opened is None else str(opened.path),
+        format="posterior" if opened is None else opened.format,
         optimizer=reader.name if reader else " and ".join(gaussian.origin.optimizers) or "unknown",
         read_alike=read_alike(reader) if reader else (),
         n_data=known,
         threshold=threshold,
         parameters=tuple(reports),
         omitted=gaussian.omitted,
-        diagnosis=_diagnosis(gaussian, examined, known),
-        why=() if gaussian.source is None else gaussian.source.why,
+        diagnosis=diagnose(gaussian, examined, match, n_data=known),
+        why=() if opened is None else opened.why,
         rule="" if match is not None else _rule(gaussian),
         has_weights=gaussian.has_weights,
     )
@@ -242,8 +239,8 @@ def diagnose_checkpoint(
     """
     try:
         gaussian, known = _opened(path, n_data, options)
-        walk = examine(gaussian, None if gaussian.source is None else gaussian.source.match)
-        return _diagnosis(gaussian, [replace(result, part=None) for result in walk], known)
+        match = None if gaussian.source is None else gaussian.source.match
+        return diagnose(gaussian, [replace(each, part=None) for each in examine(gaussian, match)], match, n_data=known)
     except (MissingFileError, SettingError):
         raise
     except BayesAdamError as error:
@@ -255,31 +252,17 @@ def _opened(
     source: str | os.PathLike[str] | Checkpoint | GaussianWeights, n_data: float | None, options: CheckpointKeywords
 ) -> tuple[GaussianWeights, float | None]:
     """The Gaussian, a checkpoint's without a prior, and N where it is known."""
-    if isinstance(source, GaussianWeights) or is_saved(source, CheckpointOptions(**options).optimizer_path):
-        if isinstance(source, GaussianWeights):
-            found = source if n_data is None else source.replace(n_data=n_data)
-        else:
-            found = GaussianWeights.open(source, n_data, **options)
+    reading = CheckpointOptions(**options)
+    if isinstance(source, GaussianWeights):
+        found = source if n_data is None else source.replace(n_data=n_data)
         return found, found.n_data
-    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, **options)
+    if is_saved(source, reading.optimizer_path):
+        found = GaussianWeights.open(source, n_data, **options)
+        return found, found.n_data
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source, reading)
     known = checkpoint.recorded.n_data if n_data is None else n_data
     given = 1.0 if known is None else known
     return GaussianWeights.open(checkpoint, given, prior_precision=0.0, **options), known
-
-
-def _subject(gaussian: GaussianWeights) -> tuple[str, str]:
-    """What is inspected: its path and its name."""
-    if gaussian.source is None:
-        name = type(getattr(gaussian, "model", gaussian)).__name__
-        return name, name
-    return str(gaussian.source.path), gaussian.source.path.name
-
-
-def _diagnosis(gaussian: GaussianWeights, examined: Sequence[Examined], n_data: float | None) -> Diagnosis:
-    source, subject = gaussian.source, _subject(gaussian)[1]
-    if source is None or source.match is None:
-        return diagnose(gaussian, examined, subject, None)
-    return diagnose(gaussian, examined, subject, source.match, n_data=n_data, buffers=source.weights)
 
 
 def _rule(gaussian: GaussianWeights) -> str:
@@ -290,13 +273,10 @@ def _rule(gaussian: GaussianWeights) -> str:
     delta = " to ".join(f"{each:g}" for each in ends) if len(numbers) == len(prior) else "one for each weight"
     parts = [f"N = {settings.n_data:g}", f"δ = {delta}"]
     parts += [f"s = {settings.scale:g} by calibration"] if settings.scale != 1 else []
-    parts += [f"B = {settings.batch_size}"] if settings.power != 0.5 and settings.batch_size else []
     power = "½" if settings.power == 0.5 else f"{settings.power:g}"
-    if gaussian.structure.independent:
-        text = f"σ is the posterior's own: 1/σ² = {settings.weight:g} v̂^{power} + δ, with {', '.join(parts)}."
-    else:
-        kind = gaussian.structure.kind
-        text = f"σ is the marginal one of the {kind} posterior, with {', '.join(parts)}, v̂^{power}."
+    is_own = gaussian.structure.independent
+    of = "the posterior's own: 1/σ²" if is_own else f"the marginal one of the {gaussian.structure.kind} posterior, Λ"
+    text = f"σ is {of} = {settings.weight:g} v̂^{power} + δ, with {', '.join(parts)}."
     if gaussian.has_weights:
         return text
     return (
@@ -312,14 +292,13 @@ def _chunks(part: GaussianWeights, name: str) -> Iterator[Tensor]:
         yield (part.mean[name].abs() / std if part.has_weights else std).flatten()
         return
     delta = part.prior_precision[name]
-    flat = [t.reshape(-1) for t in (part.mode[name], part.structure.second_moment[name])]
-    deltas = delta.to(flat[1]).reshape(-1) if isinstance(delta, Tensor) else delta
-    for start in range(0, max(len(flat[0]), 1), PIECE):
-        theta, v = (tensor[start : start + PIECE] for tensor in flat)
-        own = deltas[start : start + PIECE] if isinstance(deltas, Tensor) else deltas
-        rule = PrecisionRule.of(part.settings, own)
-        root = rule.precision(v).sqrt_()
-        yield rule.mean(theta, v).abs().mul_(root) if part.has_weights else root.reciprocal_()
+    flat = {"theta": part.mode[name].reshape(-1), "v": part.structure.second_moment[name].reshape(-1)}
+    flat |= {"delta": delta.reshape(-1)} if isinstance(delta, Tensor) else {}
+    for start in range(0, max(len(flat["v"]), 1), PIECE):
+        here = {key: tensor[start : start + PIECE] for key, tensor in flat.items()}
+        rule = PrecisionRule.of(part.settings, here.get("delta", delta))
+        root = rule.precision(here["v"]).sqrt_()
+        yield rule.mean(here["theta"], here["v"]).abs().mul_(root) if part.has_weights else root.reciprocal_()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, SettingError
-from bayesadam.gaussian.kronecker import Kronecker
+from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.optim import SOAP
 from bayesadam.readers.rotated import eigenbasis
 from floats import approx, assert_close
@@ -78,7 +78,7 @@ def dense(posterior: ba.Posterior) -> dict[str, Tensor]:
 
 def test_soap_gives_bases_to_matrices_alone():
     posterior = trained()
-    assert isinstance(posterior.structure, Kronecker)
+    assert isinstance(posterior.structure, Diagonal)
     assert set(posterior.structure.bases) == {"conv.weight", "inner.weight", "odd", "head.weight"}
     one_sided = trained(max_side=3).structure.bases
     assert one_sided["conv.weight"].right is None

@@ -1,4 +1,4 @@
-"""The diagonal Gaussian: one precision per weight, w v̂ᵖ + δ."""
+"""A Gaussian with one precision per coordinate, w v̂ᵖ + δ: of the weights themselves, or of rotated ones (Kronecker)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import placed_like, whole
+from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
 from bayesadam.gaussian.structure import Named, Structure, StructureSpec, keep_row
@@ -19,35 +20,77 @@ from bayesadam.readers.rotated import Rotation
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(Structure):
-    """Second moments v̂ by parameter name, seen as the diagonal of V_t."""
+    """Second moments v̂ by parameter name, the diagonal of V_t in the coordinates of each parameter's `bases`.
+
+    Without bases the coordinates are the weights. A matrix W with bases Q_L and Q_R is Kronecker-factored:
+
+        Cov vec(W) = (Q_R ⊗ Q_L) diag(1/(w v̂ᵖ + δ)) (Q_R ⊗ Q_L)ᵀ
+    """
 
     second_moment: Mapping[str, Tensor]
-    kind = "diagonal"
-    independent = True
-    bases: Mapping[str, Rotation] = field(default_factory=dict, init=False, repr=False)
+    bases: Mapping[str, Rotation] = field(default_factory=dict)
 
-    def precision(self, name: str, settings: Settings) -> Tensor:
-        """The precision of every weight of one parameter."""
-        return self._rule(name, settings).precision(self.second_moment[name])
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """`"diagonal"`, or `"kronecker"` with bases."""
+        return "kronecker" if self.bases else "diagonal"
+
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        """Whether the weights are the coordinates."""
+        return not self.bases
+
+    def _into(self, named: Named) -> Named:
+        """Weights by name as coordinates."""
+        moments = self.second_moment
+        turned = {
+            n: self.bases[n].into(t.to(moments[n]), moments[n].dim()) for n, t in named.items() if n in self.bases
+        }
+        return {**named, **turned} if turned else named
+
+    def _out_of(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Coordinates by name as weights."""
+        bases, moments = self.bases, self.second_moment
+        return {n: bases[n].out_of(t, moments[n].dim()) if n in bases else t for n, t in named.items()}
 
     def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
         """w v̂ᵖ + δ, and no rows."""
         return {name: self.precision(name, settings) for name in self.second_moment}, {}
 
     def _rule(self, name: str, settings: Settings) -> PrecisionRule:
-        return PrecisionRule.of(settings, settings.prior_precision[name])
+        delta = settings.prior_precision[name]
+        if name in self.bases and isinstance(delta, Tensor):
+            raise SettingError(
+                f"a Kronecker-factored posterior needs one prior precision for all weights of {name!r}: a rotated "
+                "prior of different ones is not diagonal"
+            )
+        return PrecisionRule.of(settings, delta)
+
+    def precision(self, name: str, settings: Settings) -> Tensor:
+        """w v̂ᵖ + δ of every coordinate of one parameter."""
+        return self._rule(name, settings).precision(self.second_moment[name])
+
+    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
+        """w v̂ᵖ + δ, and no rows."""
+        return {name: self.precision(name, settings) for name in self.second_moment}, {}
+
+    def _mean(self, name: str, coordinates: Tensor, settings: Settings) -> Tensor:
+        return self._rule(name, settings).mean(coordinates, self.second_moment[name])
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
-        """θ in the map form, w c/(w c + δ) θ in the likelihood form."""
-        return {name: self._rule(name, settings).mean(theta, self.second_moment[name]) for name, theta in mode.items()}
+        """θ in the map form; in the likelihood form its coordinates shrink by w c/(w c + δ)."""
+        if settings.form == "map":
+            return dict(mode)
+        return self._out_of({name: self._mean(name, theta, settings) for name, theta in self._into(mode).items()})
 
     def coordinate_variance(self, settings: Settings) -> dict[str, Tensor]:
         """1/(w v̂ᵖ + δ), infinite where there is neither curvature nor prior."""
         return {name: self.precision(name, settings).reciprocal_() for name in self.second_moment}
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
-        """The same: the weights are the coordinates."""
-        return self.coordinate_variance(settings)
+        """The marginal variances of the weights."""
+        found = self.coordinate_variance(settings)
+        return {name: self.bases[name].diagonal(v) if name in self.bases else v for name, v in found.items()}
 
     def curvatures(self, power: float, shape: Mapping[str, Precision] | None = None) -> list[Tensor]:
         """v̂ᵖ, or v̂ᵖ/R, parameter by parameter."""
@@ -67,19 +110,20 @@ class Diagonal(Structure):
     def sample(
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
-        """μ + ε (w v̂ᵖ + δ)^(-1/2), in one pass over θ and v̂."""
+        """μ + ε (w v̂ᵖ + δ)^(-1/2) in the coordinates, in one pass over θ and v̂."""
         drawn = {}
-        for name, theta in mode.items():
-            v, rule = self.second_moment[name], self._rule(name, settings)
-            drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtypes[name])
-        return drawn
+        for name, theta in self._into(mode).items():
+            v = self.second_moment[name]
+            dtype = v.dtype if name in self.bases else dtypes[name]
+            rule = self._rule(name, settings)
+            drawn[name] = draw(theta, v, rule, seed=stream_seed(seed, name), n=n, dtype=dtype)
+        return {name: tensor.to(dtypes[name]) for name, tensor in self._out_of(drawn).items()}
 
     def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """Σ ½ log(λ/2π) − ½ λ (θ − μ)², λ the precision; sums in float64."""
-        parts = []
-        for name, theta in mode.items():
-            mu = self._rule(name, settings).mean(theta, self.second_moment[name])
-            prec = self.precision(name, settings)
+        """Σ ½ log(λ/2π) − ½ λ (θ − μ)² over coordinates, λ the precision: rotations keep volumes; sums in float64."""
+        parts, values = [], self._into(values)
+        for name, theta in self._into(mode).items():
+            mu, prec = self._mean(name, theta, settings), self.precision(name, settings)
             quadratic = (placed_like(values[name], mu).to(mu.dtype) - mu).square_().mul_(prec)
             terms = (prec.log() - math.log(2 * math.pi) - quadratic).mul_(0.5)
             dims = tuple(range(terms.dim() - mu.dim(), terms.dim()))
@@ -112,20 +156,32 @@ class Diagonal(Structure):
         return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
 
     def filled(self, rows: Mapping[str, int]) -> Diagonal:
-        """The same with v̂ = 1 in place of 0 in some rows."""
+        """The same with v̂ = 1 in place of 0 in some rows; with a left basis in a direction without curvature.
+
+        A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
+        """
+        rows = dict(rows)
+        for name in rows.keys() & self.bases.keys():
+            if self.bases[name].left is not None:
+                v = self.second_moment[name]
+                rows[name] = int((v.reshape(len(v), -1) == 0).sum(dim=1).argmax())
         return replace(self, second_moment=filled(self.second_moment, rows)) if rows else self
 
     def tensors(self) -> dict[str, Named]:
-        """v̂ under `second_moment`."""
-        return {"second_moment": self.second_moment}
+        """v̂ under `second_moment`, and the bases under `left` and `right`."""
+        left = {name: basis.left for name, basis in self.bases.items() if basis.left is not None}
+        right = {name: basis.right for name, basis in self.bases.items() if basis.right is not None}
+        return {"second_moment": self.second_moment, "left": left, "right": right}
 
     def part(self, name: str) -> Diagonal:
         """The same of one parameter."""
-        return replace(self, second_moment={name: self.second_moment[name]})
+        bases = {name: self.bases[name]} if name in self.bases else {}
+        return Diagonal({name: self.second_moment[name]}, bases)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
-        """The same second moments elsewhere."""
-        return Diagonal({name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()})
+        """The same elsewhere."""
+        moments = {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()}
+        return Diagonal(moments, {name: basis.to(device, dtype) for name, basis in self.bases.items()})
 
     def gathered(self) -> Diagonal:
         """The same second moments, whole."""

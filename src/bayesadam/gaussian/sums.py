@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.kronecker import Kronecker
 from bayesadam.gaussian.low_rank import LowRank, low_rank_of, no_rest
 from bayesadam.gaussian.settings import Precision, Settings, curvature
 from bayesadam.gaussian.structure import Named, Structure
@@ -56,7 +55,7 @@ def summed(first: GaussianWeights, second: GaussianWeights) -> GaussianWeights:
     structure = _structure([_Part(each, mode, count) for each in (first, second)], mode)
     prior = _prior(first, second, structure, mode)
     omitted = {name: reason for name, reason in second.omitted.items() if name not in mode}
-    types = {**first.draw_types(), **second.draw_types()}
+    types = {**(first.dtypes or {}), **(second.dtypes or {})}
     return replace(
         second,
         mode=mode,
@@ -65,7 +64,7 @@ def summed(first: GaussianWeights, second: GaussianWeights) -> GaussianWeights:
         omitted={**omitted, **dropped},
         origin=UNKNOWN,
         padding={name: row for name, row in {**first.padding, **second.padding}.items() if name in mode},
-        dtypes={name: types[name] for name in mode},
+        dtypes={name: types.get(name, mu.dtype) for name, mu in mode.items()},
         source=None,
     )
 
@@ -132,12 +131,10 @@ def _enlarged(basis: Tensor, side: int) -> Tensor:
 
 
 def _structure(parts: list[_Part], like: Named) -> Structure:
-    kinds = {type(part.structure) for part in parts}
-    if kinds <= {Diagonal}:
-        return Diagonal({name: parts[0].moments(name) + parts[1].moments(name) for name in like})
-    if kinds <= {Diagonal, Kronecker}:
-        return _kronecker(parts, like)
-    if kinds <= {Diagonal, LowRank}:
+    structures = [part.structure for part in parts]
+    if all(isinstance(each, Diagonal) for each in structures):
+        return _diagonal(parts, like)
+    if all(isinstance(each, LowRank) or each.independent for each in structures):
         return _low_rank(parts, like)
     names = " and ".join(part.structure.kind for part in parts)
     raise SettingError(
@@ -146,7 +143,7 @@ def _structure(parts: list[_Part], like: Named) -> Structure:
     )
 
 
-def _kronecker(parts: list[_Part], like: Named) -> Kronecker:
+def _diagonal(parts: list[_Part], like: Named) -> Diagonal:
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for name in like:
@@ -158,7 +155,7 @@ def _kronecker(parts: list[_Part], like: Named) -> Kronecker:
             continue
         bases[name] = pairs[0][1] if len(pairs) == 1 else _common_basis(pairs)
         moments[name] = sum((_turned(v, basis, bases[name]) for v, basis in pairs), torch.zeros_like(pairs[0][0]))
-    return Kronecker(moments, bases)
+    return Diagonal(moments, bases)
 
 
 def _common_basis(pairs: list[tuple[Tensor, Rotation]]) -> Rotation:

@@ -21,6 +21,7 @@ from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.gaussian import files
+from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.files import SETTING_NAMES, load_structure, structure_named
 from bayesadam.gaussian.noise import common_seed, fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
@@ -29,6 +30,7 @@ from bayesadam.gaussian.structure import (
     Reading,
     Stored,
     Structure,
+    StructureSpec,
     keep_row,
     novelty_settings,
     outlined,
@@ -204,7 +206,7 @@ class GaussianWeights(Marginals):
         checkpoint = given or read_checkpoint(file, reading)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match, why = match_and_explain(checkpoint, reading)
-        found = of_match(match, settings, prior_precision, build=spec.build)
+        found = of_match(match, settings, prior_precision, spec)
         source = Source(file, checkpoint.format, why, checkpoint.weights, checkpoint, match)
         return replace(found, source=source)
 
@@ -542,8 +544,7 @@ def of_match(
     match: Match,
     settings: Settings,
     prior_precision: Any,
-    *,
-    build: Callable[[Reading], Structure],
+    spec: StructureSpec = DIAGONAL,
 ) -> GaussianWeights:
     """The Gaussian of parameters matched to optimiser states; tensors are read when they are accessed.
 
@@ -560,7 +561,7 @@ def of_match(
     shapes = {name: theta.shape for name, theta in like.items()}
     decays = {name: entry.weight_decay for name, entry in entries.items()}
     settings = with_prior(settings, prior_precision, decays, shapes)
-    structure = build(Reading(match, Lazy(like, moment)))
+    structure = spec.build(Reading(match, Lazy(like, moment)))
     return GaussianWeights(mode, structure, settings, match.omitted, origin=origin_of(match), dtypes=types)
 
 

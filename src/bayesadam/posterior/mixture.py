@@ -27,7 +27,7 @@ from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import LogitMixture, Score, average
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
-from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
+from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.predict.options import Options
 from bayesadam.predict.places import chosen_places
 from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
@@ -92,13 +92,17 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     @property
     def variance(self) -> dict[str, Tensor]:
         """Var[θ] = Σ π_m (diag Σ_m + (μ_m − E[θ])²) by parameter name; infinite where a member's is."""
-        means = [member.mean for member in self.members]
-        centre = self._averaged(means)
+        means, centre = [member.mean for member in self.members], self.mean
         found = [member.variance for member in self.members]
         for variance, mean in zip(found, means, strict=True):
             for name, mu in mean.items():
                 variance[name].add_((mu - centre[name]).square_())
         return self._averaged(found)
+
+    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Σ π_m x_m by name."""
+        shares = list(zip(self.weights, named, strict=True))
+        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
 
     @property
     def n_weights(self) -> int:
@@ -125,6 +129,11 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
                 whole = draws.setdefault(name, values.new_empty((n, *values.shape[1:])))
                 whole[places] = values.to(whole)
         return draws
+
+    def _picks(self, n: int, seed: int) -> list[int]:
+        """n members' numbers, drawn with probabilities π from a stream of their own."""
+        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
+        return list(map(int, np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")))
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = log Σ π_m N(θ; μ_m, Σ_m) of weights by name, in float64; leading dimensions stay."""
@@ -230,22 +239,21 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
         if not isinstance(model, nn.Module):
             raise SettingError(f"Mixture.load takes one model for all members, got {type(model).__name__}")
         tensors, header = storage.read(path)
-        kind, weights, headers = (header.get(key) for key in ("structure", "weights", "members"))
-        if kind != _KIND:
+        if header.get("structure") != _KIND:
+            kind = header.get("structure")
             raise FileError(f"{path} holds a {kind!r} posterior and no mixture: read it with Posterior.load")
+        weights, headers = header.get("weights"), header.get("members")
         if not (isinstance(headers, list) and isinstance(weights, list) and 0 < len(headers) == len(weights)):
             raise FileError(f"{path} is damaged: its header has not a weight for every member")
         members = []
         for number, own in enumerate(headers):
-            mark = f"{number}."
-            parts = storage.under(mark, tensors)
             if not isinstance(own, dict):
                 raise FileError(f"{path} is damaged: member {number} has no header")
-            mark = f"{_BESIDES}."
-            besides = {key.removeprefix(mark): parts.pop(key) for key in list(parts) if key.startswith(mark)}
-            members.append(Posterior.unpacked(path, parts, own, _with(path, model, besides)))
-        for member in members:
-            member.require_whole("a mixture")
+            parts = storage.under(f"{number}.", tensors)
+            of_member = _with(path, model, storage.under(f"{_BESIDES}.", parts))
+            parts = {key: tensor for key, tensor in parts.items() if not key.startswith(f"{_BESIDES}.")}
+            members.append(Posterior.unpacked(path, parts, own, of_member))
+            members[-1].require_whole("a mixture")
         try:
             found = cls(members, weights, calibration=read_report(path, tensors, header))
         except (MatchError, SettingError) as error:
@@ -269,42 +277,23 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Posterior]:
         return iter(self.members)
 
-    def __repr__(self) -> str:
-        first = self.members[0]
+    @property
+    def _kinds(self) -> str:
         kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
+        return f"{kinds}, {self.n_weights:,} weights in {len(self.members[0].mode)} parameters"
+
+    def __repr__(self) -> str:
         shares = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        return (
-            f"Mixture({len(self)} x {type(first.model).__name__}, {kinds}, {self.n_weights:,} weights in "
-            f"{len(first.mode)} parameters, weights=({shares}))"
-        )
+        return f"Mixture({len(self)} x {type(self.members[0].model).__name__}, {self._kinds}, weights=({shares}))"
 
     def __str__(self) -> str:
-        first, report = self.members[0], self.calibration
-        kinds = "/".join(dict.fromkeys(member.structure.kind for member in self.members))
         lines = [
-            ("structure", f"{kinds}, {self.n_weights:,} weights in {len(first.mode)} parameters"),
+            ("structure", self._kinds),
             ("members", f"{len(self)}, weights {', '.join(f'{weight:.3g}' for weight in self.weights)}"),
             ("data", "N = " + " / ".join(dict.fromkeys(f"{member.n_data:,.10g}" for member in self.members))),
-            *([] if self.likelihood is None else [("likelihood", self.likelihood)]),
-            *shown(
-                settings_of(self.members),
-                {} if report is None else report.before,
-                any(member.settings.default_prior for member in self.members),
-            ),
-            *described(report),
+            *described(self),
         ]
-        return table(f"Mixture over {type(first.model).__name__}", lines)
-
-    def _averaged(self, named: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Σ π_m x_m by name."""
-        shares = list(zip(self.weights, named, strict=True))
-        return {name: sum((share * values[name] for share, values in shares), torch.zeros(())) for name in named[0]}
-
-    def _picks(self, n: int, seed: int) -> list[int]:
-        """n members' numbers, drawn with probabilities π from a stream of their own."""
-        random = np.random.Generator(np.random.SFC64(stream_seed(seed, "pick")))
-        places = np.searchsorted(np.cumsum(self.weights)[:-1], random.random(n), side="right")
-        return list(map(int, places))
+        return table(f"Mixture over {type(self.members[0].model).__name__}", lines)
 
 
 def require_one_network(posterior: object, what: str) -> None:
@@ -335,20 +324,21 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
             kind = type(member).__name__
             raise SettingError(f"the members of a mixture are Posteriors, but member {number} is {kind}")
         member.require_whole("a mixture")
-    first, *others = members
-    for number, member in enumerate(others, start=1):
-        for name in (*first.mode, *member.mode):
-            for owner, other, lacking in ((0, number, member), (number, 0, first)):
-                if name not in lacking.mode:
-                    raise MatchError(
-                        f"member {other} has no parameter {name!r}, which member {owner} has: the members of a mixture are "
-                        "posteriors over the same parameters"
-                    )
-            mine, theirs = first.mode[name], member.mode[name]
-            shapes, devices = (tuple(mine.shape), tuple(theirs.shape)), (mine.device, theirs.device)
-            for what, (here, there) in (("has shape", shapes), ("is on", devices)):
-                if here != there:
-                    raise MatchError(f"{name!r} {what} {here} in member 0 and {there} in member {number}")
+    first = members[0]
+    for number, member in enumerate(members):
+        if odd := [name for name in (*first.mode, *member.mode) if (name in first.mode) != (name in member.mode)]:
+            owner, other = (0, number) if odd[0] in first.mode else (number, 0)
+            raise MatchError(
+                f"member {other} has no parameter {odd[0]!r}, which member {owner} has: the members of a mixture are "
+                "posteriors over the same parameters"
+            )
+        for name, mine in first.mode.items():
+            theirs = member.mode[name]
+            if mine.shape != theirs.shape:
+                shapes = f"{tuple(mine.shape)} in member 0 and {tuple(theirs.shape)} in member {number}"
+                raise MatchError(f"{name!r} has shape {shapes}")
+            if mine.device != theirs.device:
+                raise MatchError(f"{name!r} is on {mine.device} in member 0 and {theirs.device} in member {number}")
 
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:

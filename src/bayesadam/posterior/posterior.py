@@ -28,7 +28,7 @@ from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, wi
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior.distribution import Distribution
-from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
+from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.predict.options import Options
 from bayesadam.predict.prediction import predictive_of, score_of
@@ -480,14 +480,11 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
 
     def __str__(self) -> str:
         batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
-        report = self.calibration
         lines = [
             ("structure", f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters"),
             ("data", f"N = {self.n_data:,.10g}{batch}"),
             ("curvature", f"v̂^{self.power:g}, {self.form} form"),
-            *([] if self.likelihood is None else [("likelihood", self.likelihood)]),
-            *shown(settings_of([self]), {} if report is None else report.before, self.settings.default_prior),
-            *described(report),
+            *described(self),
         ]
         return table(f"Posterior over {type(self.model).__name__}", lines)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from bayesadam.gaussian.settings import Precision, Settings
+from bayesadam.gaussian.settings import Precision
 from bayesadam.likelihoods.conformal import Guarantee
 
 # Least and greatest of a setting, over parameters, outputs and the members of a mixture.
@@ -16,23 +17,7 @@ Range = tuple[float, float]
 _SYMBOLS = {"scale": "s", "prior_precision": "δ", "temperature": "T", "noise_variance": "σ²"}
 
 
-class Tuned(Protocol):
-    """What has the settings that calibration changes."""
-
-    @property
-    def settings(self) -> Settings:
-        """N, δ, p and the rest."""
-
-    @property
-    def temperature(self) -> float:
-        """T."""
-
-    @property
-    def noise_variance(self) -> Tensor | None:
-        """σ², where it is known."""
-
-
-def settings_of(posteriors: Iterable[Tuned]) -> dict[str, Range]:
+def settings_of(posteriors: Iterable[Any]) -> dict[str, Range]:
     """The settings that calibration changes, as ranges over some posteriors; without those that are not known."""
     found: dict[str, list[Precision]] = {name: [] for name in _SYMBOLS}
     for each in posteriors:
@@ -40,39 +25,40 @@ def settings_of(posteriors: Iterable[Tuned]) -> dict[str, Range]:
         found["prior_precision"].extend(each.settings.prior_precision.values())
         found["temperature"].append(each.temperature)
         found["noise_variance"].extend([] if each.noise_variance is None else [each.noise_variance])
-    return {name: _range(values) for name, values in found.items() if values}
+    ends = {name: [torch.as_tensor(value).double() for value in values] for name, values in found.items() if values}
+    return {name: (float(min(v.min() for v in all_)), float(max(v.max() for v in all_))) for name, all_ in ends.items()}
 
 
-def _range(values: Iterable[Precision]) -> Range:
-    ends = [(float(v.min()), float(v.max())) if isinstance(v, Tensor) else (float(v), float(v)) for v in values]
-    return min(low for low, _ in ends), max(high for _, high in ends)
+def described(posterior: Any) -> list[tuple[str, str]]:
+    """The likelihood, the settings and what calibration did to a posterior or a mixture, a name and a text each.
 
-
-def shown(now: Mapping[str, Range], before: Mapping[str, Range], default: bool = False) -> list[tuple[str, str]]:
-    """Names and values of settings for a reader, `before → now` where calibration changed them; no temperature of 1.
-
-    With `default`, δ = 1 stands where there was no weight decay.
-
-    >>> shown({"scale": (0.5, 0.5), "prior_precision": (0.0, 6.0)}, {"scale": (1.0, 1.0), "prior_precision": (0.0, 6.0)})
-    [('scale', 's = 1 → 0.5'), ('prior precision', 'δ = 0 to 6')]
+    Where calibration changed a setting it is `before → now`. A temperature of 1 is left out.
     """
-    lines = []
-    for name, value in now.items():
-        old = before.get(name, value) if before else value
-        if name == "temperature" and {*old, *value} == {1.0}:
+    report = posterior.calibration
+    lines = [] if posterior.likelihood is None else [("likelihood", posterior.likelihood)]
+    for name, value in settings_of(posterior.members).items():
+        change = list(dict.fromkeys(map(_words, (value if report is None else report.before.get(name, value), value))))
+        if name == "temperature" and change == ["1"]:
             continue
-        change = [_words(each) for each in dict.fromkeys((tuple(old), tuple(value)))]
-        first = ["not known"] if before and name not in before else []
-        text = f"{_SYMBOLS[name]} = {' → '.join([*first, *change])}"
-        if default and name == "prior_precision":
+        if report is not None and report.before and name not in report.before:
+            change.insert(0, "not known")
+        text = f"{_SYMBOLS[name]} = {' → '.join(change)}"
+        if name == "prior_precision" and any(member.settings.default_prior for member in posterior.members):
             text += " (no weight decay)" if value == (1.0, 1.0) else " (1 where there is no weight decay)"
         lines.append((name.replace("_", " "), text))
-    return lines
+    if report is None:
+        return [*lines, ("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
+    nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
+    return [*lines, ("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
 
 
-def _words(value: tuple[float, ...]) -> str:
-    low, high = (f"{end:.3g}" for end in value)
-    return low if low == high else f"{low} to {high}"
+def _words(value: Sequence[float]) -> str:
+    """A range, as one number where its ends are equal.
+
+    >>> _words((0.5, 0.5)), _words((0.0, 6.0))
+    ('0.5', '0 to 6')
+    """
+    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in value))
 
 
 def table(title: str, lines: Iterable[tuple[str, str]]) -> str:
@@ -141,11 +127,3 @@ class CalibrationReport:
         before = {name: tuple(ends) for name, ends in header.get("before", {}).items()}
         plain = {**header, "temperatures": tuple(header["temperatures"]), "before": before}
         return cls(**plain, guarantee=Guarantee.of(tensors))
-
-
-def described(report: CalibrationReport | None) -> list[tuple[str, str]]:
-    """What calibration did, line by line."""
-    if report is None:
-        return [("calibrated", "no: calibrate(posterior, held_out, likelihood=...)")]
-    nll = ", ".join(f"{name} {value:.4f}" for name, value in report.nll.items())
-    return [("calibrated", report.fitted), ("held-out NLL", nll), ("outcome", report.preferred)]
