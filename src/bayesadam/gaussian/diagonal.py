@@ -53,10 +53,6 @@ class Diagonal(Structure):
         bases, moments = self.bases, self.second_moment
         return {n: bases[n].out_of(t, moments[n].dim()) if n in bases else t for n, t in named.items()}
 
-    def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
-        """w v̂ᵖ + δ, and no rows."""
-        return {name: self.precision(name, settings) for name in self.second_moment}, {}
-
     def _rule(self, name: str, settings: Settings) -> PrecisionRule:
         delta = settings.prior_precision[name]
         if name in self.bases and isinstance(delta, Tensor):

@@ -458,13 +458,17 @@ def _adapters(networks: Sequence[Network], pair: Pair) -> list[Adapter]:
             f"by what the adapter of {pair.prefix!r} is multiplied is not known of {networks[scales.index(None)].label}: "
             "put its adapter_config.json beside its weights, or merge posteriors of the live models"
         )
+    device = networks[0].weights[pair.up].device
+
+    def factor(network: Network, name: str) -> tuple[Tensor, Tensor]:
+        weight, v = network.weights[name].detach(), network.moment(name)
+        weight = weight.to(device, working_dtype(weight.dtype)).flatten(1)
+        return weight, torch.zeros_like(weight) if v is None else v.to(weight).flatten(1)
+
     found = []
     for network, scale in zip(networks, scales, strict=True):
-        up, down = (network.weights[name].detach() for name in (pair.up, pair.down))
-        up, down = (t.to(networks[0].weights[pair.up].device, working_dtype(t.dtype)) for t in (up, down))
-        moments = (network.moment(name) for name in (pair.up, pair.down))
-        moments = (torch.zeros_like(t) if v is None else v.to(t) for v, t in zip(moments, (up, down), strict=True))
-        found.append(Adapter(*(t.flatten(1) for t in (up, down, *moments)), 1.0 if scale is None else scale))
+        (up, up_moment), (down, down_moment) = factor(network, pair.up), factor(network, pair.down)
+        found.append(Adapter(up, down, up_moment, down_moment, scale or 1.0))
     return found
 
 
@@ -485,14 +489,12 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
 
 
 def _warn_of_overlap(total: Sums, networks: Sequence[Network]) -> None:
-    """Warn of second moments on different weights.
+    """Warn of second moments on different weights, those that an optimiser averaged: by them the limit was set.
 
-    Only of those that an optimiser averaged over training, weight by weight: by them the limit was set. The diagonals of
-    Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps and by more where it
-    does not.
+    The diagonals of Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps
+    and by more where it does not.
     """
-    gaussians = [network.gaussian for network in networks]
-    averaged = [i for i, g in enumerate(gaussians) if g and not g.origin.recorded and not g.structure.bases]
+    averaged = [i for i, network in enumerate(networks) if network.is_averaged]
     overlap, i, j = min(((total.overlap(i, j), i, j) for i, j in combinations(averaged, 2)), default=(1.0, 0, 0))
     if overlap < LEAST_OVERLAP:
         warn(

@@ -68,6 +68,12 @@ class Network:
         """Whether a parameter has eigenbases."""
         return name in self.owners and self.owners[name] in self.gaussian.structure.bases  # type: ignore[union-attr]
 
+    @property
+    def is_averaged(self) -> bool:
+        """Whether its second moments are the optimiser's own, weight by weight: neither in eigenbases nor recorded."""
+        found = self.gaussian
+        return found is not None and not found.origin.recorded and not found.structure.bases and not _rotates(found)
+
     def moment(self, name: str) -> Tensor | None:
         """v̂ of a parameter, the diagonal of V in the space of the weights; None where it was not trained."""
         if name not in self.owners:
@@ -129,8 +135,7 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
         checkpoint = read_checkpoint(path, **options)
         known = checkpoint.recorded
         gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, prior_precision=1.0, **options)
-        match = gaussian.source.match if gaussian.source else None
-        if bases and match is not None and any(isinstance(entry.reader, RotatedReader) for entry in match.entries):
+        if bases and _rotates(gaussian):
             gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
     except BayesAdamError as error:
         if isinstance(error, FileError) and state is None and path.exists() and not _has_state(path, options):
@@ -145,6 +150,12 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
     weights = checkpoint.weights
     scaling = scaling_of_folder(path)
     return Network(label, weights, identities(weights), gaussian, known.n_data, known.batch_size, scaling)
+
+
+def _rotates(gaussian: GaussianWeights) -> bool:
+    """Whether its file has the state of an optimiser with eigenbases."""
+    match = gaussian.source.match if gaussian.source else None
+    return match is not None and any(isinstance(entry.reader, RotatedReader) for entry in match.entries)
 
 
 def _has_state(path: Path, options: CheckpointKeywords) -> bool:

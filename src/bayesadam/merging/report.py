@@ -40,7 +40,7 @@ class Sums:
         """Over all parts, of which there is one at least."""
         rows = [(part.weights, part.products, part.shares) for part in parts]
         weights, products, shares = zip(*rows, strict=True)
-        return cls(sum(weights), sum(products), sum(shares))  # type: ignore[arg-type]
+        return cls(sum(weights), sum(products), sum(shares))
 
     @property
     def curvature(self) -> Tensor:
