@@ -139,6 +139,23 @@ def pooled_in_place(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.mean(torch.tanh(m.a(x)), 1, keepdim=True))
 
 
+def transposed(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.relu(m.a(x)).transpose(1, 2))
+
+
+def summed_up(m: Any, x: Tensor) -> Tensor:
+    """A constant unit is no constant after it."""
+    return m.b(torch.sigmoid(m.a(x)).cumsum(1))
+
+
+def flipped(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.relu(m.a(x)).flip(-1))
+
+
+def normalised(m: Any, x: Tensor) -> Tensor:
+    return m.b(F.normalize(m.a(x), dim=-1))
+
+
 def batch_read(m: Any, x: Tensor) -> Tensor:
     h = torch.relu(m.a(x))
     batch, _ = h.shape
@@ -312,6 +329,27 @@ TABLE: dict[str, Case] = {
         {"a": [0], "b_out": [1]},
         {"a": 3},
     ),
+    "transposed-input": (
+        lambda: Calls(transposed, a=nn.Linear(4, 6), b=nn.Conv1d(6, 2, 3)),
+        (7, 4),
+        {"a": [1, 3], "b_out": [0]},
+        {"a": 3},
+    ),
+    "summed-up": (
+        lambda: Calls(summed_up, a=nn.Linear(4, 6), b=nn.Linear(6, 2)),
+        (7, 4),
+        {"a": [1], "b_out": [0]},
+        {"a": 5},
+    ),
+    **{
+        step.__name__: (
+            lambda step=step: Calls(step, a=nn.Linear(4, 6), b=nn.Linear(6, 2)),
+            (4,),
+            {"a": [0], "b_out": [1]},
+            None,
+        )
+        for step in (flipped, normalised)
+    },
     "batch-read": (
         lambda: Calls(batch_read, a=nn.Linear(4, 5), b=nn.Linear(5, 2)),
         (4,),

@@ -81,12 +81,12 @@ def merge(
         kronecker          (Σ αᵢ Kᵢ + δ I)(θ − θ_D) = Σ αᵢ Kᵢ (θᵢ − θ_D), K = N B V in its eigenbases
 
     θ_D is the merge by the diagonals: the first equation, or with a base the second. δ is a fixed share of the mean
-    curvature, so that a factor that N, B or the units of the loss have in common for all models changes nothing. An N or
-    B that is not known of every model counts for none.
+    curvature, so that a factor common to all models, in N, B or the units of the loss, changes nothing. An N or B that
+    is not known of every model counts for none.
 
-    A parameter that only some of the models trained is taken from those. What none of them trained is averaged, batch
-    norm's running statistics among it; integers are the first model's. The factors of a LoRA adapter are merged as their
-    product. The report says which were.
+    A parameter that only some of the models trained is taken from those. Tensors that none of them trained are
+    averaged, batch norm's running statistics among them; integers are the first model's. The factors of a LoRA adapter
+    are merged as their product. The report says which were.
 
     >>> from bayesadam import Posterior
     >>> def fine_tuned(seed):
@@ -147,26 +147,12 @@ def merge_checkpoints(
 
 
 def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> float:
-    """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint ones.
+    """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint.
 
     1 − the squared Hellinger distance between the curvatures as distributions over the weights; neither N, B nor the
-    loss's units change it. The networks must be of one architecture; a parameter that one of them did not train counts as
-    without curvature there.
-
-    F is a number for each weight. Of Kronecker factors it is the diagonal of V: directions across the weights of a layer
-    are not compared, and two networks that depend on different ones may overlap all the same.
-
-    >>> from bayesadam import Posterior
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> def one(*variance):
-    ...     return Posterior.from_moments(model, {"weight": torch.zeros(1, 2)}, {"weight": torch.tensor([variance])}, 10)
-    >>> similarity(one(1.0, 1.0), one(5.0, 5.0)), round(similarity(one(1.0, 1.0), one(1.0, 1e6)), 3)
-    (1.0, 0.708)
-
-    Args:
-        a: a posterior, a path of what a trainer saved, or a pair of paths (weights, optimiser's state).
-        b: the other.
-        **options: how files are read, see `CheckpointOptions`.
+    loss's units change it. The networks, given as in `merge`, must be of one architecture; a parameter that one of them
+    did not train has no curvature there. Of Kronecker factors F is the diagonal of V: directions across the weights of
+    a layer are not compared, and two networks that depend on different ones may overlap all the same.
     """
     _check_options(options)
     networks = [network_of(source, f"model {i}", options) for i, source in enumerate((a, b), 1)]
@@ -273,8 +259,8 @@ class Plan:
         found, left = methods.kronecker(torch.stack(thetas), operators, whole, start, delta)
         if not left <= _RESIDUAL:
             warn(
-                f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many decades. "
-                "Compare with method='fisher'"
+                f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many "
+                "decades. Compare with method='fisher'"
             )
         return found
 
@@ -342,13 +328,12 @@ def _check_options(options: CheckpointKeywords) -> None:
 def _chosen_method(method: object, base: object) -> Method:
     if method is None:
         return "fisher" if base is None else "gradient-matching"
-    if not isinstance(method, str):
+    if not isinstance(method, str) or method not in get_args(Method):
         raise SettingError(
-            f"method must be a name, got {type(method).__name__}: give all models in one list, merge([a, b]), and the "
-            "network before fine-tuning as base="
+            f"method must be one of {', '.join(map(repr, get_args(Method)))}, got "
+            f"{repr(method) if isinstance(method, str) else type(method).__name__}: give all models in one list, "
+            "merge([a, b]), and the network before fine-tuning as base="
         )
-    if method not in get_args(Method):
-        raise SettingError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
     if method == "gradient-matching" and base is None:
         raise SettingError(
             "method='gradient-matching' needs base=, the network before fine-tuning; method='fisher' does without"
@@ -396,12 +381,11 @@ def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
 
 
 def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
-    """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; 0 where a model has no state."""
+    """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; F = 0 without a state."""
     flat = [each.weights[name].detach().reshape(-1) for each in networks]
     kind, device = working_dtype(flat[0].dtype), flat[0].device
-    moments = [each.moment(name) for each in networks]
     zeros = torch.zeros((), device=device).expand(flat[0].shape)
-    rows = [zeros if v is None else v.reshape(-1) for v in moments]
+    rows = [zeros if v is None else v.reshape(-1) for v in (each.moment(name) for each in networks)]
     for start in range(0, len(flat[0]), PIECE):
         theta, v = (torch.stack([t[start : start + PIECE].to(device, kind) for t in each]) for each in (flat, rows))
         yield theta, v.mul_(torch.tensor(scales[: len(v)]).to(v)[:, None])
@@ -455,8 +439,8 @@ def _adapters(networks: Sequence[Network], pair: Pair) -> list[Adapter]:
     scales = [each.scaling(pair.prefix, pair.adapter, each.outline[pair.down].shape[0]) for each in networks]
     if None in scales and any(scales):
         raise MatchError(
-            f"by what the adapter of {pair.prefix!r} is multiplied is not known of {networks[scales.index(None)].label}: "
-            "put its adapter_config.json beside its weights, or merge posteriors of the live models"
+            f"the scaling of the adapter of {pair.prefix!r} is not known of {networks[scales.index(None)].label}: put "
+            "its adapter_config.json beside its weights, or merge posteriors of the live models"
         )
     device = networks[0].weights[pair.up].device
 
@@ -477,14 +461,14 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
     for network in networks:
         if not any(network.has_bases(name) for name in trained):
             raise SettingError(
-                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or with SOAP "
-                "and build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
+                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or SOAP and "
+                "build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
             )
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
             raise SettingError(
-                f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging by them "
-                f"needs {LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
+                f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging needs "
+                f"{LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
             )
 
 

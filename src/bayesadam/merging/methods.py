@@ -61,8 +61,8 @@ def kronecker(
 ) -> tuple[Tensor, float]:
     """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F), and the share of |b| that is left.
 
-    Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all of them have little beside δ it
-    stays at θ_F, the merge by the diagonals. Solved by conjugate gradients preconditioned with the diagonal.
+    Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all have little beside δ it stays
+    at θ_F, the merge by the diagonals. Solved by conjugate gradients preconditioned with the diagonal.
 
     Args:
         weights: θᵢ, (models, *shape).

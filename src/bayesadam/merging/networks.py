@@ -109,7 +109,7 @@ def network_of(
     others = "" if trained else ", a model or a state dict"
     raise SettingError(
         f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths (weights, "
-        f"optimiser's state){others}. A model alone has no curvature: Posterior.from_optimizer(model, optimizer, n_data)"
+        f"optimiser's state){others}. A model alone has no curvature: use Posterior.from_optimizer"
     )
 
 
@@ -140,9 +140,9 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
     except BayesAdamError as error:
         if isinstance(error, FileError) and state is None and path.exists() and not _has_state(path, options):
             raise FileError(
-                f"{label} holds no optimiser state. Where that has a file of its own, keep it beside the weights under "
-                "its name, optimizer.pt beside model.pt or posterior.safetensors beside model.safetensors, or in Python "
-                "pass the pair (weights, state) in place of the path. The network before fine-tuning is given as base="
+                f"{label} holds no optimiser state. A state in a file of its own is found beside the weights, as "
+                "optimizer.pt beside model.pt or posterior.safetensors beside model.safetensors, or in Python pass the "
+                "pair (weights, state) in place of the path. The network before fine-tuning is given as base="
             ) from None
         # The argument of a reader of one checkpoint is a pair here.
         said = str(error).replace("as optimizer_path=", "as the second of a pair (weights, state), in Python")
@@ -209,7 +209,8 @@ def check_alike(networks: Sequence[Network], pairs: Mapping[str, Pair]) -> None:
             theirs = other.outline[name]
             if tensor.shape != theirs.shape and name not in pairs:
                 raise MatchError(
-                    f"{both}: {name!r} has shape {tuple(tensor.shape)} in the one and {tuple(theirs.shape)} in the other"
+                    f"{both}: {name!r} has shape {tuple(tensor.shape)} in the one and {tuple(theirs.shape)} in the "
+                    "other"
                 )
 
 

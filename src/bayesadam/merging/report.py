@@ -82,7 +82,7 @@ class MergeReport:
         labels: the models', in the order of the shares.
         parameters: every parameter that one of them has curvature of.
         layers: the same by module.
-        overlap: the least of two models over all weights, as by `similarity`; of Kronecker factors that of the diagonals.
+        overlap: the least of two models over all weights, as by `similarity`.
         notes: what was merged in another way, and what was not known, in words.
     """
 

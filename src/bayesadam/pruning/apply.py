@@ -256,7 +256,7 @@ class PruningReport(PrunedParameter):
 
     Attributes:
         rows: one per parameter of the model.
-        expected_loss_change: ½ Σ_removed θ² w v̂ᵖ/N, the rise of the mean loss to second order round an optimum, with the
+        expected_loss_change: ½ Σ_removed θ² w v̂ᵖ/N, the rise of the mean loss to second order at an optimum, with the
             posterior's precision (its prior left out) over N as the curvature: s B v̂ at p = 1. At the paper's p = ½ it
             compares prunings of one network, and is no loss. None without a posterior that holds every weight removed.
     """

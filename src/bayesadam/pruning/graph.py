@@ -56,7 +56,7 @@ class Reader(NamedTuple):
 
 
 class Units(NamedTuple):
-    """The units of a layer, the layers that read them, and the batch norms between, with the units' place in their input."""
+    """The units of a layer, the layers that read them, and the batch norms between, each with its input's layout."""
 
     name: str
     layer: Layer
@@ -70,7 +70,7 @@ class Units(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A layer's input on an example, by feature: the value at the first position, and whether it is 0 at all of them."""
+    """A layer's input on an example, by feature: the value at the first position, and whether all values are 0."""
 
     first: Tensor
     zero: Tensor

@@ -279,8 +279,8 @@ def _eligible(
     held = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
     if held:
         warn(
-            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did not "
-            "depend on them, but its running mean has them in it, and without them the network would be another"
+            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did "
+            "not depend on them, but its running mean has them in it, and without them the network would be another"
         )
     return [name for name in names if name not in held]
 

@@ -108,9 +108,10 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
 
     With s the scores of single weights, such as signal-to-noise ratios, a_j is the strength of the unit the weight
     reads, a_j² = Σ_k (s_jk a_k)² + s_j² with the bias last, and b_i that of the units which read its own,
-    b_i² = Σ_k (s_ki b_k)²; both are 1 at the network's ends, and 1 on average over each layer. Squared, the product sums
-    over all paths through the weight. A weight out of a unit that nothing reaches is worth nothing, however certain, and so is one into a unit
-    that nothing reads: at high fractions this keeps whole paths where single scores leave stumps.
+    b_i² = Σ_k (s_ki b_k)²; both are 1 at the network's ends, and on average over each layer. Squared, the product sums
+    over all paths through the weight. A weight out of a unit that nothing reaches is worth nothing, however certain,
+    and so is one into a unit that nothing reads: at high fractions this keeps whole paths where single scores leave
+    stumps.
 
     Units are followed on `example_input`, as far as their layers are understood (see `shrink`); beyond that a weight
     keeps its own score.
@@ -160,8 +161,8 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
         b' = b + Σ_units W[:, unit] a(b_unit),
 
     unless a convolution's zero padding would show. Repeated until nothing changes; each layer keeps at least one unit,
-    and the model its inputs and outputs. Units are followed from layer to layer by torch.fx through activations, dropout,
-    batch norms, pooling, flattening and all else that keeps them apart. Units that pass through anything else
+    and the model its inputs and outputs. Units are followed from layer to layer by torch.fx through activations,
+    dropout, batch norms, pooling, flattening and all else that keeps them apart. Units that pass through anything else
     (additions, layer norms, attention, groups, tied or hooked layers) stay.
 
     Args:
