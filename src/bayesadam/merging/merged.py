@@ -394,8 +394,11 @@ def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) ->
 def _sums(
     networks: Sequence[Network], names: Sequence[str], scales: Sequence[float], counts: Tensor
 ) -> dict[str, Sums]:
-    parts = {name: [Sums.of(v, counts) for _, v in _stacked(networks, name, scales)] for name in names}
-    return {name: Sums.total(found) for name, found in parts.items() if found}
+    return {
+        name: Sums.total(Sums.of(curvature, counts) for _, curvature in _stacked(networks, name, scales))
+        for name in names
+        if networks[0].outline[name].numel()
+    }
 
 
 def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:

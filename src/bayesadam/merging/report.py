@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import combinations
 from typing import Any
 
@@ -38,9 +39,8 @@ class Sums:
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """Over all parts, of which there is one at least."""
-        rows = [(part.weights, part.products, part.shares) for part in parts]
-        weights, products, shares = zip(*rows, strict=True)
-        return cls(sum(weights), sum(products), sum(shares))
+        # One by one: a list of small tensors between large ones would keep the memory of these from being freed.
+        return reduce(lambda a, b: cls(a.weights + b.weights, a.products + b.products, a.shares + b.shares), parts)
 
     @property
     def curvature(self) -> Tensor:
