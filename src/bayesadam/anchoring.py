@@ -300,11 +300,6 @@ class Pull:
     .. math::
         (E + R^\top R)^{-1} = E^{-1} - E^{-1} R^\top (I + R E^{-1} R^\top)^{-1} R E^{-1}, \qquad
         E = A + \operatorname{diag}(d)
-
-    Attributes:
-        diagonal: d by parameter name.
-        bases: of the parameters that have them.
-        rows: R by parameter name, (K, *shape); empty without.
     """
 
     diagonal: Named

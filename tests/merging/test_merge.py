@@ -444,7 +444,7 @@ def test_one_state_does_not_stand_for_all(tuned, tmp_path):
     ):
         with pytest.raises(ba.SettingError, match=r"pass the pair \(weights, state\)"):
             call(optimizer_path=tmp_path / "o.pt")
-        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*pass the pair \(weights, state\).*base="):
+        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*a pair \(weights, state\).*base="):
             call()
     found, expected = merge([paths[0], (tmp_path / "w.pt", tmp_path / "o.pt")]), merge(paths[:2])
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Method = Literal["fisher", "gradient-matching", "kronecker"]
-# δ as a share of the mean of Fᵢ over all weights and models, and of the mean of a parameter's Σ Kᵢ over its weights.
 MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
 # Below it the second moments of training lie on different weights, as those of networks that know different classes.
 LEAST_OVERLAP = 0.5
@@ -170,16 +169,9 @@ def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> f
 class Plan:
     """Models that fit together, and all that their merge depends on.
 
-    Attributes:
-        base: θ₀ of gradient matching.
-        scales: by what v̂ of each model is multiplied, α among it, and of the base.
-        counts: α.
-        tied: the first name of every tied tensor by its other names.
-        adapters: the merged factors of LoRA adapters by name.
-        sums: over each parameter's curvature, by name.
-        notes: for the report.
-        matching_share: δ of gradient matching, as a share of the mean of Fᵢ over all weights and models.
-        kronecker_share: δ of a parameter's Kronecker factors, as a share of the mean of Σ Kᵢ over its weights.
+    `counts` are α; `scales` the factors on v̂ of each model, α among them, and of the base; `tied` the first name of
+    every tied tensor by its other names; `sums` over each parameter's curvature. δ is `matching_share` of the mean of Fᵢ
+    over all weights and models, or `kronecker_share` of the mean of a parameter's Σ Kᵢ over its weights.
     """
 
     networks: Sequence[Network]

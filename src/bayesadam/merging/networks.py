@@ -19,11 +19,10 @@ from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.lora import Pair, Scaling, scaling_of_folder, scaling_of_model
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.readers.formats import CheckpointKeywords, CheckpointOptions, format_of, read_checkpoint
+from bayesadam.readers.formats import CheckpointKeywords, format_of, read_checkpoint
 from bayesadam.readers.formats.checkpoint import clean_names
 from bayesadam.readers.formats.lazy import renamed
 from bayesadam.readers.formats.names import identities
-from bayesadam.readers.formats.pairs import state_beside
 from bayesadam.readers.rotated import RotatedReader
 
 AnyPath = str | os.PathLike[str]
@@ -33,16 +32,9 @@ BaseSource = Source | nn.Module | Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A trained network.
+    """A trained network: every tensor by name, buffers too, and the Gaussian over the trained parameters if known.
 
-    Attributes:
-        label: its name in reports.
-        weights: every tensor by name, buffers too; from a file they stay on disk.
-        identity: the same for all names of a tied tensor.
-        gaussian: over the trained parameters; None where only the weights are known.
-        n_data: N, where it is known.
-        batch_size: B, where it is known.
-        scaling: the factor of an adapter's product; None where that is not known.
+    `identity` is the same for all names of a tied tensor; N, B and the scaling of adapters are None where not known.
     """
 
     label: str
@@ -97,20 +89,21 @@ def network_of(
         return _of_gaussian(source, label)
     if isinstance(source, nn.Module | Mapping) and not trained:
         return _untrained(unwrap(source).state_dict() if isinstance(source, nn.Module) else source, label)
-    if isinstance(source, str | os.PathLike) and not trained and not _has_state(Path(source), options):
-        contents = format_of(Path(source)).read(Path(source), None, None)
-        if contents.weights is None:
-            raise FileError(f"{source} holds no weights that can be identified: found {contents.summary}")
-        return _untrained(renamed(contents.weights, clean_names(contents.weights)), label)
-    if isinstance(source, str | os.PathLike):
-        return _opened(Path(source), None, label, options, bases)
     if isinstance(source, tuple) and len(source) == 2:
         return _opened(Path(source[0]), Path(source[1]), label, options, bases)
-    others = "" if trained else ", a model or a state dict"
-    raise SettingError(
-        f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths (weights, "
-        f"optimiser's state){others}. A model alone has no curvature: use Posterior.from_optimizer"
-    )
+    if not isinstance(source, str | os.PathLike):
+        others = "" if trained else ", a model or a state dict"
+        raise SettingError(
+            f"cannot merge a {type(source).__name__}: pass posteriors, paths of checkpoints, or pairs of paths "
+            f"(weights, optimiser's state){others}. A model alone has no curvature: use Posterior.from_optimizer"
+        )
+    try:
+        return _opened(Path(source), None, label, options, bases)
+    except FileError:
+        contents = None if trained else format_of(Path(source)).read(Path(source), None, None)
+        if contents is None or contents.weights is None:
+            raise
+        return _untrained(renamed(contents.weights, clean_names(contents.weights)), label)
 
 
 def _of_gaussian(gaussian: GaussianWeights, label: str) -> Network:
@@ -138,14 +131,10 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
         if bases and _rotates(gaussian):
             gaussian = GaussianWeights.open(checkpoint, known.n_data or 1.0, structure="kronecker", **options)
     except BayesAdamError as error:
-        if isinstance(error, FileError) and state is None and path.exists() and not _has_state(path, options):
-            raise FileError(
-                f"{label} holds no optimiser state. A state in a file of its own is found beside the weights, as "
-                "optimizer.pt beside model.pt or posterior.safetensors beside model.safetensors, or in Python pass the "
-                "pair (weights, state) in place of the path. The network before fine-tuning is given as base="
-            ) from None
         # The argument of a reader of one checkpoint is a pair here.
         said = str(error).replace("as optimizer_path=", "as the second of a pair (weights, state), in Python")
+        if isinstance(error, FileError) and path.exists():
+            said += ". The network before fine-tuning, which needs no state, is given as base="
         raise type(error)(said if label in said else f"{label}: {said}") from error
     weights = checkpoint.weights
     scaling = scaling_of_folder(path)
@@ -156,14 +145,6 @@ def _rotates(gaussian: GaussianWeights) -> bool:
     """Whether its file has the state of an optimiser with eigenbases."""
     match = gaussian.source.match if gaussian.source else None
     return match is not None and any(isinstance(entry.reader, RotatedReader) for entry in match.entries)
-
-
-def _has_state(path: Path, options: CheckpointKeywords) -> bool:
-    keys = CheckpointOptions(**options)
-    return (
-        state_beside(path) is not None
-        or format_of(path).read(path, keys.weights_keys, keys.optimizer_key).optimizer is not None
-    )
 
 
 def _untrained(tensors: Mapping[str, Tensor], label: str) -> Network:
