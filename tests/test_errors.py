@@ -121,7 +121,7 @@ def test_an_infinite_variance_names_a_prior():
     model(torch.zeros(4, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(ba.ImproperError, match=r"posterior\.replace\(prior_precision=1\.0\)"):
-        ba.Posterior.from_optimizer(model, optimizer, n_data=60).sample()
+        ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=0.0).sample()
 
 
 def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):

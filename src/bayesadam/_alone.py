@@ -16,7 +16,7 @@ _wanted: dict[int, nn.Module] = {}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile, DataParallel and DistributedDataParallel, so that names are its own."""
+    """The user's own module inside torch.compile, DataParallel and DistributedDataParallel, with its own names."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -38,8 +38,8 @@ def alone_with(model: nn.Module) -> Iterator[None]:
         while _holder(model) not in (None, me):
             if _waits_for(model, me):
                 raise BayesAdamError(
-                    f"this thread and another each have a model and wait for the other's, here a {type(model).__name__}: go "
-                    "into sampled() of several models in the same order everywhere, or of one at a time"
+                    f"this thread and another have a model each and wait for the other's, a {type(model).__name__}: "
+                    "go into sampled() of several models in the same order everywhere, or of one at a time"
                 )
             _wanted[me] = model
             try:

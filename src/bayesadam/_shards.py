@@ -37,7 +37,7 @@ def check_placements(name: str, parameter: DTensor) -> None:
     odd = [placement for placement in parameter.placements if type(placement) not in (Shard, Replicate)]
     if odd:
         raise MatchError(
-            f"parameter {name!r} is placed as {parameter.placements}: {odd[0]} is not supported, only Shard and Replicate"
+            f"parameter {name!r} is placed as {parameter.placements}: only Shard and Replicate work, not {odd[0]}"
         )
 
 

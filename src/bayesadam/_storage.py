@@ -37,7 +37,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: its header's metadata key, its name in messages, what to do about another, the newest format read."""
+    """A kind of file: its header's key, its name in messages, what to do about another, the newest format read."""
 
     header: str
     what: str
@@ -77,7 +77,7 @@ def read(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict
 
 
 def read_mapped(path: AnyPath, kind: Kind = POSTERIOR) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same with the tensors on the disk until they are used."""
+    """`read` with the tensors on disk until they are used."""
     if not Path(path).is_file():
         raise MissingFileError(f"no file at {path}")
     tensors, metadata = map_tensors(Path(path), f"not {kind.what}", kind.remedy)
@@ -126,7 +126,7 @@ def check_owner(path: AnyPath, shapes: Mapping[str, torch.Size], parameters: Map
 
 
 def map_tensors(path: Path, otherwise: str = "damaged", remedy: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of a file, mapped rather than read, and the metadata: pages come from the disk when they are used."""
+    """Every tensor of a file, mapped rather than read, and the metadata; pages are read when they are used."""
     try:
         with safe_open(path, framework="pt", device="cpu"):
             # Opening checks the header: lengths, types, and that the pieces cover the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._shards import whole
+from bayesadam._shards import extremes, whole
 from bayesadam.errors import BayesAdamError
-from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.diagonal import Diagonal, zeros
 from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.weights import GaussianWeights, of_match
 from bayesadam.posterior.running import biases_before_norms, norm_widths
@@ -121,12 +122,15 @@ def examine(gaussian: GaussianWeights, match: Match | None = None) -> Iterator[E
     entries = {} if match is None else {entry.name: entry for entry in match.entries}
     for name, shape in gaussian.shapes.items():
         try:
-            with torch.no_grad():
-                yield _examined(gaussian, name, shape.numel(), entries.get(name))
+            result = _examined(gaussian, name, shape.numel(), entries.get(name))
         except BayesAdamError as error:
-            yield Examined(name, shape.numel(), error=str(error))
+            result = Examined(name, shape.numel(), error=str(error))
+        yield result
+        # Its tensors go before the next are read.
+        del result
 
 
+@torch.no_grad()
 def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | None) -> Examined:
     hidden, share = False, 0.0
     if entry is None:
@@ -143,8 +147,10 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
             theta, some = entry.parameter.reshape(-1)[::every].to(v), v.reshape(-1)[::every]
             decayed = (entry.weight_decay * theta).square() / some.clamp(min=torch.finfo(v.dtype).tiny)
             share = float(decayed.clamp(max=1.0).nan_to_num().median())
-    bad = int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, int(whole((v == 0).sum())), bad or int(hidden), "", share)
+    low, high = extremes(v) if numel else (0.0, 0.0)
+    # A count takes memory, and most have none.
+    bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
+    return Examined(name, numel, part, int(zeros(v)), bad or int(hidden), "", share)
 
 
 def diagnose(
@@ -236,9 +242,9 @@ def _coupled_decay(examined: Sequence[Examined], match: Match) -> Iterator[Findi
     if coupled:
         shares = {result.name: result.decay_share for result in examined if result.name in coupled}
         text = (
-            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks into "
-            f"v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is {max(shares.values()):.1%} of v). "
-            "AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
+            f"weight decay up to {max(coupled.values()):g} is added to the gradient before it is squared, so it leaks "
+            f"into v (for the median weight of {max(shares, key=lambda n: shares[n])!r} it is "
+            f"{max(shares.values()):.1%} of v). AdamW, or decoupled_weight_decay=True, keeps v the data's alone"
         )
         data = {"weight_decay": coupled, "median_share_of_v": shares}
         yield Finding("coupled-decay", "warning", text, tuple(coupled), data)
@@ -267,8 +273,8 @@ def _low_precision(match: Match) -> Iterator[Finding]:
             coarse[entry.name] = str(stored.dtype).removeprefix("torch.")
     if coarse:
         text = (
-            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for β₂: an "
-            "average that changes by less than its last digit stands still. Keep the optimiser's state in float32"
+            f"{len(coarse)} second moments are stored in {' and '.join(sorted(set(coarse.values())))}, too coarse for "
+            "β₂: an average that changes by less than its last digit stands still. Keep the state in float32"
         )
         yield Finding("low-precision-state", "warning", text, tuple(coarse), {"dtype": coarse})
 

@@ -134,8 +134,8 @@ class Inspection:
         if self.threshold is None:
             return text
         return (
-            f"{text}\n< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger than "
-            "the weight, and pruning by signal-to-noise ratio removes the smallest first."
+            f"{text}\n< {self.threshold:g}: the share of weights with |μ|/σ below that; below 1 the noise is larger "
+            "than the weight, and pruning by signal-to-noise ratio removes the smallest first."
         )
 
     def rows(self) -> list[tuple[str, ...]]:

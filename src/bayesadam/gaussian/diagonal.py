@@ -10,7 +10,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from bayesadam._shards import placed_like, whole
+from bayesadam._shards import is_sharded, placed_like, whole
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import draw, stream_seed
 from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings, curvature
@@ -148,13 +148,13 @@ class Diagonal(Structure):
 
     @cached_property
     def _zeros(self) -> dict[str, int]:
-        counts = [whole((v == 0).sum()) for v in self.second_moment.values()]
+        counts = [zeros(v) for v in self.second_moment.values()]
         return {name: int(count) for name, count in zip(self.second_moment, counts, strict=True)}
 
     def filled(self, rows: Mapping[str, int]) -> Diagonal:
         """The same with v̂ = 1 in place of 0 in some rows; with a left basis in a direction without curvature.
 
-        A row that no gradient reached lies in the space of those directions, where Σ is the same whichever are its axes.
+        A row that no gradient reached lies in the space of those directions, where Σ is the same in all axes.
         """
         rows = dict(rows)
         for name in rows.keys() & self.bases.keys():
@@ -190,6 +190,11 @@ def filled(moments: Named, rows: Mapping[str, int]) -> dict[str, Tensor]:
     for name, v in new.items():
         keep_row(v, v + (v == 0), rows[name])
     return {**moments, **new}
+
+
+def zeros(v: Tensor) -> Tensor:
+    """How many entries are 0, on every process; a sum of truth values would take eight bytes an entry."""
+    return whole((v == 0).sum()) if is_sharded(v) else v.numel() - torch.count_nonzero(v)
 
 
 def wide(tensor: Tensor) -> torch.dtype:

@@ -178,7 +178,7 @@ def write_folder(target: Path, tensors: Named, header: Mapping[str, Any]) -> Non
 
 
 def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A folder's tensors, each placed as the parameter it is named after, and the header; all processes must call it."""
+    """A folder's tensors, placed as the parameters they are named after, and the header; all processes must call it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -16,7 +16,7 @@ from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_or
 
 
 def kronecker_of(match: Match) -> Diagonal:
-    """The structure in the state of a SOAP or a Shampoo; what they do not rotate, and other optimisers', is diagonal."""
+    """The structure in the state of a SOAP or a Shampoo; what they do not rotate is diagonal."""
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
     for entry in match.entries:

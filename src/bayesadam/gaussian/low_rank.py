@@ -30,8 +30,8 @@ class LowRank(Structure):
     .. math::
         \Lambda = U \operatorname{diag}(w s^p)\, U^\top + D, \qquad D = \operatorname{diag}(w r^p + \delta)
 
-    which for r ≠ 0 and p ≠ 1 takes the power of the two parts one by one. With the thin singular value decomposition
-    :math:`D^{-1/2} U \operatorname{diag}(w s^p)^{1/2} = Q \operatorname{diag}(\sigma)\, W^\top` Woodbury's identity reads
+    which for r ≠ 0 and p ≠ 1 takes the power of each part by itself. With the thin singular value decomposition
+    :math:`D^{-1/2} U \operatorname{diag}(w s^p)^{1/2} = Q \operatorname{diag}(\sigma)\, W^\top` Woodbury's identity is
 
     .. math::
         \Sigma = D^{-1/2} \big( I - Q \operatorname{diag} \tfrac{\sigma^2}{1 + \sigma^2}\, Q^\top \big) D^{-1/2}
@@ -88,8 +88,8 @@ class LowRank(Structure):
     def _whitened(self, settings: Settings) -> Directions:
         if self.flat_weights(settings):
             raise ImproperError(
-                "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside its "
-                "directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
+                "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside "
+                "its directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
             )
         inside = settings.weight * self.values.pow(settings.power)
         numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}
@@ -156,7 +156,7 @@ class LowRank(Structure):
         return outside - self.directions(settings).variance.double().log().sum()
 
     def effective_dimension(self, settings: Settings) -> float:
-        """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik, the number of directions that the data determine."""
+        """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik."""
         found, variance = self.directions(settings), self.coordinate_variance(settings)
         total = self._outside.effective_dimension(settings)
         for name, rows in found.rows.items():
@@ -173,9 +173,9 @@ class LowRank(Structure):
         if gamma <= _FULL * rank:
             return None
         return (
-            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: uncertainty is "
-            f"overstated in the directions that were not. Record more of them, ba.Recorder(optimizer, keep={2 * rank}), or use "
-            "structure='kronecker'"
+            f"the data determine about γ = {gamma:.1f} directions at least, and {rank} gradients were recorded: "
+            "uncertainty is overstated in the directions that were not. Record more of them, "
+            f"ba.Recorder(optimizer, keep={2 * rank}), or use structure='kronecker'"
         )
 
     def flat_weights(self, settings: Settings) -> dict[str, int]:
@@ -219,7 +219,7 @@ def no_rest(rows: Named) -> dict[str, Tensor]:
 
 
 def _orthonormal(rows: Named) -> tuple[dict[str, Tensor], Tensor]:
-    """Qᵀ and σ of the thin singular value decomposition W diag(σ) Qᵀ of (K, P) rows, falling; as many as there are weights."""
+    """Qᵀ and σ, falling, of the thin singular value decomposition W diag(σ) Qᵀ of (K, P) rows."""
     first = next(iter(rows.values()))
     columns = torch.cat([tensor.to(first.device).unsqueeze(-1).flatten(1).T for tensor in rows.values()])
     basis, triangle = torch.linalg.qr(columns)

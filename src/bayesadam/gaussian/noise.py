@@ -1,8 +1,8 @@
 """Random draws μ + ε (w v̂ᵖ + δ)^(-1/2) in one pass over μ and v̂.
 
 A parameter's stream of random numbers is seeded from the draw's seed and the parameter's *name*, so it does not depend
-on which other parameters there are, on their order, or on how the work is split: a process that holds a part of a
-parameter draws that part of what one that holds it all would. Streams differ between kinds of device, as torch's own do.
+on which other parameters there are, on their order, or on how the work is split: a process with a part of a parameter
+draws that part of the whole parameter's draw. Streams differ between kinds of device, as torch's own do.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ def _fill_row_by_row(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule
 def _fill_on_cpu(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
     """Block by block in cache, blocks shared among threads.
 
-    numpy does the arithmetic: its normals are drawn several times faster than torch's, outside the interpreter lock, and
-    its ufuncs stay on the calling thread, where torch would wake a team of its own for every block. A block that a part
-    cuts is drawn whole.
+    numpy does the arithmetic: its normals are drawn several times faster than torch's, outside the interpreter lock,
+    and its ufuncs stay on the calling thread. A block that a part cuts is drawn whole.
     """
     width = min(_BLOCK, part.total)
     height = _BLOCK // width

@@ -91,7 +91,7 @@ class Structure(ABC):
 
     @abstractmethod
     def precision_factors(self, settings: Settings) -> tuple[Named, Named]:
-        """(d, R) by parameter name of the precision diag(d) + Rᵀ R: d in the coordinates of `bases`, R (K, *shape) or {}."""
+        """(d, R) by parameter name of the precision diag(d) + Rᵀ R: d in the coordinates, R (K, *shape) or {}."""
 
     def directions(self, settings: Settings) -> Directions | None:
         """Directions over all coordinates together with less variance than `coordinate_variance`; None without any."""

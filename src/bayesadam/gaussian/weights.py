@@ -206,9 +206,8 @@ class GaussianWeights(Marginals):
         checkpoint = given or read_checkpoint(file, reading)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match, why = match_and_explain(checkpoint, reading)
-        found = of_match(match, settings, prior_precision, spec)
         source = Source(file, checkpoint.format, why, checkpoint.weights, checkpoint, match)
-        return replace(found, source=source)
+        return replace(of_match(match, settings, prior_precision, spec), source=source)
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -219,11 +218,7 @@ class GaussianWeights(Marginals):
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior.
-
-        An embedding's padding row has the variance that its curvature, none, and the prior give, though it is not
-        drawn.
-        """
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior, in padding rows too."""
         found = self._filled.variance(self.settings)
         for name in self._unfilled:
             keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
@@ -345,12 +340,12 @@ class GaussianWeights(Marginals):
                 processes share a sharded posterior: there the first process's generator counts.
         """
         check_draws(n)
-        self.require_proper()
         return self._drawn(common_seed(generator, outlined(self.mode)), n)
 
     @torch.no_grad()
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
         self.require_weights()
+        self.require_proper()
         drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
@@ -426,7 +421,6 @@ class GaussianWeights(Marginals):
             compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
                 `bayesadam.readers.compression.encode`.
         """
-        self.require_weights()
         if not weights or compress is not None:
             self.require_whole("a file without weights, or a compressed one,")
         tensors, header = self.packed(weights=weights, compress=compress)
@@ -448,6 +442,7 @@ class GaussianWeights(Marginals):
         self, *, weights: bool = True, compress: str | None = None
     ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
+        self.require_weights()
         given = (self.mode, self.structure, self.settings, self.origin, self.omitted)
         return files.packed(*given, weights=weights, compress=compress)
 
@@ -463,19 +458,13 @@ class GaussianWeights(Marginals):
         tensors = self._tensors()
         identity = identities(tensors)
         owners = {identity[name]: name for name in self.mode}
-        together = (
-            {} if not self.structure.has_directions else self.sample(generator=torch.Generator().manual_seed(seed))
-        )
+        together = self._drawn(drawn, None) if self.structure.has_directions else {}
 
         def load(name: str) -> Tensor:
             owner = owners.get(identity[name])
             if owner is None:
                 return tensors[name]
-            if owner in together:
-                return together[owner]
-            part = self.part(owner)
-            part.require_proper()
-            return part._drawn(drawn, None)[owner]
+            return together[owner] if owner in together else self.part(owner)._drawn(drawn, None)[owner]
 
         with replacing(out) as temporary:
             storage.write_tensors(temporary, outlined(tensors), load)
@@ -489,13 +478,11 @@ class GaussianWeights(Marginals):
         return None if self.source is None else self.source.weights
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._summary})"
-
-    @property
-    def _summary(self) -> str:
+        model = getattr(self, "model", None)
+        over = "" if model is None else f"{type(model).__name__}, "
         return (
-            f"{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} parameters, N={self.n_data:g}, "
-            f"power={self.settings.power:g}, form={self.settings.form!r}"
+            f"{type(self).__name__}({over}{self.structure.kind}, {self.n_weights:,} weights in {len(self.mode)} "
+            f"parameters, N={self.n_data:g}, power={self.power:g}, form={self.form!r})"
         )
 
     def _with_padding(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -642,13 +629,11 @@ def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkp
     found = unpacked(path, tensors, header, None)
     changes = {"n_data": n_data, "prior_precision": prior}
     found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    kept, steps = header.get("compress"), dict.fromkeys(found.origin.steps or ())
-    unit = "recorded gradients" if found.origin.recorded else "steps"
+    steps = " to ".join(f"{each:g}" for each in dict.fromkeys(found.origin.steps or ())) or "an unknown number of"
     why = (
         f"{path}: format posterior, {found.structure.kind}, {'with' if found.has_weights else 'without'} weights.",
-        f"Written by bayesadam {header.get('version', 'of an unknown version')}"
-        + (f", second moments kept as {kept}" if kept else "")
-        + (f", of {' to '.join(f'{each:g}' for each in steps)} {unit}." if steps else "."),
+        f"Written by bayesadam {header.get('version', 'of an unknown version')}: second moments of {steps} "
+        f"{'recorded gradients' if found.origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
     )
     return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint, header=header))
 

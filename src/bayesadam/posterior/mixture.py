@@ -41,9 +41,8 @@ _BESIDES = "besides"
 class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
-    Frozen, like its members: changing it returns a new one. Members may have a model each or share one, since each keeps
-    its own weights; a shared model's buffers and frozen weights are then those of all, so that networks with batch norm
-    need a model each.
+    Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared
+    model's buffers and frozen weights are then those of all, so that networks with batch norm need a model each.
 
     >>> def member(seed):
     ...     model, generator = torch.nn.Linear(2, 1), torch.Generator().manual_seed(seed)
@@ -152,7 +151,7 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
 
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
-        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before, as in `Posterior`."""
+        """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
         self.require_proper()
         seed = fresh_seed(generator)
         (number,) = self._picks(1, seed)
@@ -179,7 +178,7 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
         return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
 
     def _score(self, inputs: Any, options: Options) -> Score:
-        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, which is exact."""
+        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, exactly."""
         seed = fresh_seed(options.generator)
         each = [
             score_of(member, inputs, replace(options, generator=_stream(seed, number)))
@@ -263,8 +262,9 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
 
     @property
     def likelihood(self) -> str | None:
-        """The likelihood of its members' outputs, where one of them has one."""
-        return next((member.likelihood for member in self.members if member.likelihood is not None), None)
+        """The likelihood of its members' outputs, or the one that it was calibrated for."""
+        report = None if self.calibration is None else self.calibration.likelihood
+        return next((member.likelihood for member in self.members if member.likelihood is not None), report)
 
     def require_proper(self) -> None:
         """Raise unless every weight of every member has a finite variance."""
@@ -372,8 +372,8 @@ def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:
         tracked = [name for name, module in norms if module.running_mean is not None]
         if tracked and not all(torch.equal(theta, first.mode[name]) for name, theta in member.mode.items()):
             warn(
-                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, which "
-                "are right for one network alone: give each member a model of its own"
+                f"members of different weights share one model, and with it the running statistics of {tracked[0]!r}, "
+                "which are right for one network alone: give each member a model of its own"
             )
             return
 

@@ -475,9 +475,6 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
         """The names of the model's parameters."""
         return own_parameters(self.model)
 
-    def __repr__(self) -> str:
-        return f"Posterior({type(self.model).__name__}, {self._summary})"
-
     def __str__(self) -> str:
         batch = "" if self.batch_size is None else f", B = {self.batch_size:,}"
         lines = [
@@ -542,7 +539,7 @@ def read_report(
 
 
 def _unexpanded(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The first entry alone along dimensions in which a buffer is one number expanded: it cannot be written to there."""
+    """The first entry alone along dimensions in which a buffer is one number expanded, which cannot be written to."""
     if buffer.layout != torch.strided:
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]

@@ -83,8 +83,8 @@ class CalibrationReport:
         method: `"validation"` or `"evidence"`.
         n_fitted: held-out examples behind the settings.
         n_scored: how many of them were scored under settings fitted to the others, behind `nll` and the guarantees.
-        nll: mean negative log-likelihood of the posterior and, of classes, of the mean network at the best temperature and
-            at 1; of examples under settings fitted to others, or to them where `n_scored` is 0.
+        nll: mean negative log-likelihood of the posterior and, of classes, of the mean network at the best temperature
+            and at 1; of examples under settings fitted to others, or to them where `n_scored` is 0.
         temperatures: T of the probabilities, of each member of a mixture.
         averaged: whether probabilities average over the posterior.
         preferred: what the data preferred, in words.

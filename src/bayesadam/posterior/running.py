@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, on which predictions depend and which no posterior holds: two numbers each, to know them again."""
+"""Running statistics of batch norms: predictions depend on them and no posterior holds them, so files have a check."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def biases_before_norms(
 ) -> tuple[str, ...]:
     """The biases that a batch norm follows, sorted.
 
-    The norm takes away what they add, so that their gradients are rounding errors; but its running mean has them in it, and
-    without them the network is another one. They are told by a second moment of at most a millionth of their layer's weight's,
-    and as many entries as some running mean has.
+    The norm removes what they add, so that their gradients are rounding errors; but its running mean has them in it,
+    and without them the network is another one. Their second moment is at most a millionth of that of their layer's
+    weight, and they have as many entries as some running mean.
 
     Args:
         names: of parameters.
@@ -73,8 +73,9 @@ def warn_of_other_statistics(path: str | os.PathLike[str], saved: Any, model: nn
     other = [name for name, numbers in own.items() if name in saved and not _close(numbers, saved[name])]
     if other:
         warn(
-            f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, {len(other)} in all): "
-            "predictions would be another network's. Load the model's own state dict before the posterior"
+            f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, "
+            f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
+            "the posterior"
         )
 
 
