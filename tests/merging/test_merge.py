@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bayesadam as ba
+from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.merging import merge, merge_checkpoints, similarity
 from bayesadam.merging import merged as planning
 from bayesadam.merging.merged import plan_of
@@ -196,6 +197,15 @@ def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch)
     assert report.labels == ("0.pt", "1.pt", "2.pt")
     for row, other in zip(report.parameters, merged.report.parameters, strict=True):
         assert row.shares == approx(other.shares, abs=1e-6)
+
+
+def test_opened_files_are_merged_as_their_paths(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    opened = [GaussianWeights.open(path, 960) for path in paths]
+    expected, found = merge(paths), merge(opened)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert similarity(*opened[:2]) == approx(similarity(*paths[:2]))
 
 
 def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
+from bayesadam.gaussian.weights import GaussianWeights
 
 # Of the bias before the batch norm: see test_batch_norm.
 pytestmark = pytest.mark.filterwarnings("ignore:left whole")
@@ -56,6 +57,18 @@ def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatc
         assert torch.equal(found["optimizer"]["state"][key]["exp_avg_sq"], state["exp_avg_sq"])
     removed = sum(int((~mask).sum()) for mask in masks.values())
     assert report.weights - report.kept == removed
+
+
+@pytest.mark.parametrize("ranking", ["snr", "saliency"])
+def test_an_opened_file_has_the_masks_of_the_posterior(saved, ranking):
+    model, adam, path = saved
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    opened = GaussianWeights.open(path, 1)
+    for how in ({"fraction": 0.6}, {"pattern": "1:2"}):
+        expected = ba.pruning_masks(posterior, ranking=ranking, exclude="biases", **how)
+        found = ba.pruning_masks(opened, ranking=ranking, exclude="biases", **how)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], mask) for name, mask in expected.items())
 
 
 def test_the_original_is_left_alone_and_bad_settings_write_nothing(saved, tmp_path):

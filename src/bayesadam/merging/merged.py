@@ -170,8 +170,8 @@ class Plan:
     """Models that fit together, and all that their merge depends on.
 
     `counts` are α; `scales` the factors on v̂ of each model, α among them, and of the base; `tied` the first name of
-    every tied tensor by its other names; `sums` over each parameter's curvature. δ is `matching_share` of the mean of Fᵢ
-    over all weights and models, or `kronecker_share` of the mean of a parameter's Σ Kᵢ over its weights.
+    every tied tensor by its other names; `sums` over each parameter's curvature. δ is `matching_share` of the mean of
+    Fᵢ over all weights and models, or `kronecker_share` of the mean of a parameter's Σ Kᵢ over its weights.
     """
 
     networks: Sequence[Network]
