@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from bayesadam.readers.read import PIECE, working_dtype
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Method = Literal["fisher", "gradient-matching", "kronecker"]
 MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
 # Below it the second moments of training lie on different weights, as those of networks that know different classes.
 LEAST_OVERLAP = 0.5
@@ -67,7 +66,7 @@ class Merged(dict[str, Tensor]):
 
 def merge(
     models: Sequence[Source],
-    method: Method | None = None,
+    method: str | None = None,
     *,
     base: BaseSource | None = None,
     weights: Sequence[float] | None = None,
@@ -120,7 +119,7 @@ def merge(
 def merge_checkpoints(
     paths: Sequence[AnyPath | tuple[AnyPath, AnyPath]],
     out: AnyPath,
-    method: Method | None = None,
+    method: str | None = None,
     *,
     base: AnyPath | None = None,
     weights: Sequence[float] | None = None,
@@ -175,7 +174,7 @@ class Plan:
     """
 
     networks: Sequence[Network]
-    method: Method
+    method: str
     base: Network | None
     scales: Sequence[float]
     counts: Tensor
@@ -201,7 +200,7 @@ class Plan:
     def matching_delta(self) -> float:
         """δ of gradient matching; 1 where there is no curvature at all."""
         total = Sums.total(self.sums.values())
-        return self.matching_share * float(total.curvature.mean()) / max(total.weights, 1) or 1.0
+        return self.matching_share * float(total.curvature.mean()) / total.weights or 1.0
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
@@ -212,54 +211,64 @@ class Plan:
         first = self.networks[0].weights[name].detach()
         if not (first.is_floating_point() or first.is_complex()):
             return first
-        if self.method == "kronecker" and any(each.has_bases(name) for each in self.networks):
-            return self._by_factors(name).to(first.dtype)
         found, start = torch.empty_like(first, memory_format=torch.contiguous_format), 0
-        for part in self._by_diagonal(name) if name in self.sums else self._averaged(name):
+        for part in METHODS[self.method](self, name) if name in self.sums else _average(self, name):
             found.view(-1)[start : start + len(part)] = part
             start += len(part)
         return found
 
-    def _by_diagonal(self, name: str) -> Iterator[Tensor]:
-        """The flat parameter in pieces."""
-        pieces = _stacked(self.networks, name, self.scales)
-        if self.base is None:
-            for theta, curvature in pieces:
-                yield methods.fisher(theta, curvature, self.counts)
-            return
-        own = _stacked([self.base], name, self.scales[-1:])
-        for (theta, curvature), before in zip(pieces, own, strict=True):
-            start, known = (tensor[0].to(theta) for tensor in before)
-            yield methods.gradient_matching(theta, curvature, start, known, self.matching_delta)
 
-    def _averaged(self, name: str) -> Iterator[Tensor]:
-        """Σ αᵢ θᵢ / Σ αᵢ; to the bit the same where all are the same."""
-        for theta, _ in _stacked(self.networks, name, self.scales):
-            alpha = (self.counts / self.counts.sum()).to(theta)[:, None]
-            yield torch.where((theta == theta[0]).all(dim=0), theta[0], (alpha * theta).sum(dim=0))
+def _average(plan: Plan, name: str) -> Iterator[Tensor]:
+    """Σ αᵢ θᵢ / Σ αᵢ in pieces of the flat parameter; to the bit the same where all are the same."""
+    for theta, _ in _stacked(plan.networks, name, plan.scales):
+        alpha = (plan.counts / plan.counts.sum()).to(theta)[:, None]
+        yield torch.where((theta == theta[0]).all(dim=0), theta[0], (alpha * theta).sum(dim=0))
 
-    def _by_factors(self, name: str) -> Tensor:
-        start = torch.cat(list(self._by_diagonal(name))).reshape(self.networks[0].outline[name].shape)
-        thetas, operators, diagonals = [], [], []
-        for network, scale in zip(self.networks, self.scales, strict=False):
-            if name in network.owners:
-                thetas.append(network.weights[name].detach().to(start))
-                operators.append(_operator(network, name, scale, start))
-                diagonals.append(network.moment(name).to(start) * scale)  # type: ignore[union-attr]
-        mean = float(self.sums[name].curvature.sum()) / max(self.sums[name].weights, 1)
-        whole, delta = torch.stack(diagonals).sum(dim=0), self.kronecker_share * mean or 1.0
-        found, left = methods.kronecker(torch.stack(thetas), operators, whole, start, delta)
-        if not left <= _RESIDUAL:
-            warn(
-                f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many "
-                "decades. Compare with method='fisher'"
-            )
-        return found
+
+def _fisher(plan: Plan, name: str) -> Iterator[Tensor]:
+    for theta, curvature in _stacked(plan.networks, name, plan.scales):
+        yield methods.fisher(theta, curvature, plan.counts)
+
+
+def _gradient_matching(plan: Plan, name: str) -> Iterator[Tensor]:
+    own = _stacked([plan.base], name, plan.scales[-1:])  # type: ignore[list-item]
+    for (theta, curvature), before in zip(_stacked(plan.networks, name, plan.scales), own, strict=True):
+        start, known = (tensor[0].to(theta) for tensor in before)
+        yield methods.gradient_matching(theta, curvature, start, known, plan.matching_delta)
+
+
+def _kronecker(plan: Plan, name: str) -> Iterator[Tensor]:
+    parts = _fisher(plan, name) if plan.base is None else _gradient_matching(plan, name)
+    if not any(each.has_bases(name) for each in plan.networks):
+        yield from parts
+        return
+    start = torch.cat(list(parts)).reshape(plan.networks[0].outline[name].shape)
+    trained = [(each, k) for each, k in zip(plan.networks, plan.scales, strict=False) if name in each.owners]
+    thetas = torch.stack([each.weights[name].detach().to(start) for each, _ in trained])
+    operators = [_operator(each, name, scale, start) for each, scale in trained]
+    diagonals = [each.moment(name).to(start) * scale for each, scale in trained]  # type: ignore[union-attr]
+    mean = float(plan.sums[name].curvature.sum()) / plan.sums[name].weights
+    delta = plan.kronecker_share * mean or 1.0
+    found, left = methods.kronecker(thetas, operators, torch.stack(diagonals).sum(dim=0), start, delta)
+    if not left <= _RESIDUAL:
+        warn(
+            f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many decades. "
+            "Compare with method='fisher'"
+        )
+    yield found.reshape(-1)
+
+
+# A method is a function of a plan and a parameter's name that yields the merged parameter in flat pieces.
+METHODS: dict[str, Callable[[Plan, str], Iterator[Tensor]]] = {
+    "fisher": _fisher,
+    "gradient-matching": _gradient_matching,
+    "kronecker": _kronecker,
+}
 
 
 def plan_of(
     models: Sequence[Source],
-    method: Method | None,
+    method: str | None,
     base: BaseSource | None,
     weights: Sequence[float] | None,
     options: CheckpointKeywords,
@@ -317,12 +326,12 @@ def _check_options(options: CheckpointKeywords) -> None:
         )
 
 
-def _chosen_method(method: object, base: object) -> Method:
+def _chosen_method(method: object, base: object) -> str:
     if method is None:
         return "fisher" if base is None else "gradient-matching"
-    if not isinstance(method, str) or method not in get_args(Method):
+    if not isinstance(method, str) or method not in METHODS:
         raise SettingError(
-            f"method must be one of {', '.join(map(repr, get_args(Method)))}, got "
+            f"method must be one of {', '.join(map(repr, METHODS))}, got "
             f"{repr(method) if isinstance(method, str) else type(method).__name__}: give all models in one list, "
             "merge([a, b]), and the network before fine-tuning as base="
         )
@@ -332,7 +341,7 @@ def _chosen_method(method: object, base: object) -> Method:
         )
     if method == "fisher" and base is not None:
         raise SettingError("method='fisher' makes no use of base=: leave one of the two out")
-    return method  # type: ignore[return-value]
+    return method
 
 
 def _counts(weights: Sequence[float] | None, models: int) -> Tensor:
@@ -346,7 +355,7 @@ def _counts(weights: Sequence[float] | None, models: int) -> Tensor:
 
 
 def _scales(
-    networks: Sequence[Network], base: Network | None, counts: Tensor, method: Method
+    networks: Sequence[Network], base: Network | None, counts: Tensor, method: str
 ) -> tuple[list[float], list[str]]:
     """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
     scales: list[float] = [*counts.tolist(), 1.0]
@@ -409,7 +418,7 @@ def _merged_adapters(
     """The merged factors by name, of the largest rank and with its model's scaling, and the sums by module."""
     merged: dict[str, Tensor] = {}
     sums: dict[str, Sums] = {}
-    told: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for pair in pairs:
         with torch.no_grad():
             adapters = _adapters(networks, pair)
@@ -424,8 +433,8 @@ def _merged_adapters(
             merged[name] = factor.reshape(like.shape).to(like.dtype)
         sums[pair.down] = Sums.of(curvature.flatten(1), counts)
         words = f"rank {ranks[largest]}, and load with the configuration of {networks[largest].label}"
-        told.setdefault(words, pair.prefix)
-    notes += [f"adapters, {prefix} and others, have {words}" for words, prefix in told.items()]
+        kinds.setdefault(words, pair.prefix)
+    notes += [f"adapters, {prefix} and others, have {words}" for words, prefix in kinds.items()]
     return merged, sums
 
 
