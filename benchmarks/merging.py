@@ -44,9 +44,8 @@ from torch import Tensor, nn
 import bayesadam as ba
 import merging_rivals as rivals
 from bayesadam.merging import merge, similarity
-from bayesadam.merging.plan import plan_of
-from bayesadam.readers import CheckpointOptions
-from bayesadam.sparse_tuning import tune_only, tuning_masks
+from bayesadam.merging.merged import plan_of
+from bayesadam.pruning import tune_only, tuning_masks
 from harness import Cell, Target, arguments, at_least, at_most, number, read_cell, setting, write_cell, write_results
 from merging_memory import memory_cell
 from merging_tasks import TASKS, Images, Trained, accuracy, build, experts, load, rotated, train
@@ -169,13 +168,13 @@ def shares_cell(network: str, name: str, tasks: str, seed: int, options: argpars
     scorer = Scorer(base.model, *data.validation, TASKS[tasks])
     rows: dict[str, float] = {"average": scorer(rivals.average([each.model.state_dict() for each in tuned]))}
     for start, label in ((base.diagonal, "base with state"), (base.model, "base without")):
-        plan = plan_of([each.diagonal for each in tuned], None, start, None, CheckpointOptions())
+        plan = plan_of([each.diagonal for each in tuned], None, start, None, {})
         for share in MATCHING_SHARES:
             changed = replace(plan, matching_share=share)
             rows[f"gradient-matching, {label}, {share:g}"] = scorer({n: changed.tensor(n) for n in plan.outline})
     rich = [each.kronecker for each in tuned]
     for start, label in ((None, ""), (base.diagonal, ", base")):
-        plan = plan_of(rich, "kronecker", start, None, CheckpointOptions())  # type: ignore[arg-type]
+        plan = plan_of(rich, "kronecker", start, None, {})  # type: ignore[arg-type]
         for share in KRONECKER_SHARES:
             changed = replace(plan, kronecker_share=share)
             rows[f"kronecker{label}, {share:g}"] = scorer({n: changed.tensor(n) for n in plan.outline})

@@ -44,7 +44,7 @@ def size_on_disk(model: nn.Module, folder: Path) -> int:
 
 def shrunk(model: nn.Module, masks: dict[str, Tensor], test: tuple[Tensor, Tensor], folder: Path) -> dict[str, float]:
     """The network without the units that the masks leave without weights: accuracy, size and time."""
-    small = ba.shrink(model, masks, example_input=test[0][:1])
+    small = ba.pruning.shrink(model, masks, example_input=test[0][:1])
     batch = test[0][:256]
     with torch.no_grad():
         times = interleaved({"before": lambda: model(batch), "after": lambda: small(batch)}, rounds=40)
@@ -85,7 +85,7 @@ def main() -> None:
         for fraction in FRACTIONS:
             found = {}
             for ranking in ("snr", "magnitude"):
-                ba.prune_checkpoint(folder / "last.pt", folder / "pruned.pt", fraction, ranking=ranking)
+                ba.pruning.prune_checkpoint(folder / "last.pt", folder / "pruned.pt", fraction, ranking=ranking)
                 pruned = mlp()
                 pruned.load_state_dict(torch.load(folder / "pruned.pt", weights_only=True)["model"])
                 found[ranking] = accuracy(pruned.eval(), *test)
@@ -98,7 +98,7 @@ def main() -> None:
             f"\nwhole units, fraction: accuracy, weights, bytes ({before:,} before), time of a forward pass over before"
         )
         for fraction in UNITS:
-            masks = ba.neuron_masks(posterior, fraction, example_input=example)
+            masks = ba.pruning.neuron_masks(posterior, fraction, example_input=example)
             row = results[f"units {fraction}"] = shrunk(model, masks, test, folder)
             print(
                 f"  {fraction:4.2f}: {row['accuracy']:.4f}  {row['weights']:,}  {row['bytes']:,}  "

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.anchoring import Anchor, anchor
-from bayesadam.anchoring.pulls import pull_of
+from bayesadam.anchoring import Anchor, Pull, anchor
 from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
 from bayesadam.gaussian.settings import Settings
 from cases import mlp
@@ -649,6 +648,6 @@ def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
 def test_pulls_are_the_posterior_s_own_precision():
     for kind in KINDS:
         q = posterior(kind)
-        pull = pull_of(q.structure, q.settings, q.mode)
+        pull = Pull.of(q.structure, q.settings, q.mode)
         x = {name: torch.randn_like(theta) for name, theta in q.mode.items()}
         assert_close(flat(pull.product(x)), dense(q) @ flat(x), rtol=1e-6, atol=1e-8)

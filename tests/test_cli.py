@@ -25,7 +25,6 @@ from bayesadam.bandits.agents import SETTINGS
 from bayesadam.data.images import IMAGE_SETS
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import FileError, SettingError
-from bayesadam.merging.plan import Method
 from bayesadam.paper import bandits, demo, pruning, regression, report
 from bayesadam.paper.run import Run
 from bayesadam.pruning.masks import Scope
@@ -168,7 +167,7 @@ def test_the_names_that_options_take_are_those_of_the_experiments():
         (cli.EXPERIMENTS, report.EXPERIMENTS),
         (cli.RANKINGS, ba.pruning.RANKINGS),
         (cli.SCOPES, get_args(Scope)),
-        (cli.MERGING_METHODS, get_args(Method)),
+        (cli.MERGING_METHODS, ba.merging.METHODS),
         (cli.COMPRESSIONS, get_args(Compression)),
         (cli.IMAGE_SETS, IMAGE_SETS),
         (cli.ACTIVATIONS, ACTIVATIONS),

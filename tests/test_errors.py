@@ -79,7 +79,7 @@ def test_a_missing_extra_keeps_its_package_in_a_pickle():
 
 def test_an_error_crosses_processes(tmp_path):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        failed = pool.submit(ba.load_masks, tmp_path / "nowhere").exception()
+        failed = pool.submit(ba.pruning.load_masks, tmp_path / "nowhere").exception()
     assert type(failed) is ba.MissingFileError
     assert str(failed) == f"no file at {tmp_path / 'nowhere'}"
 
@@ -106,9 +106,9 @@ def test_arguments_out_of_order_are_told(tmp_path):
     for swapped, said in (
         (lambda: ba.Posterior.load(model, tmp_path / "p.safetensors"), "model must be a Module, got"),
         (lambda: ba.prune(masks, model), "model must be a Module, got dict"),
-        (lambda: ba.pruning_masks(model, 0.5), "posterior must be a Posterior, got Sequential"),
-        (lambda: ba.neuron_masks(model, 0.5, example_input=torch.ones(1, 2)), "posterior must be a Posterior"),
-        (lambda: ba.tuning_masks(model, share=0.1), "posterior must be a Posterior"),
+        (lambda: ba.pruning_masks(model, 0.5), "posterior must be a Posterior or GaussianWeights, got Sequential"),
+        (lambda: ba.pruning.neuron_masks(model, 0.5, example_input=torch.ones(1, 2)), "posterior must be a Posterior"),
+        (lambda: ba.pruning.tuning_masks(model, share=0.1), "posterior must be a Posterior or GaussianWeights"),
         (lambda: ba.audit([(torch.ones(1, 2), torch.ones(1))], posterior), "posterior must be a Posterior, got list"),
     ):
         with pytest.raises(ba.MatchError, match=said):
@@ -133,7 +133,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
         lambda: ba.Mixture.load(nowhere, model),
         lambda: ba.Posterior.from_checkpoint(nowhere, model, 60),
         lambda: ba.inspect_checkpoint(nowhere),
-        lambda: ba.load_masks(nowhere),
+        lambda: ba.pruning.load_masks(nowhere),
         lambda: bandits.Agent.load(nowhere),
         lambda: bandits.problem_from_file(nowhere, label="y"),
         lambda: read_idx(nowhere),
@@ -147,7 +147,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
 def test_damaged_files_are_os_errors(tmp_path):
     path = tmp_path / "posterior.safetensors"
     path.write_bytes(b"\0" * 40)
-    for damaged in (lambda: ba.Posterior.load(path, mlp(2, 2, 2)), lambda: ba.load_masks(path)):
+    for damaged in (lambda: ba.Posterior.load(path, mlp(2, 2, 2)), lambda: ba.pruning.load_masks(path)):
         with pytest.raises(OSError, match="truncated"):
             damaged()
 

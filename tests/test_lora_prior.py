@@ -308,7 +308,7 @@ def test_a_model_without_adapters_is_refused():
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer, 0)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 60, power=1, batch_size=BATCH)
-    with pytest.raises(ba.MatchError, match=r"no adapter in the posterior.*as a number"):
+    with pytest.raises(ba.MatchError, match=r"no adapter in the posterior.*a number"):
         posterior.replace(prior_precision=ba.LoraPrior())
 
 

@@ -8,7 +8,7 @@ import torch
 import bayesadam as ba
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.posterior import Settings
-from bayesadam.sparse_tuning import tune_only, tuning_masks
+from bayesadam.pruning import tune_only, tuning_masks
 from cases import mlp, train
 
 

@@ -47,9 +47,10 @@ from bayesadam.pruning import (
     save_masks,
     shrink,
     to_torch_prune,
+    tune_only,
+    tuning_masks,
 )
 from bayesadam.readers.recorder import Recorder
-from bayesadam.sparse_tuning import tune_only, tuning_masks
 
 __all__ = [
     "Anchor",

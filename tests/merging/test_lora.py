@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import bayesadam as ba
-from bayesadam.lora import pairs_in
+from bayesadam.lora import Adapter, pairs_in, scaling_of_folder
 from bayesadam.merging import merge, merge_checkpoints
-from bayesadam.merging.lora import Adapter, change_of, curvature_of, factors_of, scaling_of_folder
 from floats import assert_close
 
 OUT, RANK, IN = 6, 2, 5
@@ -32,7 +31,7 @@ def test_the_curvature_of_the_product_is_recovered():
     s2 = each.scale**2
     up_moment = s2 * r[:, None] * (each.down.square() @ c)[None]
     down_moment = s2 * c[None] * (each.up.square().T @ r)[:, None]
-    found = curvature_of(each._replace(up_moment=up_moment, down_moment=down_moment))
+    found = each._replace(up_moment=up_moment, down_moment=down_moment).curvature()
     assert_close(found, torch.outer(r, c))
 
 
@@ -40,19 +39,19 @@ def test_the_curvature_of_the_product_is_recovered():
 def test_neither_curvature_nor_product_depend_on_how_it_is_split(t):
     each = adapter()
     other = Adapter(t * each.up, each.down / t, each.up_moment / t**2, each.down_moment * t**2, each.scale)
-    assert_close(curvature_of(each), curvature_of(other))
-    assert_close(change_of(each), change_of(other))
+    assert_close(each.curvature(), other.curvature())
+    assert_close(each.change(), other.change())
 
 
 def test_a_factor_that_had_no_gradient_gives_no_curvature():
     each = adapter()
-    assert not bool(curvature_of(each._replace(down_moment=torch.zeros(RANK, IN).double())).any())
+    assert not bool(each._replace(down_moment=torch.zeros(RANK, IN).double()).curvature().any())
 
 
 @pytest.mark.parametrize("rank", [2, 5, 8])
 def test_factors_are_the_nearest_of_their_rank_and_split_evenly(rank):
     change = torch.randn(OUT, IN).double()
-    up, down = factors_of(change, rank, scale=0.25)
+    up, down = adapter(rank=rank, scale=0.25).nearest(change)
     assert (up.shape, down.shape) == ((OUT, rank), (rank, IN))
     left, values, right = torch.linalg.svd(change)
     best = (left[:, : min(rank, IN)] * values[:rank]) @ right[: min(rank, IN)]
@@ -120,8 +119,8 @@ def test_posteriors_of_other_ranks_and_scalings_are_merged_by_their_products():
         a, b = model["q"].lora_A["default"].weight, model["q"].lora_B["default"].weight
         v = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.97**80) for p in (b, a)]
         each = Adapter(b.detach(), a.detach(), *v, model["q"].scaling["default"])
-        changes.append(change_of(each).double())
-        curvatures.append(curvature_of(each).double())
+        changes.append(each.change().double())
+        curvatures.append(each.curvature().double())
     share = torch.stack(curvatures) / sum(curvatures)
     whole = (share * torch.stack(changes)).sum(0)
     left, values, right = torch.linalg.svd(whole, full_matrices=False)

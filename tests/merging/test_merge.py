@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bayesadam as ba
+from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.merging import merge, merge_checkpoints, similarity
-from bayesadam.merging import plan as planning
-from bayesadam.merging.plan import plan_of
+from bayesadam.merging import merged as planning
+from bayesadam.merging.merged import plan_of
 from cases import soap
 from floats import approx, assert_close, close
 
@@ -101,7 +102,7 @@ def test_nothing_of_the_models_is_changed_or_shared(tuned):
 
 def test_gradient_matching_takes_n_and_b(tuned):
     models = posteriors(tuned, n_data=(100.0, 200.0, 400.0), batch_size=16)
-    plan = plan_of(models, None, tuned[0], None, planning.CheckpointOptions())
+    plan = plan_of(models, None, tuned[0], None, {})
     merged = merge(models, base=tuned[0])
     scale = 16 * torch.tensor([100.0, 200.0, 400.0]).double()
     total = count = 0.0
@@ -188,9 +189,7 @@ def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch)
     merged = merge(posteriors(tuned), base=base)
     paths = saved(tuned, tmp_path)
     # Pieces of 7 weights: tensors are split at odd places.
-    for module in ("experts", "stacks"):
-        monkeypatch.setattr(f"bayesadam.merging.{module}.PIECE", 7)
-    monkeypatch.setattr("bayesadam.readers.curvature.PIECE", 7)
+    monkeypatch.setattr("bayesadam.merging.merged.PIECE", 7)
     out = tmp_path / "merged.safetensors"
     report = merge_checkpoints(paths, out, base=tmp_path / "base.pt" if matching else None)
     file = load_file(out)
@@ -199,6 +198,15 @@ def test_files_give_what_posteriors_give(tuned, tmp_path, matching, monkeypatch)
     assert report.labels == ("0.pt", "1.pt", "2.pt")
     for row, other in zip(report.parameters, merged.report.parameters, strict=True):
         assert row.shares == approx(other.shares, abs=1e-6)
+
+
+def test_opened_files_are_merged_as_their_paths(tuned, tmp_path):
+    paths = saved(tuned, tmp_path)
+    opened = [GaussianWeights.open(path, 960) for path in paths]
+    expected, found = merge(paths), merge(opened)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert similarity(*opened[:2]) == approx(similarity(*paths[:2]))
 
 
 def test_pairs_of_files_and_saved_posteriors_are_read(tuned, tmp_path):
@@ -333,7 +341,7 @@ def test_a_file_with_bad_moments_is_refused_and_nothing_is_written(tuned, tmp_pa
     tree["optimizer"]["state"][2]["exp_avg_sq"][0] = float("nan")
     torch.save(tree, paths[1])
     out = tmp_path / "merged.safetensors"
-    with pytest.raises(ba.StateError, match=r"'1.weight' in 1.pt"):
+    with pytest.raises(ba.StateError, match=r"1.pt: .*'1.weight'"):
         merge_checkpoints(paths, out)
     with pytest.raises(ba.FileError, match="safetensors"):
         merge_checkpoints(paths, tmp_path / "merged.pt")
@@ -425,7 +433,7 @@ def test_copies_are_warned_of(tuned, tmp_path):
 
 def test_a_base_that_is_one_of_the_models_is_warned_of(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
-    with pytest.warns(ba.BayesAdamWarning, match=r"the base has the weights of 1\.pt, .* before fine-tuning"):
+    with pytest.warns(ba.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"):
         merge(paths[:2], base=paths[1])
 
 
@@ -447,7 +455,7 @@ def test_one_state_does_not_stand_for_all(tuned, tmp_path):
     ):
         with pytest.raises(ba.SettingError, match=r"pass the pair \(weights, state\)"):
             call(optimizer_path=tmp_path / "o.pt")
-        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*pass the pair \(weights, state\).*base="):
+        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*a pair \(weights, state\).*base="):
             call()
     found, expected = merge([paths[0], (tmp_path / "w.pt", tmp_path / "o.pt")]), merge(paths[:2])
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_pruned_the_same_way(tmp_path: Path):
     path, out = tmp_path / "last.pt", tmp_path / "pruned.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     with pytest.warns(ba.BayesAdamWarning, match=r"left whole: 0\.bias"):
-        ba.prune_checkpoint(path, out, 0.3)
+        ba.pruning.prune_checkpoint(path, out, 0.3)
     pruned = torch.load(out, weights_only=True)["model"]
     assert torch.equal(pruned["0.bias"], model.state_dict()["0.bias"])
     assert sum(int((tensor == 0).sum()) for name, tensor in pruned.items() if name.endswith(("weight", "bias"))) > 0

@@ -16,12 +16,11 @@ from bayesadam.pruning import (
     RANKINGS,
     neuron_masks,
     path_scores,
-    powered,
     pruning_masks,
     pruning_report,
-    select,
     weight_scores,
 )
+from bayesadam.pruning import masks as masks_module
 from cases import mlp, trained
 from floats import assert_close
 from pruning.cases_pruning import posterior_of, removed, sorted_masks
@@ -84,7 +83,7 @@ def test_without_a_prior_both_signals_to_noise_agree() -> None:
 @pytest.mark.parametrize(("q", "name"), [(0.0, "magnitude"), (0.5, "snr"), (1.0, "saliency")])
 def test_a_power_orders_as_the_ranking_it_stands_for(q: float, name: str) -> None:
     posterior = posterior_of(net())
-    masks = pruning_masks(posterior, 0.6, ranking=powered(q))
+    masks = pruning_masks(posterior, 0.6, ranking=lambda theta, v: theta.abs() * v.pow(q / 2))
     assert all(torch.equal(mask, masks[key]) for key, mask in pruning_masks(posterior, 0.6, ranking=name).items())
 
 
@@ -149,7 +148,7 @@ def test_nan_weights_are_named() -> None:
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_masks_are_those_of_a_full_sort(seed: int, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks smaller than a parameter, so that none of it depends on where they end.
-    monkeypatch.setattr(select, "CHUNK", (4, 25, 10**6)[seed % 3])
+    monkeypatch.setattr(masks_module, "CHUNK", (4, 25, 10**6)[seed % 3])
     rng = np.random.default_rng(seed)
     dtype = (torch.float32, torch.float64)[seed % 2]
     model = net(seed, dtype)

@@ -34,7 +34,7 @@ def test_a_score_squared_is_the_sum_over_all_paths_through_the_weight():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     posterior = posterior_over(model, torch.randn(7, 3))
     s = {name: score.double() for name, score in weight_scores(posterior).items()}
-    found = ba.path_scores(posterior, example_input=torch.zeros(1, 3))
+    found = ba.pruning.path_scores(posterior, example_input=torch.zeros(1, 3))
     expected = {name: torch.zeros_like(score) for name, score in s.items()}
     # Paths start at an input or at a bias, and end at an output.
     mean_one = {}
@@ -63,7 +63,7 @@ def test_convolutions_are_followed_through_pooling_and_flattening():
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2))
     posterior = posterior_over(model, torch.randn(5, 1, 6, 6))
     s = weight_scores(posterior)
-    found = ba.path_scores(posterior, example_input=torch.zeros(1, 1, 6, 6))
+    found = ba.pruning.path_scores(posterior, example_input=torch.zeros(1, 1, 6, 6))
     reach = (s["0.weight"].square().sum(dim=(1, 2, 3)) + s["0.bias"].square()).sqrt()
     read = s["4.weight"].square().view(2, 3, 4).sum(dim=(0, 2)).sqrt()
     proportional(found["4.weight"], (s["4.weight"].view(2, 3, 4) * reach[:, None]).view(2, 12))
@@ -78,7 +78,7 @@ def test_a_unit_that_nothing_reaches_or_nobody_reads_is_worth_nothing():
         model[0].bias[1] = 0
         model[2].weight[:, 2] = 0
     posterior = posterior_over_as_is(model)
-    found = ba.path_scores(posterior, example_input=torch.zeros(1, 3))
+    found = ba.pruning.path_scores(posterior, example_input=torch.zeros(1, 3))
     assert not found["2.weight"][:, 1].any()
     assert not found["0.weight"][2].any()
     assert not found["0.bias"][2].any()
@@ -100,7 +100,7 @@ def test_what_is_not_understood_keeps_its_own_scores():
             return self.b(x + self.a(x))
 
     posterior = posterior_over(Residual(), torch.randn(5, 3))
-    found = ba.path_scores(posterior, example_input=torch.zeros(1, 3))
+    found = ba.pruning.path_scores(posterior, example_input=torch.zeros(1, 3))
     for name, score in weight_scores(posterior).items():
         assert_close(found[name], score)
 
@@ -108,9 +108,9 @@ def test_what_is_not_understood_keeps_its_own_scores():
 def test_the_masks_have_the_asked_for_count_and_the_model_its_mode():
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).train()
     posterior = posterior_over(model, torch.randn(5, 3))
-    scores = ba.path_scores(posterior, ranking="magnitude", example_input=torch.zeros(1, 3))
+    scores = ba.pruning.path_scores(posterior, ranking="magnitude", example_input=torch.zeros(1, 3))
     masks = ba.pruning_masks(posterior, 0.5, ranking=scores)
     assert sum(int((~mask).sum()) for mask in masks.values()) == round(0.5 * 50)
     assert model.training
     with pytest.raises(ba.BayesAdamError):
-        ba.path_scores(posterior, ranking="luck", example_input=torch.zeros(1, 3))
+        ba.pruning.path_scores(posterior, ranking="luck", example_input=torch.zeros(1, 3))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import bayesadam as ba
 from bayesadam.__main__ import main
 from bayesadam.cli import app
+from bayesadam.gaussian.weights import GaussianWeights
 
 # Of the bias before the batch norm: see test_batch_norm.
 pytestmark = pytest.mark.filterwarnings("ignore:left whole")
@@ -41,10 +42,10 @@ def saved(tmp_path):
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("piece", [3, 1000])
 def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatch, ranking, scope, piece):
-    monkeypatch.setattr(import_module("bayesadam.readers.curvature"), "PIECE", piece)
+    monkeypatch.setattr(import_module("bayesadam.pruning.masks"), "CHUNK", piece)
     model, adam, path = saved
     out = tmp_path / "pruned.pt"
-    report = ba.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
+    report = ba.pruning.prune_checkpoint(path, out, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
     posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
     masks = ba.pruning_masks(posterior, 0.6, ranking=ranking, scope=scope, exclude=("*.bias",))
     expected = ba.prune(model, masks, inplace=False).state_dict()
@@ -58,15 +59,27 @@ def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, monkeypatc
     assert report.weights - report.kept == removed
 
 
+@pytest.mark.parametrize("ranking", ["snr", "saliency"])
+def test_an_opened_file_has_the_masks_of_the_posterior(saved, ranking):
+    model, adam, path = saved
+    posterior = ba.Posterior.from_optimizer(model, adam, n_data=1, prior_precision=0.0)
+    opened = GaussianWeights.open(path, 1)
+    for how in ({"fraction": 0.6}, {"pattern": "1:2"}):
+        expected = ba.pruning_masks(posterior, ranking=ranking, exclude="biases", **how)
+        found = ba.pruning_masks(opened, ranking=ranking, exclude="biases", **how)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+
+
 def test_the_original_is_left_alone_and_bad_settings_write_nothing(saved, tmp_path):
     _, _, path = saved
     before = path.read_bytes()
     out = tmp_path / "pruned.pt"
     for change in ({"ranking": "luck"}, {"exclude": ("nothing*",)}, {"scope": "row"}, {"fraction": 1.5}):
         with pytest.raises(ba.BayesAdamError):
-            ba.prune_checkpoint(path, out, **{"fraction": 0.5, **change})
+            ba.pruning.prune_checkpoint(path, out, **{"fraction": 0.5, **change})
     assert not out.exists()
-    ba.prune_checkpoint(path, out, 0.5)
+    ba.pruning.prune_checkpoint(path, out, 0.5)
     assert path.read_bytes() == before
 
 
@@ -91,7 +104,7 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
 
 def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_path):
     model, _, path = saved
-    report = ba.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
+    report = ba.pruning.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
     assert [row.name for row in report.rows] == [name for name, _ in model.named_parameters()]
     assert report.weights == 147
     # The bias before the batch norm is left whole.
@@ -125,7 +138,7 @@ def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
     masks = ba.pruning_masks(posterior, 0.5, exclude="biases")
     assert "biased.weight" in masks
     for exclude in ("biases", ["biases"], ["biases", "*bias"]):
-        report = ba.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
+        report = ba.pruning.prune_checkpoint(path, tmp_path / "out.pt", 0.5, exclude=exclude)
         kept = {row.name: row.kept for row in report.rows}
         assert kept == {
             name: int(masks[name].sum()) if name in masks else p.numel() for name, p in model.named_parameters()

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.pruning import neuron_masks, prune, pruning_masks, rank_neurons, shrink, weight_scores
+from bayesadam.pruning import neuron_masks, prune, pruning_masks, shrink, weight_scores
 from bayesadam.pruning import shrink as shrink_function
+from bayesadam.pruning.units import ranked_units
 from cases import mlp
 from floats import approx, assert_close
 from pruning.cases_pruning import posterior_of, removed
@@ -136,6 +137,23 @@ def pooled(m: Any, x: Tensor) -> Tensor:
 
 def pooled_in_place(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.mean(torch.tanh(m.a(x)), 1, keepdim=True))
+
+
+def transposed(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.relu(m.a(x)).transpose(1, 2))
+
+
+def summed_up(m: Any, x: Tensor) -> Tensor:
+    """A constant unit is no constant after it."""
+    return m.b(torch.sigmoid(m.a(x)).cumsum(1))
+
+
+def flipped(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.relu(m.a(x)).flip(-1))
+
+
+def normalised(m: Any, x: Tensor) -> Tensor:
+    return m.b(F.normalize(m.a(x), dim=-1))
 
 
 def batch_read(m: Any, x: Tensor) -> Tensor:
@@ -311,6 +329,27 @@ TABLE: dict[str, Case] = {
         {"a": [0], "b_out": [1]},
         {"a": 3},
     ),
+    "transposed-input": (
+        lambda: Calls(transposed, a=nn.Linear(4, 6), b=nn.Conv1d(6, 2, 3)),
+        (7, 4),
+        {"a": [1, 3], "b_out": [0]},
+        {"a": 3},
+    ),
+    "summed-up": (
+        lambda: Calls(summed_up, a=nn.Linear(4, 6), b=nn.Linear(6, 2)),
+        (7, 4),
+        {"a": [1], "b_out": [0]},
+        {"a": 5},
+    ),
+    **{
+        step.__name__: (
+            lambda step=step: Calls(step, a=nn.Linear(4, 6), b=nn.Linear(6, 2)),
+            (4,),
+            {"a": [0], "b_out": [1]},
+            None,
+        )
+        for step in (flipped, normalised)
+    },
     "batch-read": (
         lambda: Calls(batch_read, a=nn.Linear(4, 5), b=nn.Linear(5, 2)),
         (4,),
@@ -541,7 +580,7 @@ def unit_sums(posterior: Any, ranking: Any) -> dict[str, list[float]]:
 @pytest.mark.parametrize("ranking", ["snr", "magnitude", lambda theta, v: theta.abs() + v])
 def test_a_units_score_is_the_sum_of_all_that_goes_with_it(ranking: Any) -> None:
     posterior = posterior_of(mlp(4, 7, 6, 2))
-    found = rank_neurons(posterior, ranking=ranking, example_input=torch.randn(2, 4))
+    found = ranked_units(posterior, ranking, (), torch.randn(2, 4))[1]
     expected = unit_sums(posterior, ranking)
     assert found.keys() == expected.keys()
     for name, totals in expected.items():
@@ -585,7 +624,7 @@ def test_units_of_every_layout_can_go(case: str) -> None:
     modes = [m.training for m in model.modules()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     posterior = posterior_of(model)
-    scores = rank_neurons(posterior, example_input=x)
+    scores = ranked_units(posterior, "snr", (), x)[1]
     masks = neuron_masks(posterior, 0.5, example_input=x)
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
@@ -598,10 +637,10 @@ def test_units_of_every_layout_can_go(case: str) -> None:
 
 def test_excluded_layers_and_those_outside_the_posterior_keep_their_units() -> None:
     model, x = mlp(4, 7, 6, 2), torch.randn(2, 4)
-    assert rank_neurons(posterior_of(model), exclude="0.weight", example_input=x).keys() == {"2.weight"}
+    assert ranked_units(posterior_of(model), "snr", "0.weight", x)[1].keys() == {"2.weight"}
     # Without the second layer's weight neither its own units nor those it reads can go.
     partial = posterior_of(model, names=["0.weight", "0.bias", "4.weight"])
-    assert rank_neurons(partial, example_input=x) == {}
+    assert ranked_units(partial, "snr", (), x)[1] == {}
     masks = neuron_masks(partial, 1.0, example_input=x)
     assert removed(masks) == 0
 

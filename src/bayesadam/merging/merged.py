@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from bayesadam._files import keep_apart, replacing
 from bayesadam._kinds import require_kind
 from bayesadam._storage import write_tensors
-from bayesadam.errors import FileError
-from bayesadam.merging.experts import AnyPath, BaseSource, Source, reading_of
-from bayesadam.merging.plan import Method, plan_of
-from bayesadam.merging.report import MergeReport
-from bayesadam.readers import CheckpointKeywords
+from bayesadam._warnings import warn
+from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.settings import positive
+from bayesadam.lora import Adapter, Pair, pairs_in
+from bayesadam.merging import methods
+from bayesadam.merging.networks import (
+    AnyPath,
+    BaseSource,
+    Network,
+    Source,
+    check_alike,
+    check_base,
+    labels_of,
+    network_of,
+    warn_of_copies,
+)
+from bayesadam.merging.report import MergeReport, Sums
+from bayesadam.readers import CheckpointKeywords, warn_of_memory, working_dtype
+from bayesadam.readers.curvature import PIECE
+from bayesadam.readers.formats.lazy import meta
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+MATCHING_SHARE, KRONECKER_SHARE = 0.3, 3.0
+# Below it the second moments of training lie on different weights, as those of networks that know different classes.
+LEAST_OVERLAP = 0.5
+LEAST_GRADIENTS = 50
+# The most that conjugate gradients may leave, of |b|.
+_RESIDUAL = 0.05
 
 
 class Merged(dict[str, Tensor]):
@@ -39,7 +65,7 @@ class Merged(dict[str, Tensor]):
 
 def merge(
     models: Sequence[Source],
-    method: Method | None = None,
+    method: str | None = None,
     *,
     base: BaseSource | None = None,
     weights: Sequence[float] | None = None,
@@ -52,14 +78,13 @@ def merge(
         kronecker          (Σ αᵢ Kᵢ + δ I)(θ − θ_D) = Σ αᵢ Kᵢ (θᵢ − θ_D), K = N B V in its eigenbases
 
     θ_D is the merge by the diagonals: the first equation, or with a base the second. δ is a fixed share of the mean
-    curvature, so that a factor that N, B or the units of the loss have in common for all models changes nothing. An N or B
-    that is not known of every model counts for none.
+    curvature, so that a factor common to all models, in N, B or the units of the loss, changes nothing. An N or B that
+    is not known of every model counts for none.
 
-    A parameter that only some of the models trained is taken from those. What none of them trained is averaged, batch
-    norm's running statistics among it; integers are the first model's. The factors of a LoRA adapter are merged as their
-    product. The report says which were.
+    A parameter that only some of the models trained is taken from those. Tensors that none of them trained are
+    averaged, batch norm's running statistics among them; integers are the first model's. The factors of a LoRA adapter
+    are merged as their product. The report says which were.
 
-    >>> import torch
     >>> from bayesadam import Posterior
     >>> def fine_tuned(seed):
     ...     torch.manual_seed(seed)
@@ -81,19 +106,19 @@ def merge(
         weights: α, how much each model is to count; 1 each if absent.
         **options: how files are read, see `CheckpointOptions`; a state in a file of its own is given in a pair.
     """
-    plan = plan_of(models, method, base, weights, reading_of(options))
+    plan = plan_of(models, method, base, weights, options)
     found: dict[str, Tensor] = {}
     for name in plan.outline:
         first = plan.tied.get(name, name)
-        # In memory of their own: what was read may be mapped from a file, or be a model's.
+        # In memory of their own: tensors that were read may be mapped from a file, or be a model's.
         found[name] = found[first] if first in found else plan.tensor(name).clone()
     return Merged(found, plan.report)
 
 
 def merge_checkpoints(
     paths: Sequence[AnyPath | tuple[AnyPath, AnyPath]],
-    out: str | os.PathLike[str],
-    method: Method | None = None,
+    out: AnyPath,
+    method: str | None = None,
     *,
     base: AnyPath | None = None,
     weights: Sequence[float] | None = None,
@@ -101,8 +126,8 @@ def merge_checkpoints(
 ) -> MergeReport:
     """`merge` from files to a safetensors file, tensor by tensor, so that networks larger than memory can be merged.
 
-    By Fisher and gradient matching the memory is that of the largest tensor, whatever the number of models; by Kronecker
-    factors, that of one parameter with its bases in all models. The folder of `out` is made if absent.
+    The memory is that of the largest tensor in all models; by Kronecker factors, also that of the bases in the
+    optimisers' states. The folder of `out` is made if absent.
     """
     require_kind(out, (str, os.PathLike), "out")
     out = Path(out)
@@ -110,11 +135,357 @@ def merge_checkpoints(
         raise FileError(f"{out}: weights are written as safetensors: end the path in .safetensors")
     require_kind(paths, (list, tuple), "paths")
     sources = [*paths, *([] if base is None else [base])]
-    keep_apart(
-        out, *(Path(part) for source in sources for part in (source if isinstance(source, tuple) else (source,)))
-    )
-    plan = plan_of(paths, method, base, weights, reading_of(options))
+    keep_apart(out, *(Path(part) for each in sources for part in (each if isinstance(each, tuple) else (each,))))
+    plan = plan_of(paths, method, base, weights, options)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         write_tensors(temporary, plan.outline, plan.tensor)
     return plan.report
+
+
+def similarity(a: Source, b: Source, **options: Unpack[CheckpointKeywords]) -> float:
+    """Σ √(F_a F_b) / √(Σ F_a Σ F_b), the overlap of two networks' curvatures F = v̂: 1 for the same, 0 for disjoint.
+
+    1 − the squared Hellinger distance between the curvatures as distributions over the weights; neither N, B nor the
+    loss's units change it. The networks, given as in `merge`, must be of one architecture; a parameter that one of them
+    did not train has no curvature there. Of Kronecker factors F is the diagonal of V: directions across the weights of
+    a layer are not compared, and two networks that depend on different ones may overlap all the same.
+    """
+    _check_options(options)
+    networks = [network_of(source, f"model {i}", options) for i, source in enumerate((a, b), 1)]
+    check_alike(networks, {})
+    tied = _tied_names(networks)
+    trained = [n for n in networks[0].outline if n not in tied and any(n in each.owners for each in networks)]
+    sums = _sums(networks, trained, (1.0, 1.0), torch.ones(2)).values()
+    total = Sums.total(sums) if sums else None
+    if total is None or not bool((total.curvature > 0).all()):
+        raise MatchError("one of the two networks has no curvature at all: v̂ is 0 throughout")
+    return total.overlap(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Models that fit together, and all that their merge depends on.
+
+    `counts` are α; `scales` the factors on v̂ of each model, α among them, and of the base; `tied` the first name of
+    every tied tensor by its other names; `sums` over each parameter's curvature. δ is `matching_share` of the mean of
+    Fᵢ over all weights and models, or `kronecker_share` of the mean of a parameter's Σ Kᵢ over its weights.
+    """
+
+    networks: Sequence[Network]
+    method: str
+    base: Network | None
+    scales: Sequence[float]
+    counts: Tensor
+    tied: Mapping[str, str]
+    adapters: Mapping[str, Tensor]
+    sums: Mapping[str, Sums]
+    notes: Sequence[str]
+    matching_share: float = MATCHING_SHARE
+    kronecker_share: float = KRONECKER_SHARE
+
+    @property
+    def outline(self) -> dict[str, Tensor]:
+        """Types and shapes of the result."""
+        first = self.networks[0].outline
+        return {name: self.adapters.get(name, meta(tuple(t.shape), t.dtype)) for name, t in first.items()}
+
+    @property
+    def report(self) -> MergeReport:
+        """How much each model counts."""
+        return MergeReport.of(self.method, [each.label for each in self.networks], self.sums, self.notes)
+
+    @cached_property
+    def matching_delta(self) -> float:
+        """δ of gradient matching; 1 where there is no curvature at all."""
+        total = Sums.total(self.sums.values())
+        return self.matching_share * float(total.curvature.mean()) / total.weights or 1.0
+
+    @torch.no_grad()
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of the merged network."""
+        name = self.tied.get(name, name)
+        if name in self.adapters:
+            return self.adapters[name]
+        first = self.networks[0].weights[name].detach()
+        if not (first.is_floating_point() or first.is_complex()):
+            return first
+        found, start = torch.empty_like(first, memory_format=torch.contiguous_format), 0
+        for part in METHODS[self.method](self, name) if name in self.sums else _average(self, name):
+            found.view(-1)[start : start + len(part)] = part
+            start += len(part)
+        return found
+
+
+def _average(plan: Plan, name: str) -> Iterator[Tensor]:
+    """Σ αᵢ θᵢ / Σ αᵢ in pieces of the flat parameter; to the bit the same where all are the same."""
+    for theta, _ in _stacked(plan.networks, name, plan.scales):
+        alpha = (plan.counts / plan.counts.sum()).to(theta)[:, None]
+        yield torch.where((theta == theta[0]).all(dim=0), theta[0], (alpha * theta).sum(dim=0))
+
+
+def _fisher(plan: Plan, name: str) -> Iterator[Tensor]:
+    for theta, curvature in _stacked(plan.networks, name, plan.scales):
+        yield methods.fisher(theta, curvature, plan.counts)
+
+
+def _gradient_matching(plan: Plan, name: str) -> Iterator[Tensor]:
+    own = _stacked([plan.base], name, plan.scales[-1:])  # type: ignore[list-item]
+    for (theta, curvature), before in zip(_stacked(plan.networks, name, plan.scales), own, strict=True):
+        start, known = (tensor[0].to(theta) for tensor in before)
+        yield methods.gradient_matching(theta, curvature, start, known, plan.matching_delta)
+
+
+def _kronecker(plan: Plan, name: str) -> Iterator[Tensor]:
+    parts = _fisher(plan, name) if plan.base is None else _gradient_matching(plan, name)
+    if not any(each.has_bases(name) for each in plan.networks):
+        yield from parts
+        return
+    start = torch.cat(list(parts)).reshape(plan.networks[0].outline[name].shape)
+    trained = [(each, k) for each, k in zip(plan.networks, plan.scales, strict=False) if name in each.owners]
+    thetas = torch.stack([each.weights[name].detach().to(start) for each, _ in trained])
+    operators = [_operator(each, name, scale, start) for each, scale in trained]
+    diagonals = [each.moment(name).to(start) * scale for each, scale in trained]  # type: ignore[union-attr]
+    mean = float(plan.sums[name].curvature.sum()) / plan.sums[name].weights
+    delta = plan.kronecker_share * mean or 1.0
+    found, left = methods.kronecker(thetas, operators, torch.stack(diagonals).sum(dim=0), start, delta)
+    if not left <= _RESIDUAL:
+        warn(
+            f"conjugate gradients left {left:.0%} of the residual of {name!r}: its curvature spans too many decades. "
+            "Compare with method='fisher'"
+        )
+    yield found.reshape(-1)
+
+
+# A method is a function of a plan and a parameter's name that yields the merged parameter in flat pieces.
+METHODS: dict[str, Callable[[Plan, str], Iterator[Tensor]]] = {
+    "fisher": _fisher,
+    "gradient-matching": _gradient_matching,
+    "kronecker": _kronecker,
+}
+
+
+def plan_of(
+    models: Sequence[Source],
+    method: str | None,
+    base: BaseSource | None,
+    weights: Sequence[float] | None,
+    options: CheckpointKeywords,
+) -> Plan:
+    """Read the models, check that they fit together, and warn of what makes a merge bad."""
+    if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
+        raise SettingError(
+            "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
+        )
+    _check_options(options)
+    method = _chosen_method(method, base)
+    counts = _counts(weights, len(models))
+    named = zip(models, labels_of(models), strict=True)
+    networks = [network_of(source, label, options, bases=method == "kronecker") for source, label in named]
+    start = None if base is None else network_of(base, "the base", options, trained=False)
+    outline = networks[0].outline
+    pairs = {name: pair for pair in pairs_in(outline) for name in (pair.down, pair.up)}
+    check_alike(networks, pairs)
+    if pairs and method != "fisher":
+        raise SettingError(f"LoRA adapters are merged by method='fisher', not {method!r}")
+    tied = _tied_names(networks)
+    plain = [name for name in outline if name not in tied and name not in pairs]
+    trained = [name for name in plain if any(name in each.owners for each in networks)]
+    if start is not None:
+        check_base(start, networks[0], trained)
+    scales, notes = _scales(networks, start, counts, method)
+    adapters, sums = _merged_adapters(networks, list(dict.fromkeys(pairs.values())), counts, notes)
+    sums |= _sums(networks, trained, scales, counts)
+    if not sums:
+        raise MatchError(f"{networks[0].label} and the others have no parameter with a second moment in common")
+    if method == "kronecker":
+        _check_bases(networks, trained)
+    warn_of_copies(networks if start is None else [start, *networks], [*trained, *pairs])
+    for network in networks:
+        warn_of_memory(network.gaussian.origin, network.label)  # type: ignore[union-attr]
+    _warn_of_overlap(Sums.total(sums.values()), networks)
+    partly = [name for name in trained if not all(name in each.owners for each in networks)]
+    others = [name for name in plain if name not in set(trained)]
+    whole = [name for name in others if not (outline[name].is_floating_point() or outline[name].is_complex())]
+    for names, words in (
+        (partly, "that not every model trained come from those that did"),
+        ([name for name in others if name not in set(whole)], "that no model trained were averaged"),
+        (whole, f"of integers are those of {networks[0].label}"),
+    ):
+        if names:
+            notes.append(f"{len(names)} tensors {words}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    return Plan(networks, method, start, scales, counts, tied, adapters, sums, notes)
+
+
+def _check_options(options: CheckpointKeywords) -> None:
+    if options.get("optimizer_path") is not None:
+        raise SettingError(
+            "optimizer_path= is the file of one state, and merging reads several: in place of the path of the weights "
+            "pass the pair (weights, state)"
+        )
+
+
+def _chosen_method(method: object, base: object) -> str:
+    if method is None:
+        return "fisher" if base is None else "gradient-matching"
+    if not isinstance(method, str) or method not in METHODS:
+        raise SettingError(
+            f"method must be one of {', '.join(map(repr, METHODS))}, got "
+            f"{repr(method) if isinstance(method, str) else type(method).__name__}: give all models in one list, "
+            "merge([a, b]), and the network before fine-tuning as base="
+        )
+    if method == "gradient-matching" and base is None:
+        raise SettingError(
+            "method='gradient-matching' needs base=, the network before fine-tuning; method='fisher' does without"
+        )
+    if method == "fisher" and base is not None:
+        raise SettingError("method='fisher' makes no use of base=: leave one of the two out")
+    return method
+
+
+def _counts(weights: Sequence[float] | None, models: int) -> Tensor:
+    if weights is None:
+        return torch.ones(models)
+    if isinstance(weights, str) or len(weights) != models:
+        raise SettingError(f"weights must have one number for each of the {models} models, got {weights!r}")
+    for number in weights:
+        positive("each of weights", number, "how much a model is to count")
+    return torch.tensor([float(number) for number in weights])
+
+
+def _scales(
+    networks: Sequence[Network], base: Network | None, counts: Tensor, method: str
+) -> tuple[list[float], list[str]]:
+    """α of the models and 1 of the base; for the curvature of the whole training loss times N B, where known of all."""
+    scales: list[float] = [*counts.tolist(), 1.0]
+    notes: list[str] = []
+    concerned = [*networks, *([base] if base is not None and base.gaussian else [])]
+    for words, key in (("the number of training examples", "n_data"), ("the batch size", "batch_size")):
+        known = [getattr(each, key) for each in concerned if method != "fisher"]
+        unknown = [each.label for each, number in zip(concerned, known, strict=False) if number is None]
+        if unknown:
+            notes.append(
+                f"{words} of {', '.join(unknown)} is not known, and was taken to be the same for all: where it is not, "
+                "let each model's weight be in proportion to N B"
+            )
+        else:
+            scales[: len(known)] = [scale * float(number) for scale, number in zip(scales, known, strict=False)]
+    return scales, notes
+
+
+def _tied_names(networks: Sequence[Network]) -> dict[str, str]:
+    """The first name of every tensor that all the networks have tied, by its other names."""
+    first: dict[tuple[object, ...], str] = {}
+    keys = {name: tuple(each.identity[name] for each in networks) for name in networks[0].outline}
+    return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
+
+
+def _stacked(networks: Sequence[Network], name: str, scales: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    """θ and F = scale × v̂ of a parameter in pieces of the flat tensor, (models, n) each; F = 0 without a state."""
+    flat = [each.weights[name].detach().reshape(-1) for each in networks]
+    kind, device = working_dtype(flat[0].dtype), flat[0].device
+    zeros = torch.zeros((), device=device).expand(flat[0].shape)
+    rows = [zeros if v is None else v.reshape(-1) for v in (each.moment(name) for each in networks)]
+    for start in range(0, len(flat[0]), PIECE):
+        theta, v = (torch.stack([t[start : start + PIECE].to(device, kind) for t in each]) for each in (flat, rows))
+        yield theta, v.mul_(torch.tensor(scales[: len(v)]).to(v)[:, None])
+
+
+def _sums(
+    networks: Sequence[Network], names: Sequence[str], scales: Sequence[float], counts: Tensor
+) -> dict[str, Sums]:
+    return {
+        name: Sums.total(Sums.of(curvature, counts) for _, curvature in _stacked(networks, name, scales))
+        for name in names
+        if networks[0].outline[name].numel()
+    }
+
+
+def _operator(network: Network, name: str, scale: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """x → K x of one parameter, K = scale × V, on the device and in the type of `like`."""
+    structure, owner = network.gaussian.structure, network.owners[name]  # type: ignore[union-attr]
+    values, dims = structure.second_moment[owner].to(like) * scale, like.dim()
+    if owner not in structure.bases:
+        return values.mul
+    rotation = structure.bases[owner].to(like.device, like.dtype)
+    return lambda x: rotation.out_of(rotation.into(x, dims) * values, dims)
+
+
+def _merged_adapters(
+    networks: Sequence[Network], pairs: Sequence[Pair], counts: Tensor, notes: list[str]
+) -> tuple[dict[str, Tensor], dict[str, Sums]]:
+    """The merged factors by name, of the largest rank and with its model's scaling, and the sums by module."""
+    merged: dict[str, Tensor] = {}
+    sums: dict[str, Sums] = {}
+    kinds: dict[str, str] = {}
+    for pair in pairs:
+        with torch.no_grad():
+            adapters = _adapters(networks, pair)
+            ranks = [len(adapter.down) for adapter in adapters]
+            largest = ranks.index(max(ranks))
+            alpha = counts.to(adapters[0].up)[:, None, None]
+            curvature = alpha * torch.stack([adapter.curvature() for adapter in adapters])
+            change = methods.fisher(torch.stack([adapter.change() for adapter in adapters]), curvature, counts)
+            up, down = adapters[largest].nearest(change)
+        for name, factor in ((pair.up, up), (pair.down, down)):
+            like = networks[largest].outline[name]
+            merged[name] = factor.reshape(like.shape).to(like.dtype)
+        sums[pair.down] = Sums.of(curvature.flatten(1), counts)
+        words = f"rank {ranks[largest]}, and load with the configuration of {networks[largest].label}"
+        kinds.setdefault(words, pair.prefix)
+    notes += [f"adapters, {prefix} and others, have {words}" for words, prefix in kinds.items()]
+    return merged, sums
+
+
+def _adapters(networks: Sequence[Network], pair: Pair) -> list[Adapter]:
+    """Both factors of an adapter as matrices, in each of the networks."""
+    scales = [each.scaling(pair.prefix, pair.adapter, each.outline[pair.down].shape[0]) for each in networks]
+    if None in scales and any(scales):
+        raise MatchError(
+            f"the scaling of the adapter of {pair.prefix!r} is not known of {networks[scales.index(None)].label}: put "
+            "its adapter_config.json beside its weights, or merge posteriors of the live models"
+        )
+    device = networks[0].weights[pair.up].device
+
+    def factor(network: Network, name: str) -> tuple[Tensor, Tensor]:
+        weight, v = network.weights[name].detach(), network.moment(name)
+        weight = weight.to(device, working_dtype(weight.dtype)).flatten(1)
+        return weight, torch.zeros_like(weight) if v is None else v.to(weight).flatten(1)
+
+    found = []
+    for network, scale in zip(networks, scales, strict=True):
+        (up, up_moment), (down, down_moment) = factor(network, pair.up), factor(network, pair.down)
+        found.append(Adapter(up, down, up_moment, down_moment, scale or 1.0))
+    return found
+
+
+def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
+    """Refuse models without eigenbases, or with bases of too few gradients."""
+    for network in networks:
+        if not any(network.has_bases(name) for name in trained):
+            raise SettingError(
+                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or SOAP and "
+                "build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
+            )
+        origin = network.gaussian.origin  # type: ignore[union-attr]
+        if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:
+            raise SettingError(
+                f"the eigenbases of {network.label} come from {origin.fewest:g} recorded gradients, and merging needs "
+                f"{LEAST_GRADIENTS} at least: ba.Recorder(optimizer, keep=100), or method='fisher'"
+            )
+
+
+def _warn_of_overlap(total: Sums, networks: Sequence[Network]) -> None:
+    """Warn of second moments on different weights, those that an optimiser averaged: by them the limit was set.
+
+    The diagonals of Kronecker factors, and second moments of recorded gradients, overlap by less where merging helps
+    and by more where it does not.
+    """
+    averaged = [i for i, network in enumerate(networks) if network.is_averaged]
+    overlap, i, j = min(((total.overlap(i, j), i, j) for i, j in combinations(averaged, 2)), default=(1.0, 0, 0))
+    if overlap < LEAST_OVERLAP:
+        warn(
+            f"the curvatures of {networks[i].label} and {networks[j].label} overlap by {overlap:.2f} only, as those of "
+            "networks that know different classes do: there merging by curvature can be worse than averaging. Compare "
+            "both on held-out data of every task"
+        )

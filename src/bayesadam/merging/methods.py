@@ -16,10 +16,6 @@ def counted_shares(curvature: Tensor, counts: Tensor) -> Tensor:
     Args:
         curvature: F, (models, …), not negative, α in it.
         counts: α, (models,), positive.
-
-    >>> counted_shares(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.ones(2))
-    tensor([[0.7500, 0.5000],
-            [0.2500, 0.5000]])
     """
     alpha = counts.to(curvature).reshape(-1, *[1] * (curvature.dim() - 1))
     # By the largest first: second moments may be so small that their sum has few digits.
@@ -46,48 +42,11 @@ def gradient_matching(weights: Tensor, curvature: Tensor, base: Tensor, base_cur
         base: θ₀, from which the models were fine-tuned.
         base_curvature: F₀; 0 where nothing is known of it.
         delta: δ, positive.
-
-    >>> one, zero = torch.ones(2, 1), torch.zeros(1)
-    >>> gradient_matching(torch.tensor([[1.0], [3.0]]), one, zero, zero, delta=1e-6).round(decimals=3)
-    tensor([2.])
     """
     own = base_curvature + delta
     every = curvature + delta
     change = ((own + every) * (weights - base)).sum(dim=0)
     return base + change / (own + every.sum(dim=0))
-
-
-def solve(operator: Operator, right: Tensor, diagonal: Tensor, *, tolerance: float, most: int) -> tuple[Tensor, float]:
-    """x of A x = b by conjugate gradients preconditioned with A's diagonal, and the residual that is left, as a share of b.
-
-    Args:
-        operator: x → A x, symmetric and positive definite.
-        right: b.
-        diagonal: that of A, positive.
-        tolerance: the share of |b| at which it stops.
-        most: the most steps.
-    """
-    found = torch.zeros_like(right)
-    residual = right.clone()
-    size = float(residual.norm())
-    if size == 0:
-        return found, 0.0
-    scaled = residual / diagonal
-    direction = scaled.clone()
-    product = float((residual * scaled).sum())
-    left = 1.0
-    for _ in range(most):
-        image = operator(direction)
-        step = product / float((direction * image).sum())
-        found.add_(direction, alpha=step)
-        residual.sub_(image, alpha=step)
-        left = float(residual.norm()) / size
-        if left <= tolerance:
-            break
-        scaled = residual / diagonal
-        product, before = float((residual * scaled).sum()), product
-        direction = scaled.add_(direction, alpha=product / before)
-    return found, left
 
 
 def kronecker(
@@ -100,10 +59,10 @@ def kronecker(
     tolerance: float = 1e-3,
     most: int = 500,
 ) -> tuple[Tensor, float]:
-    """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F), and the residual that is left.
+    """θ of (Σ Kᵢ + δ I)(θ − θ_F) = Σ Kᵢ (θᵢ − θ_F), and the share of |b| that is left.
 
-    Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all of them have little beside δ it
-    stays at θ_F, the merge by the diagonals.
+    Along directions in which the models have curvature it is (Σ Kᵢ)⁻¹ Σ Kᵢ θᵢ; where all have little beside δ it stays
+    at θ_F, the merge by the diagonals. Solved by conjugate gradients preconditioned with the diagonal.
 
     Args:
         weights: θᵢ, (models, *shape).
@@ -111,14 +70,24 @@ def kronecker(
         diagonal: that of Σ Kᵢ, of the parameter's shape.
         start: θ_F.
         delta: δ, positive.
+        tolerance: the share of the right-hand side b at which it stops.
+        most: the most steps.
     """
-    right = torch.stack([k(theta - start) for k, theta in zip(operators, weights, strict=True)]).sum(dim=0)
-
-    def whole(x: Tensor) -> Tensor:
-        total = delta * x
-        for k in operators:
-            total = total + k(x)
-        return total
-
-    change, left = solve(whole, right, diagonal + delta, tolerance=tolerance, most=most)
-    return start + change, left
+    residual = torch.stack([k(theta - start) for k, theta in zip(operators, weights, strict=True)]).sum(dim=0)
+    found, size, left = start.clone(), float(residual.norm()), 1.0
+    if size == 0:
+        return found, 0.0
+    direction = residual / (diagonal + delta)
+    product = float((residual * direction).sum())
+    for _ in range(most):
+        image = sum((k(direction) for k in operators), delta * direction)
+        step = product / float((direction * image).sum())
+        found.add_(direction, alpha=step)
+        residual.sub_(image, alpha=step)
+        left = float(residual.norm()) / size
+        if left <= tolerance:
+            break
+        scaled = residual / (diagonal + delta)
+        product, before = float((residual * scaled).sum()), product
+        direction = scaled.add_(direction, alpha=product / before)
+    return found, left

@@ -3,62 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from itertools import combinations
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesadam.merging.methods import counted_shares
 
+_WIDEST = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What is added up over weights, piece by piece; sums in float64.
+    """Sums over weights, in float64.
 
     Attributes:
         weights: how many.
-        curvature: Σ Fᵢ, (models,).
-        products: Σ √(Fᵢ Fⱼ), (models, models).
+        products: Σ √(Fᵢ Fⱼ), (models, models); its diagonal is Σ Fᵢ.
         shares: Σ αᵢ Fᵢ / Σ αⱼ Fⱼ, (models,).
     """
 
     weights: int
-    curvature: Tensor
     products: Tensor
     shares: Tensor
 
     @classmethod
-    def none(cls, models: int) -> Sums:
-        """Those of no weights."""
-        zeros = torch.zeros(models, dtype=torch.float64)
-        return cls(0, zeros, torch.zeros(models, models, dtype=torch.float64), zeros)
+    def of(cls, curvature: Tensor, counts: Tensor) -> Sums:
+        """Those of F, (models, n), and α."""
+        roots = curvature.sqrt().cpu().double()
+        return cls(curvature.shape[1], roots @ roots.T, counted_shares(curvature, counts).cpu().double().sum(dim=1))
 
     @classmethod
-    def of(cls, curvature: Tensor, counts: Tensor) -> Sums:
-        """Those of one piece: F, (models, n), and α."""
-        roots = curvature.sqrt().cpu().double()
-        shares = counted_shares(curvature, counts).cpu().double().sum(dim=1)
-        return cls(curvature.shape[1], roots.square().sum(dim=1), roots @ roots.T, shares)
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """Over all parts, of which there is one at least."""
+        # One by one: a list of small tensors between large ones would keep the memory of these from being freed.
+        return reduce(lambda a, b: cls(a.weights + b.weights, a.products + b.products, a.shares + b.shares), parts)
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.weights + other.weights,
-            self.curvature + other.curvature,
-            self.products + other.products,
-            self.shares + other.shares,
-        )
+    @property
+    def curvature(self) -> Tensor:
+        """Σ Fᵢ, (models,)."""
+        return self.products.diagonal()
 
     def overlap(self, first: int, second: int) -> float:
         """Σ√(F_a F_b) / √(Σ F_a Σ F_b), 1 − the squared Hellinger distance of F/ΣF; 0 where either is 0 throughout."""
         size = math.sqrt(float(self.curvature[first] * self.curvature[second]))
         return min(float(self.products[first, second]) / size, 1.0) if size else 0.0
 
-    def overlaps(self) -> list[float]:
-        """Of every pair of models."""
-        count = len(self.curvature)
-        return [self.overlap(i, j) for i in range(count) for j in range(i)]
+    def least_overlap(self) -> float:
+        """Of two models."""
+        return min(self.overlap(i, j) for i, j in combinations(range(len(self.shares)), 2))
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class MergedParameter:
     def of(cls, name: str, sums: Sums) -> MergedParameter:
         """The row of the sums over its weights."""
         shares = (sums.shares / max(sums.weights, 1)).tolist()
-        return cls(name, sums.weights, tuple(shares), min(sums.overlaps(), default=1.0))
+        return cls(name, sums.weights, tuple(shares), sums.least_overlap())
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class MergeReport:
         labels: the models', in the order of the shares.
         parameters: every parameter that one of them has curvature of.
         layers: the same by module.
-        overlap: the least of two models over all weights, as by `similarity`; of Kronecker factors that of the diagonals.
+        overlap: the least of two models over all weights, as by `similarity`.
         notes: what was merged in another way, and what was not known, in words.
     """
 
@@ -97,45 +93,29 @@ class MergeReport:
     overlap: float
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, method: str, labels: Sequence[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
+        """The report of sums by parameter name."""
+        layers: dict[str, list[Sums]] = {}
+        for name, found in sums.items():
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(found)
+        rows = tuple(MergedParameter.of(name, found) for name, found in sums.items())
+        by_layer = tuple(MergedParameter.of(name, Sums.total(parts)) for name, parts in layers.items())
+        least = Sums.total(sums.values()).least_overlap()
+        return cls(method, tuple(labels), rows, by_layer, least, tuple(notes))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        short, legend = _short(self.labels)
-        heading = ["layer", "weights", *short, "overlap"]
-        lines = [heading, *(_cells(row) for row in self.layers)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+        numbers = [f"model {number}" for number in range(1, len(self.labels) + 1)]
+        long = any(len(label) > _WIDEST for label in self.labels)
+        legend = [f"{number} is {label}" for number, label in zip(numbers, self.labels, strict=True)] if long else []
+        lines = [["layer", "weights", *(numbers if long else self.labels), "overlap"]]
+        for row in self.layers:
+            lines.append([row.name, f"{row.weights:,}", *(f"{s:.1%}" for s in row.shares), f"{row.overlap:.2f}"])
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-        return "\n".join(
-            [*table, *legend, f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}", *self.notes]
-        )
-
-
-def report_of(
-    method: str, labels: Sequence[str], sums: Iterable[tuple[str, Sums]], notes: Iterable[str]
-) -> MergeReport:
-    """The report of sums by parameter name."""
-    layers: dict[str, Sums] = {}
-    rows = []
-    total = Sums.none(len(labels))
-    for name, found in sums:
-        rows.append(MergedParameter.of(name, found))
-        layer = name.rpartition(".")[0] or name
-        layers[layer] = layers[layer] + found if layer in layers else found
-        total = total + found
-    by_layer = tuple(MergedParameter.of(name, found) for name, found in layers.items())
-    least = min(total.overlaps(), default=1.0)
-    return MergeReport(method, tuple(labels), tuple(rows), by_layer, least, tuple(notes))
-
-
-def _short(labels: Sequence[str], limit: int = 16) -> tuple[Sequence[str], list[str]]:
-    """Headings of columns, and the lines that explain them: numbers in place of labels that are too long."""
-    if all(len(label) <= limit for label in labels):
-        return labels, []
-    numbers = [f"model {number}" for number in range(1, len(labels) + 1)]
-    return numbers, [f"{number} is {label}" for number, label in zip(numbers, labels, strict=True)]
-
-
-def _cells(row: MergedParameter) -> list[str]:
-    return [row.name, f"{row.weights:,}", *(f"{share:.1%}" for share in row.shares), f"{row.overlap:.2f}"]
+        last = f"merged by {self.method}; overlap of the curvatures {self.overlap:.2f}"
+        return "\n".join([*table, *legend, last, *self.notes])

@@ -1,33 +1,43 @@
 """Pruning: which weights or units to remove, removing them, and keeping them removed."""
 
-from bayesadam.pruning.apply import PrunedHandle, from_torch_prune, keep_pruned, prune, to_torch_prune
-from bayesadam.pruning.masks import load_masks, pruning_masks, save_masks
-from bayesadam.pruning.neurons import neuron_masks, path_scores, rank_neurons
-from bayesadam.pruning.rankings import RANKINGS, Ranking, Weights, powered, weight_scores
-from bayesadam.pruning.report import PrunedParameter, PruningReport, pruning_report
-from bayesadam.pruning.saved import prune_checkpoint
-from bayesadam.pruning.shrinking import shrink
+from bayesadam.pruning.apply import (
+    PruningReport,
+    from_torch_prune,
+    keep_pruned,
+    prune,
+    pruning_report,
+    to_torch_prune,
+    tune_only,
+)
+from bayesadam.pruning.masks import (
+    RANKINGS,
+    Ranking,
+    load_masks,
+    prune_checkpoint,
+    pruning_masks,
+    save_masks,
+    tuning_masks,
+    weight_scores,
+)
+from bayesadam.pruning.units import neuron_masks, path_scores, shrink
 
 __all__ = [
     "RANKINGS",
-    "PrunedHandle",
-    "PrunedParameter",
     "PruningReport",
     "Ranking",
-    "Weights",
     "from_torch_prune",
     "keep_pruned",
     "load_masks",
     "neuron_masks",
     "path_scores",
-    "powered",
     "prune",
     "prune_checkpoint",
     "pruning_masks",
     "pruning_report",
-    "rank_neurons",
     "save_masks",
     "shrink",
     "to_torch_prune",
+    "tune_only",
+    "tuning_masks",
     "weight_scores",
 ]

@@ -1,24 +1,80 @@
-"""Masks applied: weights set to 0, and held there while training continues."""
+"""Masks on a model: weights set to 0 or left where they are, held there while training continues, and reported."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from bayesadam._alone import unwrap
-from bayesadam.errors import SettingError
-from bayesadam.pruning.names import checked_masks, owners
+from bayesadam._kinds import require_kind
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.gaussian.diagonal import wide
+from bayesadam.gaussian.settings import precision
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.readers.match import listed_optimizers
 
 Model = TypeVar("Model", bound=nn.Module)
-# First moments: what would carry a weight away from 0 once the masks are lifted.
+# First moments: they would carry a weight away from 0 once the masks are lifted.
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")
+
+
+def near(word: str, names: Iterable[str]) -> str:
+    """The names most like a word, for an error message."""
+    every = list(names)
+    return ", ".join(map(repr, get_close_matches(word, every, n=3, cutoff=0.4) or every[:3])) or "none at all"
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the parameter's key in it, and its name by that path."""
+
+    name: str
+    module: Any
+    key: str
+
+
+def owners(model: nn.Module) -> dict[str, list[Owner]]:
+    """The modules that hold each parameter, by its first name; tied parameters have several."""
+    first: dict[int, str] = {}
+    found: dict[str, list[Owner]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owner = Owner(f"{prefix}.{key}" if prefix else key, module, key)
+                found.setdefault(first.setdefault(id(parameter), owner.name), []).append(owner)
+    return found
+
+
+def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The masks by the first names of their parameters, each boolean and of its parameter's shape; or an error."""
+    require_kind(model, nn.Module, "model")
+    require_kind(masks, Mapping, "masks")
+    parameters = dict(model.named_parameters())
+    known = {owner.name: name for name, held in owners(model).items() for owner in held}
+    found: dict[str, Tensor] = {}
+    for given, mask in masks.items():
+        name = known.get(given)
+        if name is None:
+            kind = type(model).__name__
+            raise MatchError(f"mask {given!r} is of no parameter of {kind}; near it: {near(given, parameters)}")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            described = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise MatchError(f"mask {given!r} must be a boolean tensor, True where a weight is kept, not {described}")
+        if mask.shape != parameters[name].shape:
+            shape = tuple(parameters[name].shape)
+            raise MatchError(f"mask {given!r} has shape {tuple(mask.shape)}, the parameter {shape}")
+        if name in found and not torch.equal(found[name].to(mask.device), mask):
+            raise MatchError(f"{given!r} and {name!r} are one tied parameter, and their masks differ: give one")
+        found[name] = mask
+    return found
 
 
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
@@ -41,94 +97,15 @@ def copied(model: Model) -> Model:
         return copy.deepcopy(model)
     except RuntimeError as error:
         raise SettingError(
-            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, make "
-            "that permanent first with its remove(module, name)"
+            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, "
+            "make that permanent first with its remove(module, name)"
         ) from error
-
-
-class PrunedHandle:
-    """Holds the masks over a model until `remove` or the end of the `with` block."""
-
-    def __init__(self, removals: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        self._removals = removals
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(_gradient_hook(removed))  # type: ignore[no-untyped-call]
-            for parameter, removed in removals
-            if parameter.requires_grad
-        ]
-
-    def apply(self, *_: Any) -> None:
-        """Set the pruned weights to 0 once more."""
-        for parameter, removed in self._removals:
-            _clear(parameter, removed)
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Clear the pruned weights' momentum, and apply the masks after each of the optimiser's steps."""
-        for parameter, removed in self._removals:
-            state = optimizer.state.get(parameter, {})
-            for key in _MOMENTUM_KEYS:
-                moment = state.get(key)
-                if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                    _clear(moment, removed)
-        self._hooks.append(optimizer.register_step_post_hook(self.apply))
-
-    def remove(self) -> None:
-        """Let the weights go; they are 0 until training moves them."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def __enter__(self) -> PrunedHandle:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
-
-
-def keep_pruned(
-    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer] | None = None
-) -> PrunedHandle:
-    """Prune the model, and keep it pruned through fine-tuning.
-
-    Gradients of pruned weights are set to 0 before they reach the norm of a clipping or the optimiser, and the masks are
-    applied after every step. Use it in a `with` block, or call `remove` at the end. Second moments are left alone. Without
-    the optimiser that trains the model, or several, call `apply` after each step.
-    """
-    prune(model, masks)
-    handle = PrunedHandle(_removals(model, masks))
-    for one in (optimizer,) if isinstance(optimizer, Optimizer) else optimizer or ():
-        handle.watch(one)
-    return handle
-
-
-def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
-    """Register the masks with `torch.nn.utils.prune`, on every module that holds the parameter.
-
-    Its `is_pruned`, `remove` and the rest then work: `weight` becomes `weight_orig` × `weight_mask`.
-    """
-    inner = unwrap(model)
-    held = owners(inner)
-    for name, mask in checked_masks(inner, masks).items():
-        for module, key in {(owner.module, owner.key): None for owner in held[name]}:
-            torch_prune.custom_from_mask(module, key, mask.to(getattr(module, key)))  # type: ignore[no-untyped-call]
-    return model
-
-
-def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
-    """The masks that `torch.nn.utils.prune` has put on a model, by the names the parameters had before."""
-    masks: dict[str, Tensor] = {}
-    for ways in owners(unwrap(model)).values():
-        name, module, key = ways[0]
-        mask = module._buffers.get(f"{key.removesuffix('_orig')}_mask") if key.endswith("_orig") else None
-        if mask is not None:
-            masks[name.removesuffix("_orig")] = mask != 0
-    return masks
 
 
 def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters that lose weights, with True at these."""
-    inner = unwrap(model)
-    parameters = dict(inner.named_parameters())
-    found = ((parameters[name], ~mask) for name, mask in checked_masks(inner, masks).items())
+    parameters = dict(unwrap(model).named_parameters())
+    found = ((parameters[name], ~mask) for name, mask in checked_masks(unwrap(model), masks).items())
     return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
 
 
@@ -138,5 +115,204 @@ def _clear(tensor: Tensor, removed: Tensor) -> None:
     tensor.masked_fill_(removed, 0)
 
 
-def _gradient_hook(removed: Tensor) -> Any:
-    return lambda gradient: gradient if gradient.is_sparse else gradient.masked_fill(removed, 0)
+class HeldWeights:
+    """Holds some weights of a model where they are, until `remove` or the end of the `with` block.
+
+    Args:
+        held: parameters, each with a mask that is True at the weights to hold, and the values to hold them at.
+        optimizers: after each of their steps the weights are put back.
+    """
+
+    def __init__(
+        self, held: Sequence[tuple[nn.Parameter, Tensor, Tensor | float]], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._held = held
+        self._hooks = [optimizer.register_step_post_hook(self.apply) for optimizer in optimizers]
+        for parameter, fixed, _ in held:
+            if parameter.requires_grad:
+                hook = lambda g, fixed=fixed: g if g.is_sparse else g.masked_fill(fixed, 0)  # noqa: E731
+                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def apply(self, *_: Any) -> None:
+        """Put the held weights back, whatever weight decay and momentum did to them."""
+        for parameter, fixed, values in self._held:
+            parameter.copy_(torch.where(fixed, values, parameter))
+
+    def remove(self) -> None:
+        """Let the weights go."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def __enter__(self) -> HeldWeights:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+def keep_pruned(
+    model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer] | None = None
+) -> HeldWeights:
+    """Prune the model, and keep it pruned through fine-tuning.
+
+    Gradients of pruned weights are set to 0 before they reach gradient clipping or the optimiser, and the masks are
+    applied after every step. Use it in a `with` block, or call `remove` at the end. Momentum of pruned weights is
+    cleared, second moments are left alone. Without an optimiser, call `apply` after each step.
+    """
+    prune(model, masks)
+    removals = _removals(model, masks)
+    optimizers = [] if optimizer is None else listed_optimizers(optimizer)
+    for parameter, removed in removals:
+        for state in (each.state.get(parameter, {}) for each in optimizers):
+            for moment in (state.get(key) for key in _MOMENTUM_KEYS):
+                if isinstance(moment, Tensor) and moment.shape == parameter.shape:
+                    _clear(moment, removed)
+    return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
+
+
+def tune_only(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | Sequence[Optimizer]) -> HeldWeights:
+    """Train only the weights at which the masks are True; parameters without a mask stay as they are.
+
+    Gradients of the others are 0 before they reach gradient clipping or the optimiser, and after every step the others
+    are put back. Use it in a `with` block, or call `remove` at the end. It keeps a copy of the weights.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> before = model.weight.detach().clone()
+    >>> with tune_only(model, {"weight": torch.tensor([[True, False]])}, optimizer):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> (model.weight != before).tolist()
+    [[True, False]]
+    """
+    found = checked_masks(unwrap(model), masks)
+    if not any(bool(mask.any()) for mask in found.values()):
+        raise SettingError("the masks are False throughout: nothing would be trained")
+    optimizers = listed_optimizers(optimizer)
+    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    held = []
+    for name, parameter in unwrap(model).named_parameters():
+        chosen = found.get(name, torch.zeros_like(parameter, dtype=torch.bool)).to(parameter.device)
+        if bool(chosen.any()) and id(parameter) not in trained:
+            raise MatchError(f"{name!r} is to be trained, and the optimiser does not have it: pass the one that has")
+        if id(parameter) in trained and not bool(chosen.all()):
+            held.append((parameter, ~chosen, parameter.detach().clone()))
+    return HeldWeights(held, optimizers)
+
+
+def to_torch_prune(model: Model, masks: Mapping[str, Tensor]) -> Model:
+    """Register the masks with `torch.nn.utils.prune`, on every module that holds the parameter.
+
+    Its `is_pruned`, `remove` and the rest then work: `weight` becomes `weight_orig` × `weight_mask`.
+    """
+    held = owners(unwrap(model))
+    for name, mask in checked_masks(unwrap(model), masks).items():
+        for module, key in {(owner.module, owner.key): None for owner in held[name]}:
+            torch_prune.custom_from_mask(module, key, mask.to(getattr(module, key)))  # type: ignore[no-untyped-call]
+    return model
+
+
+def from_torch_prune(model: nn.Module) -> dict[str, Tensor]:
+    """The masks that `torch.nn.utils.prune` has put on a model, by the names the parameters had before."""
+    masks = {}
+    for name, module, key in (held[0] for held in owners(unwrap(model)).values()):
+        mask = module._buffers.get(f"{key.removesuffix('_orig')}_mask") if key.endswith("_orig") else None
+        if mask is not None:
+            masks[name.removesuffix("_orig")] = mask != 0
+    return masks
+
+
+@dataclass(frozen=True)
+class PrunedParameter:
+    """One row of a report: a parameter, its weights and those that remain, its bytes as it is and without the zeros."""
+
+    name: str
+    weights: int
+    kept: int
+    bytes_dense: int
+    bytes_sparse: int
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, mask: Tensor | None) -> PrunedParameter:
+        """Without its zeros a parameter has a bit for each weight and the remaining values, where that is smaller."""
+        weights, size = parameter.numel(), parameter.element_size()
+        kept = weights if mask is None else int(mask.sum())
+        return cls(name, weights, kept, weights * size, min(weights * size, kept * size + (weights + 7) // 8))
+
+    @property
+    def sparsity(self) -> float:
+        """The share of weights removed."""
+        return 1 - self.kept / self.weights if self.weights else 0.0
+
+    def _cells(self) -> list[str]:
+        sizes = [_in_words(self.bytes_dense), _in_words(self.bytes_sparse)]
+        return [self.name, f"{self.weights:,}", f"{self.kept:,}", f"{self.sparsity:.1%}", *sizes]
+
+
+@dataclass(frozen=True)
+class PruningReport(PrunedParameter):
+    """What masks do to a model: the row of all its parameters together, and each one's; prints as a table.
+
+    Attributes:
+        rows: one per parameter of the model.
+        expected_loss_change: ½ Σ_removed θ² w v̂ᵖ/N, the rise of the mean loss to second order at an optimum, with the
+            posterior's precision (its prior left out) over N as the curvature: s B v̂ at p = 1. At the paper's p = ½ it
+            compares prunings of one network, and is no loss. None without a posterior that holds every weight removed.
+    """
+
+    rows: tuple[PrunedParameter, ...]
+    expected_loss_change: float | None = None
+
+    @classmethod
+    def total(cls, rows: Sequence[PrunedParameter], expected_loss_change: float | None = None) -> PruningReport:
+        """The sum of the rows."""
+        counts = [(row.weights, row.kept, row.bytes_dense, row.bytes_sparse) for row in rows] or [(0, 0, 0, 0)]
+        weights, kept, dense, sparse = map(sum, zip(*counts, strict=True))
+        return cls("total", weights, kept, dense, sparse, tuple(rows), expected_loss_change)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        own = ("weights", "kept", "sparsity", "bytes_dense", "bytes_sparse", "expected_loss_change")
+        rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.rows]
+        return {**{key: getattr(self, key) for key in own}, "rows": rows}
+
+    def __str__(self) -> str:
+        heading = ["parameter", "weights", "kept", "removed", "dense", "sparse"]
+        lines = [heading, *(row._cells() for row in (*self.rows, self))]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+        table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        if self.expected_loss_change is not None:
+            table.append(f"expected rise of the mean loss, to second order: {self.expected_loss_change:.3g}")
+        return "\n".join(table)
+
+
+@torch.no_grad()
+def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str, Tensor]) -> PruningReport:
+    """What the masks remove from each parameter; with a posterior, also the loss that this is expected to cost.
+
+    Make it before `prune`, or after: only the masks and the posterior's own copy of the weights count.
+    """
+    require_one_network(model_or_posterior, "a report on pruning")
+    posterior = model_or_posterior if isinstance(model_or_posterior, Posterior) else None
+    model = unwrap(posterior.model if posterior is not None else model_or_posterior)  # type: ignore[arg-type]
+    found = checked_masks(model, masks)
+    rows = [PrunedParameter.of(name, parameter, found.get(name)) for name, parameter in model.named_parameters()]
+    removed = {name: ~mask for name, mask in found.items() if not bool(mask.all())}
+    if posterior is None or (removed and not posterior.structure.independent) or removed.keys() - posterior.mode.keys():
+        return PruningReport.total(rows)
+    settings, cost = posterior.settings, 0.0
+    for name, gone in removed.items():
+        here = gone.to(posterior.mode[name].device)
+        theta, v = posterior.mode[name][here], posterior.structure.second_moment[name][here]
+        costs = precision(v, settings.weight / settings.n_data, 0.0, settings.power).mul_(theta.square())
+        cost += 0.5 * float(costs.sum(dtype=wide(costs)))
+    return PruningReport.total(rows, cost)
+
+
+def _in_words(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

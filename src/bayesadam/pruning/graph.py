@@ -1,20 +1,19 @@
 """Which layers read the units of which: a model's graph, as far as it is understood.
 
-A layer's units can be taken out where every way on from them leads, through operations that keep units apart, to layers
-whose weights say which of them they read. At anything else, an addition, a softmax, an operation not known here, the way
+A layer's units can be taken out where every path from them leads, through operations that keep units apart, to layers
+whose weights say which of them they read. At anything else, an addition of two tensors, a softmax, attention, the path
 ends and the layer is left as it is.
 """
 
+from __future__ import annotations
+
 import inspect
-import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -24,64 +23,28 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 # Exact types: a subclass may do anything.
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_NAMES = (
-    *("relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "elu", "elu_", "selu", "celu", "gelu", "silu", "mish"),
-    *("tanh", "tanh_", "hardtanh", "tanhshrink", "hardshrink", "softshrink", "softsign", "softplus", "hardswish"),
-    *("sigmoid", "sigmoid_", "hardsigmoid", "logsigmoid", "threshold"),
-    *("abs", "neg", "exp", "sin", "cos", "square", "clamp", "contiguous", "clone"),
-)
-# Methods, functions and modules from one number to one number, the same in every place; dropout is nothing in evaluation.
-_ELEMENTWISE: set[Any] = {
-    *_NAMES,
-    *(getattr(home, name) for home in (torch, F) for name in _NAMES if hasattr(home, name)),
-    *(operator.mul, operator.add, operator.sub, operator.truediv, operator.pow, operator.neg),
-    *(torch.mul, torch.add, torch.sub, torch.div, torch.pow),
-    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Threshold),
-    *(nn.Tanh, nn.Hardtanh, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Softsign, nn.Softplus),
-    *(nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Hardswish),
-}
-_POOLS: dict[Any, tuple[str, int]] = {
-    getattr(home, f"{name}{n}d"): (kind, n)
-    for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
-    for snake in (f"{kind}_pool".replace("Adaptive", "adaptive_").lower(),)
-    for home, name in ((nn, f"{kind}Pool"), (F, snake), (torch, snake))
-    for n in (1, 2, 3)
-    if hasattr(home, f"{name}{n}d")
-}
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where units lie in a tensor: along `dim`, at index (outer, unit, inner)."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
-    @property
-    def plain(self) -> bool:
-        """Whether a unit is one index along the dimension."""
-        return self.outer == self.inner == 1
-
     def positions(self, units: Tensor, width: int) -> Tensor:
         """The indices along the dimension of some of `width` units, in order."""
-        outer = torch.arange(self.outer, device=units.device).view(-1, 1, 1) * width
-        return ((outer + units.view(1, -1, 1)) * self.inner + torch.arange(self.inner, device=units.device)).reshape(-1)
+        every = torch.arange(self.outer * width * self.inner, device=units.device)
+        return every.view(self.outer, width, self.inner)[:, units].reshape(-1)
 
 
-# A batch norm, and where units lie in its input.
-Norm = tuple[nn.Module, Layout]
-
-
-@dataclass(frozen=True, eq=False)
-class Reader:
-    """A layer that reads units: its name, where they lie in its input, whether zeros were averaged in on the way."""
+class Reader(NamedTuple):
+    """A layer that reads units: where they lie in its input, and whether a constant unit differs between positions."""
 
     name: str
     layer: Layer
     layout: Layout
-    padded: bool
+    uneven: bool
 
     def by_unit(self, tensor: Tensor, width: int) -> Tensor:
         """A tensor of its weight's shape as (outputs, outer, units, the rest)."""
@@ -92,14 +55,13 @@ class Reader:
         return (self.by_unit(tensor, len(factors)) * factors[:, None]).reshape(tensor.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Units:
-    """The units of a layer, the layers that read them, and the norms between."""
+class Units(NamedTuple):
+    """The units of a layer, the layers that read them, and the batch norms between, each with its input's layout."""
 
     name: str
     layer: Layer
-    readers: tuple[Reader, ...]
-    norms: tuple[Norm, ...]
+    readers: list[Reader]
+    norms: list[tuple[nn.Module, Layout]]
 
     @property
     def width(self) -> int:
@@ -107,47 +69,39 @@ class Units:
         return len(self.layer.weight)
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What a layer was given, by feature: the value at the first place, and whether it was 0 at all of them."""
+class Seen(NamedTuple):
+    """A layer's input on an example, by feature: the value at the first position, and whether all values are 0."""
 
     first: Tensor
     zero: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Network:
-    """A traced model: it shares the model's modules, so that a change to them shows."""
+def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Units]]:
+    """Trace a model, in evaluation mode, and find the layers whose units can be taken out.
 
-    traced: fx.GraphModule
-    units: tuple[Units, ...]
-
-    def seen(self, example: Any) -> dict[str, Seen]:
-        """What each layer is given on an example, by layer."""
-        return _Run(self.traced, example).seen
-
-
-def understand(model: nn.Module, example: Any) -> Network:
-    """Trace a model, in evaluation mode, and find the layers whose units can be taken out."""
+    The traced model shares the model's modules, so that a change to them shows.
+    """
     if not all(leaf.numel() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)):
         raise SettingError("example_input holds an empty tensor: pass a batch of at least one example")
     try:
         positional, named = arguments(example)
         given = inspect.signature(model.forward).bind(*positional, **named)
-        # What is not given has its default, which the model may test: it must not be traced as a tensor.
-        defaults = {
-            name: parameter.default
-            for name, parameter in given.signature.parameters.items()
-            if name not in given.arguments and parameter.default is not parameter.empty
-        }
+        # Absent arguments have their defaults, which the model may test: they must not be traced as tensors.
+        absent = {n: p.default for n, p in given.signature.parameters.items() if n not in given.arguments}
+        defaults = {name: value for name, value in absent.items() if value is not inspect.Parameter.empty}
         traced = fx.GraphModule(model, fx.Tracer().trace(model, concrete_args=defaults or None))
-        shapes = _Run(traced, example).shapes
+        results = _Run(traced, example).results
     except Exception as error:
         raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads which is "
-            "not known: pass the part of it that has no control flow on its inputs"
+            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads "
+            "which is not known: pass the part of it that has no control flow on its inputs"
         ) from error
-    return Network(traced, tuple(_find(model, traced.graph, shapes)))
+    return traced, list(_Paths(model, traced.graph, results).units())
+
+
+def inputs_seen(traced: fx.GraphModule, example: Any) -> dict[str, Seen]:
+    """The inputs of the layers on an example, by layer."""
+    return _Run(traced, example).seen
 
 
 def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -158,22 +112,21 @@ def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph on an example, and notes the shapes of its tensors and what its layers are given."""
+    """Runs a graph on an example; notes the results of its nodes, tensors without values, and the layers' inputs."""
 
     def __init__(self, traced: fx.GraphModule, example: Any) -> None:
         super().__init__(traced)
-        self.shapes: dict[fx.Node, torch.Size] = {}
+        self.results: dict[fx.Node, Any] = {}
         self.seen: dict[str, Seen] = {}
         positional, named = arguments(example)
-        places = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        rest = [named[p.target] if p.target in named else p.args[0] for p in places[len(positional) :]]
+        inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        rest = [named[p.target] if p.target in named else p.args[0] for p in inputs[len(positional) :]]
         with torch.no_grad():
             self.run(*positional, *rest)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.shapes[n] = result.shape
+        self.results[n] = torch.empty_like(result, device="meta") if isinstance(result, Tensor) else result
         return result
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,173 +138,110 @@ class _Run(fx.Interpreter):
 
 
 def _unit_dim(layer: Layer, dims: int) -> int:
-    """The dimension of a layer's input and output along which its features lie: the last, or before the places."""
+    """The dimension of a layer's input and output along which its features lie: the last, or before the positions."""
     return dims + 1 - layer.weight.dim()
 
 
-def _find(model: nn.Module, graph: fx.Graph, shapes: Mapping[fx.Node, torch.Size]) -> Iterator[Units]:
-    way = _Way(model, graph, shapes)
-    for node in graph.nodes:
-        layer = way.layer_at(node)
-        if layer is None or len(layer.weight) < 2 or _grouped(layer):
-            continue
-        readers: list[Reader] = []
-        norms: list[Norm] = []
-        layout = Layout(_unit_dim(layer, len(shapes[node])))
-        if way.follow(node, layout, len(layer.weight), readers, norms) and readers:
-            yield Units(str(node.target), layer, tuple(readers), tuple(norms))
-
-
-def _grouped(layer: Layer) -> bool:
-    return not isinstance(layer, nn.Linear) and layer.groups > 1
-
-
-class _Way:
+class _Paths:
     """Follows units through a graph."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, shapes: Mapping[fx.Node, torch.Size]) -> None:
-        self.shapes = shapes
+    def __init__(self, model: nn.Module, graph: fx.Graph, results: Mapping[fx.Node, Any]) -> None:
+        self.graph, self.results = graph, results
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self._uses = Counter(node.target for node in graph.nodes if node.op == "call_module")
         self._read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
         held = (module._parameters.values() for module in set(self.modules.values()))
         self._holders = Counter(id(tensor) for tensors in held for tensor in tensors if tensor is not None)
 
-    def layer_at(self, node: fx.Node) -> Layer | None:
-        """The layer that a node calls, where it is used once and its parameters are its own."""
-        module = self.module_at(node)
-        if isinstance(module, LAYERS) and type(module) in LAYERS and self._own(str(node.target), module):
-            return module
-        return None
+    def units(self) -> Iterator[Units]:
+        for node in self.graph.nodes:
+            layer = self._module_at(node, LAYERS)
+            if layer is not None and len(layer.weight) > 1 and getattr(layer, "groups", 1) == 1:
+                found = Units(str(node.target), layer, [], [])
+                layout = Layout(_unit_dim(layer, self.results[node].dim()))
+                if self._follow(node, layout, found, uneven=False) and found.readers:
+                    yield found
 
-    def module_at(self, node: fx.Node) -> nn.Module | None:
-        """The module that a node calls; none where hooks may change what it does."""
-        module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-        hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks)
-        return None if hooked else module
-
-    def _own(self, target: str, module: nn.Module) -> bool:
-        return (
-            self._uses[target] == 1
-            and not any(name.startswith(f"{target}.") for name in self._read)
+    def _module_at(self, node: fx.Node, kinds: tuple[type, ...]) -> Any:
+        """The module of these kinds that a node calls, where its use and its parameters are its own, without hooks."""
+        module: Any = self.modules.get(str(node.target)) if node.op == "call_module" else None
+        own = (
+            type(module) in kinds
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and self._uses[node.target] == 1
+            and not any(name.startswith(f"{node.target}.") for name in self._read)
             and all(self._holders[id(p)] == 1 for p in module._parameters.values() if p is not None)
             and "weight" in module._parameters
         )
+        return module if own else None
 
-    def follow(
-        self, node: fx.Node, layout: Layout, width: int, readers: list[Reader], norms: list[Norm], padded: bool = False
-    ) -> bool:
+    def _follow(self, node: fx.Node, layout: Layout, found: Units, uneven: bool) -> bool:
         """Collect all that reads the units of a tensor; False where some of it is not understood."""
         for user in node.users:
-            if self._asks_size(user, layout.dim):
+            if _asks_size(user, layout.dim):
                 continue
-            if user.op == "output" or node not in user.args:
+            tensors = [each for each in user.all_input_nodes if isinstance(self.results[each], Tensor)]
+            if user.op == "output" or node not in user.args or len(tensors) > 1:
                 return False
-            layer = self.layer_at(user)
+            layer, norm = self._module_at(user, LAYERS), self._module_at(user, _NORMS)
             if layer is not None:
-                if not self._reads(layer, self.shapes[node], layout) or len(user.all_input_nodes) > 1:
+                plain = layout.outer == layout.inner == 1 and getattr(layer, "groups", 1) == 1
+                if layout.dim != _unit_dim(layer, self.results[node].dim()) or not (plain or type(layer) is nn.Linear):
                     return False
-                readers.append(Reader(str(user.target), layer, layout, padded))
+                found.readers.append(Reader(str(user.target), layer, layout, uneven))
                 continue
-            after = self._through(node, user, layout, width, norms)
-            if after is None or not self.follow(user, after[0], width, readers, norms, padded or after[1]):
+            after: tuple[Layout, bool] | None = (layout, False)
+            if norm is not None and layout.dim == 1:
+                found.norms.append((norm, layout))
+            else:
+                after = self._through(node, user, layout, found.width)
+            if after is None or not self._follow(user, after[0], found, uneven or after[1]):
                 return False
         return True
 
-    @staticmethod
-    def _asks_size(user: fx.Node, dim: int) -> bool:
-        """Whether a node only asks for sizes other than the number of units."""
-        if user.op == "call_method" and user.target == "size":
-            asked = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-            return isinstance(asked, int) and 0 <= asked != dim
-        if user.op == "call_function" and user.target is getattr and user.args[1] == "shape":
-            return all(
-                index.target is operator.getitem
-                and (not index.users or (isinstance(index.args[1], int) and 0 <= index.args[1] != dim))
-                for index in user.users
-            )
-        return False
+    def _through(self, node: fx.Node, user: fx.Node, layout: Layout, width: int) -> tuple[Layout, bool] | None:
+        """Where units lie after an operation that keeps them apart, and whether a constant then differs by position.
 
-    @staticmethod
-    def _reads(layer: Layer, shape: torch.Size, layout: Layout) -> bool:
-        if layout.dim != _unit_dim(layer, len(shape)):
-            return False
-        return isinstance(layer, nn.Linear) or (layout.plain and not _grouped(layer))
-
-    def _through(
-        self, node: fx.Node, user: fx.Node, layout: Layout, width: int, norms: list[Norm]
-    ) -> tuple[Layout, bool] | None:
-        """Where the units lie after an operation that keeps them apart, and whether it averages zeros in."""
-        shape = self.shapes[node]
-        module = self.module_at(user)
-        if user.op == "call_module" and module is None:
+        It keeps them apart if without some of the units it gives the same output without these units. That is tried on
+        random numbers; a softmax, or a view to fixed sizes, does not pass.
+        """
+        module = self.modules.get(str(user.target)) if user.op == "call_module" else None
+        if module is not None and (module.state_dict() or module._forward_hooks or module._forward_pre_hooks):
             return None
-        what: Any = type(module) if module is not None else user.target
-        reshaped = _reshaped(user, module)
-        if reshaped is not None:
-            moved = _after_reshape(shape, self.shapes.get(user), layout, width)
-            return (moved, False) if moved is not None and reshaped(moved.dim) else None
-        if len(user.all_input_nodes) > 1:
+
+        def run(x: Tensor) -> Any:
+            values = {each: x.clone() if each is node else self.results[each] for each in user.all_input_nodes}
+            args, kwargs = fx.node.map_arg((user.args, user.kwargs), values.__getitem__)
+            if user.op == "call_method":
+                return getattr(args[0], str(user.target))(*args[1:], **kwargs)
+            return (user.target if module is None else module)(*args, **kwargs)  # type: ignore[operator]
+
+        x = torch.randn(self.results[node].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        some = torch.arange(1, width, 2)
+        try:
+            every, part = run(x), run(x.index_select(layout.dim, layout.positions(some, width)))
+            constant = run(torch.ones_like(x)).flatten()
+            (dim,) = (dim for dim in range(every.dim()) if every.shape[dim] != part.shape[dim])
+        except Exception:
             return None
-        if module is not None and what in _NORMS:
-            if layout.dim != 1 or not self._own(str(user.target), module):
-                return None
-            norms.append((module, layout))
-            return layout, False
-        if what in _ELEMENTWISE:
-            return layout, False
-        if what is F.dropout:
-            training = user.kwargs.get("training", user.args[2] if len(user.args) > 2 else True)
-            return (layout, False) if training is False else None
-        if what in ("mean", torch.mean):
-            return _after_mean(user, shape, layout)
-        if what in _POOLS:
-            kind, dims = _POOLS[what]
-            settings = user.kwargs if module is None else vars(module)
-            if not layout.plain or layout.dim != len(shape) - dims - 1 or settings.get("return_indices"):
-                return None
-            return layout, kind == "Avg" and not _whole_windows(module, user)
+        for inner in (
+            size for size in range(1, every.shape[dim] // width + 1) if every.shape[dim] % (size * width) == 0
+        ):
+            after = Layout(dim, every.shape[dim] // (inner * width), inner)
+            expected = every.index_select(dim, after.positions(some, width))
+            if expected.shape == part.shape and torch.allclose(part, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+                return after, not torch.allclose(constant, constant[:1], rtol=1e-9, equal_nan=True)
         return None
 
 
-def _whole_windows(module: nn.Module | None, user: fx.Node) -> bool:
-    """Whether an average pooling has neither padding nor a divisor of its own, and so keeps a constant."""
-    if module is None:
-        return len(user.args) <= 3 and not user.kwargs.keys() - {"kernel_size", "stride"}
-    padding = vars(module)["padding"]
-    return not any(padding if isinstance(padding, tuple) else (padding,)) and not vars(module).get("divisor_override")
+def _asks_size(user: fx.Node, dim: int) -> bool:
+    """Whether a node only asks for sizes other than the number of units."""
 
+    def is_other(index: object) -> bool:
+        return isinstance(index, int) and 0 <= index != dim
 
-def _reshaped(user: fx.Node, module: nn.Module | None) -> Callable[[int], bool] | None:
-    """For a reshaping, whether it may change the size of a dimension; None for anything else."""
-    if type(module) is nn.Flatten or (module is None and user.target in (torch.flatten, "flatten")):
-        return lambda dim: True
-    if module is None and user.target in (torch.reshape, "view", "reshape"):
-        sizes: Any = user.args[1:]
-        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-            sizes = tuple(sizes[0])
-        return lambda dim: dim < len(sizes) and isinstance(sizes[dim], int) and bool(sizes[dim] == -1)
-    return None
-
-
-def _after_reshape(before: torch.Size, after: torch.Size | None, layout: Layout, width: int) -> Layout | None:
-    """Where the units lie after a reshaping that keeps the order of the numbers."""
-    step = layout.inner * math.prod(before[layout.dim + 1 :])
-    for dim in range(len(after or ())):
-        size, rest = after[dim], math.prod(after[dim + 1 :])  # type: ignore[index]
-        if step % rest == 0 and size * rest >= step * width and size * rest % (step * width) == 0:
-            return Layout(dim, size * rest // (step * width), step // rest)
-    return None
-
-
-def _after_mean(user: fx.Node, shape: torch.Size, layout: Layout) -> tuple[Layout, bool] | None:
-    dims: Any = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
-    keep = user.kwargs.get("keepdim", user.args[2] if len(user.args) > 2 else False)
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or not all(isinstance(dim, int) for dim in dims):
-        return None
-    gone = {dim % len(shape) for dim in dims}
-    if layout.dim in gone:
-        return None
-    shift = 0 if keep else sum(dim < layout.dim for dim in gone)
-    return Layout(layout.dim - shift, layout.outer, layout.inner), False
+    if user.op == "call_method" and user.target == "size":
+        return is_other(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim"))
+    if user.op == "call_function" and user.target is getattr and user.args[1] == "shape":
+        return all(i.target is operator.getitem and (not i.users or is_other(i.args[1])) for i in user.users)
+    return False

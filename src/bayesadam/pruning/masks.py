@@ -1,11 +1,15 @@
-"""Which weights remain: masks by parameter name, True where one does; on disk a bit for each weight."""
+"""Which weights remain: scores to prune by, the choice of the lowest, masks by parameter name, and masks on disk."""
+
+from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,19 +17,118 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
+from bayesadam._kinds import require_kind
+from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.gaussian.structure import outlined
+from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.mixture import require_posterior
-from bayesadam.posterior.running import norm_widths
-from bayesadam.pruning.names import held_by_statistics, matching, owners
-from bayesadam.pruning.rankings import Ranking, weight_scores
-from bayesadam.pruning.select import best_of_groups, lowest
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.posterior.running import biases_before_norms, norm_widths
+from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, near, owners
+from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
+from bayesadam.readers.formats.lazy import Lazy, meta
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Ranking = str | Callable[[Tensor, Tensor], Tensor] | Mapping[str, Tensor]
 Scope = Literal["global", "layer"]
+# Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
+_CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
+# Weights processed together: bounds the extra memory whatever the size of a parameter.
+CHUNK = 1 << 22
+_DIGIT = 16
+_BINS = 1 << _DIGIT
+
+
+def snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """|θ| (w v̂ᵖ)^½, |μ|/σ with δ = 0: the paper's |θ| N^½ v̂^¼ at its p = ½.
+
+    The prior is left out: with δ a dead weight, v̂ = 0, would score |θ| δ^½ and outlive weights in use.
+    """
+    return replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta.abs())
+
+
+def posterior_snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """|μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ, prior included."""
+    return rule.precision(v).sqrt_().mul_(rule.mean(theta, v).abs())
+
+
+def magnitude(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """|θ|."""
+    return theta.abs()
+
+
+def saliency(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """½ θ² v̂, optimal brain damage with the empirical Fisher as Hessian: the loss that removing a weight costs."""
+    return theta.square().mul_(v).mul_(0.5)
+
+
+RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
+    "snr": snr,
+    "snr-posterior": posterior_snr,
+    "magnitude": magnitude,
+    "saliency": saliency,
+}
+
+
+@torch.no_grad()
+def weight_scores(
+    posterior: GaussianWeights, ranking: Ranking = "snr", names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """The score of every weight, by parameter name; none is NaN.
+
+    Args:
+        posterior: over the weights.
+        ranking: a name from `RANKINGS`, a function `ranking(theta, v) -> scores` of tensors, or ready scores by name.
+        names: the parameters wanted; None for all of the posterior's.
+    """
+    posterior.require_whole("ranking weights")
+    wanted = list(posterior.mode if names is None else names)
+    if isinstance(ranking, Mapping):
+        unknown = [name for name in ranking if name not in posterior.mode]
+        missing = [name for name in wanted if name not in ranking]
+        if unknown or missing:
+            raise MatchError(
+                f"the scores given must be by parameter name: {unknown[:4]} are not in the posterior, {missing[:4]} "
+                f"are missing (near the first: {near((unknown or missing)[0], posterior.mode if unknown else ranking)})"
+            )
+    elif not callable(ranking) and not (isinstance(ranking, str) and ranking in RANKINGS):
+        raise SettingError(
+            f"ranking must be one of {', '.join(map(repr, RANKINGS))}, a function of (theta, v), or scores by "
+            f"parameter name; got {ranking!r}"
+        )
+    elif not posterior.structure.independent:
+        raise SettingError(
+            f"ranking {ranking!r} needs a second moment for each weight, which a {posterior.structure.kind!r} "
+            "posterior has not: pass ready scores, such as ranking=posterior.snr()"
+        )
+    scores = {}
+    for name in wanted:
+        theta = posterior.mode[name]
+        if isinstance(ranking, Mapping):
+            score = ranking[name]
+        else:
+            v = posterior.structure.second_moment[name]
+            rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
+            score = ranking(theta, v) if callable(ranking) else RANKINGS[ranking](theta, v, rule)
+        if not isinstance(score, Tensor) or score.shape != theta.shape or score.is_complex():
+            found = f"shape {tuple(score.shape)}, {score.dtype}" if isinstance(score, Tensor) else type(score).__name__
+            raise MatchError(f"the scores of {name!r} must be a real tensor of shape {tuple(theta.shape)}, got {found}")
+        if bad := int(torch.isnan(score).sum()):
+            raise MatchError(
+                f"{bad} of the {score.numel()} scores of {name!r} are NaN, so its weights have no order: is the "
+                "parameter finite? See bayesadam.doctor"
+            )
+        scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
+    return scores
 
 
 def pruning_masks(
-    posterior: Posterior,
+    posterior: GaussianWeights,
     fraction: float | None = None,
     *,
     ranking: Ranking = "snr",
@@ -39,7 +142,7 @@ def pruning_masks(
     |θ|, then by position. The model is not touched: see `prune`.
 
     Args:
-        posterior: over the weights; what it does not hold is never pruned.
+        posterior: over the weights; parameters that it does not hold are never pruned.
         fraction: the share of weights to remove, 0 to 1; None with a pattern.
         ranking: `"snr"`, |θ| N^½ v̂^¼ as in the paper; `"snr-posterior"`, with the prior; `"magnitude"`; `"saliency"`,
             ½ θ² v̂; a function `ranking(theta, v) -> scores`; or ready scores by parameter name.
@@ -47,37 +150,102 @@ def pruning_masks(
         exclude: parameters to leave whole, by name, by pattern (`"*.bias"`) or by kind: `"norms"`, `"biases"`,
             `"embeddings"`. Biases that a batch norm follows are left whole too, with a warning.
         pattern: `"N:M"` keeps the N best of every M consecutive weights along the input dimension: the features of a
-            linear layer, the channels of a convolution at each place of its kernel (as TensorRT and cuSPARSELt read
+            linear layer, the channels of a convolution at each position of its kernel (as TensorRT and cuSPARSELt read
             2:4). Parameters with one dimension, biases and norms, are left whole.
     """
-    require_posterior(posterior, "pruning")
-    excluded = matching(posterior.model, exclude)
-    eligible = [name for name in posterior.mode if name not in excluded]
-    if posterior.structure.independent and not isinstance(ranking, Mapping):
-        widths = norm_widths(dict(posterior.model.named_buffers())).values()
-        held = held_by_statistics(eligible, posterior.structure.second_moment.__getitem__, widths)
-        eligible = [name for name in eligible if name not in held]
-    competing = compete(eligible, scope)
+    require_gaussian(posterior, "pruning")
+    tensors = posterior.source.weights if posterior.source else {}
+    buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
+    eligible = _eligible(posterior, ranking, exclude, buffers)
     if pattern is not None:
         if fraction is not None:
             raise SettingError(f"pattern {pattern!r} implies the fraction: leave fraction={fraction!r} out")
-        remaining = _pattern_masks(posterior, _parsed(pattern), ranking, eligible)
+        kept = _pattern_masks(posterior, pattern, ranking, eligible)
     else:
-        share = checked_fraction(fraction)
-        scores, remaining = weight_scores(posterior, ranking, eligible), {}
-        for names in competing:
-            weights = [posterior.mode[name] for name in names]
-            count = round(share * sum(theta.numel() for theta in weights))
-            removed = lowest([scores[name] for name in names], weights, count)
-            remaining |= {name: mask.logical_not_() for name, mask in zip(names, removed, strict=True)}
+        scores = weight_scores(posterior, ranking, eligible)
+        removed = _removed(scores, posterior.mode, eligible, scope, fraction)
+        kept = {name: ~chosen(name) for name, chosen in removed.items()}
     whole = nothing_removed(posterior)
-    return whole | {name: mask.to(whole[name].device) for name, mask in remaining.items()}
+    return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
 
 
-def nothing_removed(posterior: Posterior) -> dict[str, Tensor]:
-    """Masks that remove nothing, on the parameters' devices."""
-    devices = {name: parameter.device for name, parameter in posterior.parameters().items()}
-    return {n: torch.ones(t.shape, dtype=torch.bool, device=devices[n]) for n, t in posterior.mode.items()}
+def tuning_masks(posterior: GaussianWeights, share: float, *, exclude: str | Sequence[str] = ()) -> dict[str, Tensor]:
+    """Masks, True at the share of the weights with the largest curvature v̂: those to fine-tune (Sung et al. 2021).
+
+    They have the form of `pruning_masks`, for `tune_only`, `save_masks` and `load_masks`. Of n weights
+    n − round((1 − share) n) are chosen, over all parameters together.
+
+    Args:
+        posterior: of the network before fine-tuning, or after a few steps of it.
+        share: above 0 and up to 1.
+        exclude: parameters that are trained as a whole, such as a new head: as in `pruning_masks`.
+    """
+    require_gaussian(posterior, "sparse fine-tuning")
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
+        raise SettingError(f"share must be above 0 and at most 1, the share of weights to train, got {share!r}")
+    scores = {name: posterior.structure.diagonal(name) for name in posterior.mode}
+    masks = pruning_masks(posterior, 1 - float(share), ranking=scores, exclude=exclude)
+    if not any(bool(mask.any()) for mask in masks.values()):
+        raise SettingError(f"share={share!r} of {posterior.n_weights} weights is not one: nothing would be trained")
+    return masks
+
+
+def prune_checkpoint(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    fraction: float,
+    *,
+    ranking: str = "snr",
+    scope: Scope = "global",
+    exclude: str | Sequence[str] = (),
+    **options: Unpack[CheckpointKeywords],
+) -> PruningReport:
+    """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
+
+    No model and no data are needed, and of the weights one tensor at a time is in memory.
+
+    Args:
+        path: a file or folder that the trainer saved, see `read_checkpoint`.
+        out: the file to write; with the ending `.safetensors` the weights alone.
+        fraction: the share of the weights with a state to remove, 0 to 1.
+        ranking: a name from `RANKINGS`.
+        scope: as in `pruning_masks`.
+        exclude: as in `pruning_masks`; of the kinds only `"biases"`, for the others need the model.
+        **options: how the file is read, see `CheckpointOptions`.
+
+    Returns:
+        The parameters with a state, and what was removed of them; buffers and frozen weights have no row.
+    """
+    checkpoint = read_checkpoint(path, **options)
+    # N does not change the order.
+    saved = GaussianWeights.open(checkpoint, 1.0, prior_precision=0.0, **options)
+    outline = outlined(saved.mode)
+    saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
+    eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
+    scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
+    removed = _removed(scores, saved.mode, eligible, scope, fraction)
+    masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
+    write_pruned(checkpoint, masks, out)
+    found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
+    return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
+
+
+def require_gaussian(posterior: object, what: str) -> None:
+    """Raise unless it is the posterior of one network, with a model or without."""
+    require_one_network(posterior, what)
+    require_kind(posterior, (Posterior, GaussianWeights), "posterior")
+
+
+def _removed(
+    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], scope: Scope, fraction: object
+) -> dict[str, Callable[[str], Tensor]]:
+    """By parameter name, a function of the name: True at the weights to remove."""
+    share = checked_fraction(fraction)
+    found: dict[str, Callable[[str], Tensor]] = {}
+    for group in competing(names, scope):
+        count = round(share * sum(outlined(weights)[name].numel() for name in group))
+        found |= dict.fromkeys(group, lowest(scores, weights, group, count))
+    return found
 
 
 def checked_fraction(fraction: object) -> float:
@@ -87,42 +255,92 @@ def checked_fraction(fraction: object) -> float:
     return float(fraction)
 
 
-def compete(names: Iterable[str], scope: Scope) -> list[list[str]]:
-    """The names in groups whose weights compete: all of them, or each alone; another scope is refused."""
+def competing(names: Iterable[str], scope: Scope) -> list[list[str]]:
+    """The names in groups whose weights compete: all of them, or each alone."""
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
     return [list(names)] if scope == "global" else [[name] for name in names]
 
 
-def _parsed(pattern: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+):(\d+)", pattern)
-    keep, size = map(int, found.groups()) if found else (0, 0)
-    if not 0 < keep <= size:
-        raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
-    return keep, size
+def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
+    """Masks that remove nothing, on the parameters' devices."""
+    like = posterior.parameters() if isinstance(posterior, Posterior) else posterior.mode
+    return {name: torch.ones_like(like[name], dtype=torch.bool) for name in posterior.mode}
+
+
+def _eligible(
+    posterior: GaussianWeights, ranking: Ranking, exclude: str | Sequence[str], buffers: Mapping[str, Tensor]
+) -> list[str]:
+    """The parameters that are not excluded, without the biases that a batch norm follows."""
+    whole = excluded(posterior, exclude)
+    names = [name for name in posterior.mode if name not in whole]
+    if isinstance(ranking, Mapping) or not posterior.structure.independent:
+        return names
+    held = biases_before_norms(names, posterior.structure.second_moment.__getitem__, norm_widths(buffers).values())
+    if held:
+        warn(
+            f"left whole: {', '.join(held[:4])}{', …' if len(held) > 4 else ''}. A batch norm follows: the loss did "
+            "not depend on them, but its running mean has them in it, and without them the network would be another"
+        )
+    return [name for name in names if name not in held]
+
+
+def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[str]:
+    """The first names of the parameters that any pattern or kind (`"norms"`, `"biases"`, `"embeddings"`) means.
+
+    A kind that the model has none of is passed over; a pattern that matches nothing is an error.
+    """
+    has_model = isinstance(posterior, Posterior)
+    alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
+    held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
+
+    def means(pattern: str, owner: Owner) -> bool:
+        if pattern in _CLASSES:
+            return any(re.search(_CLASSES[pattern], kind.__name__) for kind in type(owner.module).__mro__)
+        # `bias`, `in_proj_bias`, `bias_hh_l0`.
+        return "bias" in owner.key.split("_") if pattern == "biases" else fnmatchcase(owner.name, pattern)
+
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        if pattern in _CLASSES and not has_model:
+            raise SettingError(
+                f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
+                f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
+            )
+        chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
+        if not chosen and pattern not in (*_CLASSES, "biases"):
+            raise MatchError(
+                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), held)}. The kinds are "
+                + ", ".join(map(repr, (*(_CLASSES if has_model else ()), "biases")))
+            )
+        found |= chosen
+    return found
 
 
 def _pattern_masks(
-    posterior: Posterior, pattern: tuple[int, int], ranking: Ranking, names: Sequence[str]
+    posterior: GaussianWeights, pattern: str, ranking: Ranking, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    keep, size = pattern
-    held = owners(posterior.model)
-    dims = {}
-    for name in names:
-        shape = posterior.mode[name].shape
-        if len(shape) > 1:
-            dims[name] = 0 if isinstance(held[name][0].module, _ConvTransposeNd) else 1
-            if shape[dims[name]] % size:
-                raise SettingError(
-                    f"{name!r} has shape {tuple(shape)}: its {shape[dims[name]]} inputs are not a multiple of {size}, as "
-                    f"the pattern {keep}:{size} needs. Leave it whole with exclude=({name!r},)"
-                )
+    parsed = re.fullmatch(r"(\d+):(\d+)", pattern)
+    keep, size = map(int, parsed.groups()) if parsed else (0, 0)
+    if not 0 < keep <= size:
+        raise SettingError(f"pattern must be 'N:M' with 0 < N ≤ M, such as '2:4', got {pattern!r}")
+    held = owners(posterior.model) if isinstance(posterior, Posterior) else {}
     masks = {}
-    for name, dim in dims.items():
-        score = weight_scores(posterior, ranking, [name])[name].movedim(dim, -1)
-        theta = posterior.mode[name].movedim(dim, -1)
-        groups = best_of_groups(score.reshape(-1, size), theta.reshape(-1, size), keep)
-        masks[name] = groups.view(theta.shape).movedim(-1, dim).contiguous()
+    for name in (name for name in names if len(posterior.shapes[name]) > 1):
+        shape = posterior.shapes[name]
+        dim = 0 if held and isinstance(held[name][0].module, _ConvTransposeNd) else 1
+        if shape[dim] % size:
+            raise SettingError(
+                f"{name!r} has shape {tuple(shape)}: its {shape[dim]} inputs are not a multiple of {size}, as the "
+                f"pattern {pattern} needs. Leave it whole with exclude=({name!r},)"
+            )
+        scores, theta = weight_scores(posterior, ranking, [name])[name], posterior.mode[name]
+        score, weight = (tensor.movedim(dim, -1).reshape(-1, size) for tensor in (scores, theta))
+        # By score, equal ones by |weight|, then by position.
+        by_size = weight.abs().argsort(dim=1, stable=True)
+        order = by_size.gather(1, score.gather(1, by_size).argsort(dim=1, stable=True))
+        kept = torch.ones_like(score, dtype=torch.bool).scatter_(1, order[:, : size - keep], False)
+        masks[name] = kept.view(theta.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
     return masks
 
 
@@ -139,14 +357,92 @@ def save_masks(path: str | os.PathLike[str], masks: Mapping[str, Tensor]) -> Non
 def load_masks(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The masks that `save_masks` wrote, on the CPU; whatever takes masks moves them."""
     packed, header = storage.read(path, storage.MASKS)
+    masks = {}
     try:
-        return {name: _unpacked(packed[name], shape) for name, shape in header["shapes"].items()}
+        for name, shape in header["shapes"].items():
+            bits, size = packed[name], math.prod(shape)
+            if bits.numel() != (size + 7) // 8:
+                raise ValueError(f"{bits.numel()} bytes for a mask of shape {tuple(shape)}")
+            masks[name] = torch.from_numpy(np.unpackbits(bits.numpy(), count=size).astype(bool)).view(shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} is damaged: its masks cannot be read ({error})") from error
+    return masks
 
 
-def _unpacked(bits: Tensor, shape: list[int]) -> Tensor:
-    size = math.prod(shape)
-    if bits.numel() != (size + 7) // 8:
-        raise ValueError(f"{bits.numel()} bytes for a mask of shape {tuple(shape)}")
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=size).astype(bool)).view(shape)
+@torch.no_grad()
+def lowest(
+    scores: Mapping[str, Tensor], weights: Mapping[str, Tensor], names: Sequence[str], count: int
+) -> Callable[[str], Tensor]:
+    """A function of a name: True at the weights taken, exactly `count` over all names, lowest score first.
+
+    Equal scores are taken by |weight|, smallest first, then by position. No score may be NaN. Lazy tensors are read a
+    few times, one by one; beside them the extra memory is that of one chunk. The time is linear.
+    """
+    if not count:
+        return lambda name: torch.zeros_like(weights[name], dtype=torch.bool)
+    kinds = {outlined(named)[name].dtype for named in (scores, weights) for name in names}
+    kind = torch.float64 if torch.float64 in kinds else torch.float32
+
+    def pieces(*wanted: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for name in wanted:
+            flat = scores[name].reshape(-1).to(kind), weights[name].reshape(-1)
+            yield from zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True)
+
+    bound, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
+    tied = lambda: (_sizes(weight[score == bound]).to(kind) for score, weight in pieces(*names))  # noqa: E731
+    size, smaller = _kth(tied, count - below, kind)
+
+    def taken(name: str, ties: int) -> tuple[Tensor, int]:
+        """True below the bound, at it where |weight| is below the size, and then at so many ties; the ties left."""
+        found, start = torch.zeros_like(weights[name], dtype=torch.bool), 0
+        for score, weight in pieces(name):
+            chosen, equal = score < bound, score == bound
+            sizes = _sizes(weight[equal])
+            first = (sizes == size).nonzero()[:ties, 0]
+            chosen[equal] = (sizes < size).index_fill(0, first, True)
+            found.view(-1)[start : start + len(chosen)] = chosen
+            ties, start = ties - len(first), start + len(chosen)
+        return found, ties
+
+    ties, left = {}, count - below - smaller
+    for name in names:
+        ties[name] = left
+        left = taken(name, left)[1] if left else 0
+    return lambda name: taken(name, ties[name])[0]
+
+
+def _sizes(weights: Tensor) -> Tensor:
+    """|weight|; NaN counts as the largest: its score has said that it may stay."""
+    return weights.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def _kth(parts: Callable[[], Iterable[Tensor]], k: int, kind: torch.dtype) -> tuple[float, int]:
+    """The k-th smallest number (from 1) and how many are below it.
+
+    Digit by digit from the top of the numbers' bits, each a count of the numbers that share the digits before it:
+    parts may lie on several devices and are never brought together.
+    """
+    integer, bits = (torch.int64, 64) if kind == torch.float64 else (torch.int32, 32)
+    prefix = below = 0
+    for shift in range(bits - _DIGIT, -1, -_DIGIT):
+        top = shift == bits - _DIGIT
+        # The top digit has the sign in it.
+        start = -_BINS // 2 if top else prefix * _BINS
+        counts = torch.zeros(_BINS, dtype=torch.int64)
+        for part in parts():
+            # Adding 0 makes −0 into 0.
+            key = _ordered((part + 0.0).view(integer))
+            if not top:
+                key = key[(key >> (shift + _DIGIT)) == prefix]
+            counts += torch.bincount((key >> shift) - start, minlength=_BINS).cpu()
+        upto = counts.cumsum(0)
+        digit = int(torch.searchsorted(upto, k - below))
+        below += int(upto[digit] - counts[digit])
+        prefix = start + digit
+    return float(_ordered(torch.tensor(prefix, dtype=integer)).view(kind)), below
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """The bits of floating-point numbers as integers of the numbers' order; its own inverse."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)

@@ -1,0 +1,262 @@
+"""Whole units: scores along their paths, masks that remove them, and a smaller network without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bayesadam._alone import in_eval_mode, unwrap
+from bayesadam.errors import MatchError
+from bayesadam.gaussian.diagonal import wide
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_posterior
+from bayesadam.pruning.apply import copied, prune
+from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
+from bayesadam.pruning.masks import (
+    Ranking,
+    Scope,
+    checked_fraction,
+    competing,
+    excluded,
+    lowest,
+    nothing_removed,
+    weight_scores,
+)
+
+# Of the largest output; sums are taken in another order.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def neuron_masks(
+    posterior: Posterior,
+    fraction: float,
+    *,
+    ranking: Ranking = "snr",
+    scope: Scope = "global",
+    exclude: str | Sequence[str] = (),
+    example_input: Any,
+) -> dict[str, Tensor]:
+    """Masks that remove whole units, with the incoming weights, the bias and the outgoing weights of each.
+
+    Of the n units that can be taken out (see `shrink`) round(fraction × n) are, lowest score first, except the best of
+    each layer, which stays.
+
+    Args:
+        posterior: over the weights; units with a weight outside it stay.
+        fraction: the share of units to remove, 0 to 1.
+        ranking: of weights, as in `pruning_masks`; a unit's score is their sum.
+        scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
+        example_input: a batch that the model takes, to follow the units through it.
+    """
+    share, (found, scores) = checked_fraction(fraction), ranked_units(posterior, ranking, exclude, example_input)
+    removed: dict[str, Tensor] = {}
+    for names in competing(scores, scope):
+        # The best of a layer is put out of reach, and the count cut to what is left.
+        ranked = {name: scores[name].index_fill(0, scores[name].argmax(), torch.inf) for name in names}
+        total = sum(len(score) for score in ranked.values())
+        chosen = lowest(ranked, scores, names, min(round(share * total), total - len(names)))
+        removed |= {name: chosen(name) for name in names}
+    masks = nothing_removed(posterior)
+    for units in found:
+        for mask in _by_unit(units, masks):
+            mask[removed[f"{units.name}.weight"].to(mask.device)] = False
+    return masks
+
+
+def ranked_units(
+    posterior: Posterior, ranking: Ranking, exclude: str | Sequence[str], example: Any
+) -> tuple[list[Units], dict[str, Tensor]]:
+    """The layers whose units can be taken out, and the score of each unit by the name of its layer's weight.
+
+    A unit's score is the sum of the scores of all weights that would go with it: its incoming weights, its bias, and
+    the weights by which other layers read it.
+    """
+    require_posterior(posterior, "pruning")
+    whole = excluded(posterior, exclude)
+    with in_eval_mode(posterior.model):
+        _, every = understand(posterior.model, example)
+    touched = {units.name: [*_own(units), *(f"{r.name}.weight" for r in units.readers)] for units in every}
+    found = [units for units in every if f"{units.name}.weight" not in whole]
+    found = [units for units in found if all(name in posterior.mode for name in touched[units.name])]
+    scores = weight_scores(posterior, ranking, dict.fromkeys(n for units in found for n in touched[units.name]))
+    sums = {}
+    for units in found:
+        groups = [group.reshape(units.width, -1) for group in _by_unit(units, scores)]
+        each = [group.sum(1, dtype=wide(group)).to(groups[0].device) for group in groups]
+        sums[f"{units.name}.weight"] = torch.stack(each).sum(0)
+    return found, sums
+
+
+def _own(units: Units) -> list[str]:
+    """The parameters of the layer itself."""
+    return [f"{units.name}.{key}" for key in ("weight", "bias") if getattr(units.layer, key) is not None]
+
+
+def _by_unit(units: Units, named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Views of all tensors that go with the units, units first."""
+    read = [reader.by_unit(named[f"{reader.name}.weight"], units.width).movedim(2, 0) for reader in units.readers]
+    return [*(named[name] for name in _own(units)), *read]
+
+
+@torch.no_grad()
+def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input: Any) -> dict[str, Tensor]:
+    """s_ij a_j b_i, the score of a weight times what reaches its input and what its output reaches; for `ranking=`.
+
+    With s the scores of single weights, such as signal-to-noise ratios, a_j is the strength of the unit the weight
+    reads, a_j² = Σ_k (s_jk a_k)² + s_j² with the bias last, and b_i that of the units which read its own,
+    b_i² = Σ_k (s_ki b_k)²; both are 1 at the network's ends, and on average over each layer. Squared, the product sums
+    over all paths through the weight. A weight out of a unit that nothing reaches is worth nothing, however certain,
+    and so is one into a unit that nothing reads: at high fractions this keeps whole paths where single scores leave
+    stumps.
+
+    Units are followed on `example_input`, as far as their layers are understood (see `shrink`); beyond that a weight
+    keeps its own score.
+    """
+    require_posterior(posterior, "pruning")
+    scores = weight_scores(posterior, ranking)
+    with in_eval_mode(posterior.model):
+        _, every = understand(posterior.model, example_input)
+    found = [units for units in every if f"{units.name}.weight" in scores]
+    own = dict(scores)
+    # a, from the input on.
+    for units in found:
+        square = scores[f"{units.name}.weight"].square().flatten(1).sum(dim=1)
+        if f"{units.name}.bias" in scores:
+            square = square + scores[f"{units.name}.bias"].square()
+        arriving = _of_mean_one(square.sqrt())
+        for read, reader in _readers_in(scores, units):
+            scores[read] = reader.scaled(scores[read], arriving)
+    # b, from the output back, by the scores without a.
+    for units in reversed(found):
+        total = torch.zeros(units.width, dtype=torch.float64, device=own[f"{units.name}.weight"].device)
+        for read, reader in _readers_in(own, units):
+            total += reader.by_unit(own[read].square(), units.width).sum(dim=(0, 1, 3), dtype=torch.float64)
+        leaving = _of_mean_one(total.sqrt().to(own[f"{units.name}.weight"].dtype))
+        for name in _own(units):
+            if name in scores:
+                along = leaving.view(-1, *[1] * (scores[name].dim() - 1))
+                scores[name], own[name] = scores[name] * along, own[name] * along
+    return scores
+
+
+def _readers_in(scores: Mapping[str, Tensor], units: Units) -> list[tuple[str, Reader]]:
+    return [(name, reader) for reader in units.readers if (name := f"{reader.name}.weight") in scores]
+
+
+def _of_mean_one(tensor: Tensor) -> Tensor:
+    mean = tensor.mean()
+    return tensor / mean if mean > 0 else torch.ones_like(tensor)
+
+
+def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, example_input: Any) -> nn.Module:
+    """A new model without the units that do nothing; in evaluation it computes the same, and the original is untouched.
+
+    A unit of a linear or convolutional layer goes where no layer reads it, or where all its incoming weights are 0: its
+    activation is then the constant a(b), and goes into the bias of the layers that read it,
+
+        b' = b + Σ_units W[:, unit] a(b_unit),
+
+    unless a convolution's zero padding would show. Repeated until nothing changes; each layer keeps at least one unit,
+    and the model its inputs and outputs. Units are followed from layer to layer by torch.fx through activations,
+    dropout, batch norms, pooling, flattening and all else that keeps them apart. Units that pass through anything else
+    (additions, layer norms, attention, groups, tied or hooked layers) stay.
+
+    Args:
+        masks: weights to set to 0 first; None where they are 0 already.
+        example_input: a batch that the model takes (a tensor, a tuple of arguments, a mapping of keywords). The outputs
+            on it must agree, or this raises.
+    """
+    small = copied(unwrap(model))
+    if masks is not None:
+        prune(small, masks)
+    with torch.no_grad(), in_eval_mode(small):
+        expected = _outputs(small, example_input)
+        traced, every = understand(small, example_input)
+        # A sum, not `any`: every round goes over all layers.
+        while (seen := inputs_seen(traced, example_input)) and sum(_take_out(units, seen) for units in every):
+            pass
+        if not all(map(_agree, expected, _outputs(small, example_input))):
+            raise MatchError(
+                "the smaller model does not compute what the original does on example_input, so it is not returned: is "
+                "the model random in evaluation, or does its forward read the sizes of its layers? Please report it "
+                "otherwise"
+            )
+    return small
+
+
+def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
+    """Take out the units that nothing reads and those that are constant; whether there were any."""
+    layer, width = units.layer, units.width
+    constant = (layer.weight.flatten(1) == 0).all(1)
+    unread = torch.ones_like(constant)
+    for reader in units.readers:
+        unread &= (reader.by_unit(reader.layer.weight, width) == 0).all(3).all(1).all(0).to(unread.device)
+        if reader.uneven or _pads_zeros(reader.layer):
+            zero = seen[reader.name].zero.view(reader.layout.outer, width, -1).all(2).all(0)
+            constant &= zero.to(constant.device)
+    gone = unread | constant
+    if bool(gone.all()):
+        gone[0] = False
+    if not bool(gone.any()):
+        return False
+    remaining, folded = (~gone).nonzero()[:, 0], (gone & ~unread).nonzero()[:, 0]
+    for reader in units.readers:
+        if len(folded):
+            _fold(reader, seen[reader.name], width, folded)
+        read = reader.layer
+        columns = reader.layout.positions(remaining.to(read.weight.device), width)
+        read.weight = _parameter(read.weight.detach()[:, columns], read.weight)
+        setattr(read, "in_features" if isinstance(read, nn.Linear) else "in_channels", len(columns))
+    for norm, layout in units.norms:
+        channels = layout.positions(remaining, width)
+        for key, parameter in norm._parameters.items():
+            if parameter is not None:
+                norm._parameters[key] = _parameter(parameter.detach()[channels.to(parameter.device)], parameter)
+        for key, buffer in norm._buffers.items():
+            if buffer is not None and buffer.dim():
+                norm._buffers[key] = buffer[channels.to(buffer.device)].clone()
+        norm.num_features = len(channels)  # type: ignore[assignment]
+    layer.weight = _parameter(layer.weight.detach()[remaining], layer.weight)
+    if layer.bias is not None:
+        layer.bias = _parameter(layer.bias.detach()[remaining], layer.bias)
+    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", len(remaining))
+    return True
+
+
+def _pads_zeros(layer: Layer) -> bool:
+    if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros":
+        return False
+    if isinstance(layer.padding, str):
+        return layer.padding == "same" and any(size > 1 for size in layer.kernel_size)
+    return any(layer.padding)
+
+
+def _fold(reader: Reader, seen: Seen, width: int, units: Tensor) -> None:
+    """b + Σ W a over the constant units."""
+    layer, weight = reader.layer, reader.by_unit(reader.layer.weight.detach(), width)
+    units = units.to(weight.device)
+    values = seen.first.view(1, reader.layout.outer, width, -1)[:, :, units]
+    added = (weight[:, :, units].cpu().double() * values.cpu().double()).sum((1, 2, 3))
+    if bool((added != 0).any()):
+        bias = added if layer.bias is None else layer.bias.detach().cpu().double() + added
+        layer.bias = _parameter(bias.to(weight), layer.weight if layer.bias is None else layer.bias)
+
+
+def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.clone(), requires_grad=like.requires_grad)
+
+
+def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
+    positional, named = arguments(example)
+    return [leaf for leaf in pytree.tree_leaves(model(*positional, **named)) if isinstance(leaf, Tensor)]
+
+
+def _agree(wanted: Tensor, got: Tensor) -> bool:
+    if wanted.shape != got.shape or not wanted.is_floating_point() or not wanted.numel():
+        return wanted.shape == got.shape
+    bound = _TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(got, wanted, rtol=0.0, atol=bound + torch.finfo(wanted.dtype).eps, equal_nan=True)
