@@ -22,7 +22,7 @@ from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
 from bayesadam.bandits.agents import SETTINGS
-from bayesadam.data.images import IMAGE_SETS
+from bayesadam.data.loaders import IMAGE_SETS
 from bayesadam.engine.network import ACTIVATIONS
 from bayesadam.errors import FileError, SettingError
 from bayesadam.merging.plan import Method

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bayesadam.cli_data import DATA_SETS, app
-from bayesadam.data import registry
-from bayesadam.data.registry import Copy, DataFile, DataSet
+from bayesadam.data import fetching
+from bayesadam.data.fetching import Copy, DataFile, DataSet
 from bayesadam.errors import SettingError
 
 CONTENT = b"some data\n"
@@ -22,10 +22,10 @@ def tiny(tmp_path, monkeypatch):
     """The set `tiny` of two files without a source, its first file in the user's folder; other sets are embedded."""
     sha256 = hashlib.sha256(CONTENT).hexdigest()
     files = tuple(DataFile(Copy(name, len(CONTENT), sha256)) for name in ("a.csv", "b.csv"))
-    embedded = {record.name: record for record in registry.data_sets() if record.embedded}
+    embedded = {record.name: record for record in fetching.data_sets() if record.embedded}
     tiny = DataSet("tiny", "a test", "tables/tiny", files, "wheel")
     # Another dict, so that the order of the real one is left alone.
-    monkeypatch.setattr(registry, "DATA_SETS", {**embedded, "tiny": tiny})
+    monkeypatch.setattr(fetching, "DATA_SETS", {**embedded, "tiny": tiny})
     folder = tmp_path / "data" / "tables" / "tiny"
     folder.mkdir(parents=True)
     (folder / "a.csv").write_bytes(CONTENT)
@@ -35,7 +35,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_the_names_completed_are_those_of_the_registry():
-    assert tuple(record.name for record in registry.data_sets()) == DATA_SETS
+    assert tuple(record.name for record in fetching.data_sets()) == DATA_SETS
 
 
 def test_list_shows_where_each_set_is(tiny, tmp_path):
@@ -58,7 +58,7 @@ def test_list_knows_every_set(monkeypatch):
     done = run("list")
     assert done.exit_code == 0
     assert "BAYESADAM_DATA: not set" in done.stdout
-    for record in registry.data_sets():
+    for record in fetching.data_sets():
         assert f"\n{record.name} " in done.stdout
 
 

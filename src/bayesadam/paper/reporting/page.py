@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bayesadam._version import __version__
-from bayesadam.data.registry import DATA_SETS
+from bayesadam.data.fetching import DATA_SETS
 from bayesadam.paper.bandits import PAPER as PAPERS_TABLE
 from bayesadam.paper.reporting import charts, tables
 from bayesadam.paper.reporting.claims import (
