@@ -1,45 +1,187 @@
-"""`bayesadam inspect` and `doctor`: a checkpoint's weights by signal-to-noise ratio, and what is wrong with its state."""
+"""The commands on a saved file: `bayesadam inspect`, `doctor`, `prune`, `sample`, `export` and `merge`."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from bayesadam._files import keep_apart
 from bayesadam._options import in_options
+from bayesadam.commands.running import Run, Target, as_json
 from bayesadam.errors import SettingError
-from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport, diagnose_checkpoint, inspect_checkpoint
-from bayesadam.paper import plots
-from bayesadam.paper.run import Run, Target, as_json
-from bayesadam.paper.saved_file import plain_settings
+from bayesadam.gaussian.registry import STRUCTURES
+from bayesadam.inspect import Inspection, diagnose_checkpoint, inspect_checkpoint
+from bayesadam.merging import merge_checkpoints
+from bayesadam.pruning import prune_checkpoint
+from bayesadam.publish import export_checkpoint
 from bayesadam.readers.formats import CheckpointOptions
+from bayesadam.sample import sample_checkpoint
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# More rows than this cannot be read; the picture shows the largest parameters.
-_ROWS = 40
-# Columns that a narrow console does without, the first to go first, and the characters between two columns.
+# Structures that need no recorded gradients, which a checkpoint does not hold.
+EXPORTED = tuple(name for name, spec in STRUCTURES.items() if not spec.needs_gradients)
+# Endings of files that are written again as they are; of any other the weights alone are written.
+_REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
+# Columns that a narrow console does without, the first to go first.
 _SPARE = ("shape", "95 %", "5 %", "weights")
-_GAP = 3
+
+
+def run_prune(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any) -> None:
+    """Write the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
+    again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
+    target = Target.of(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
+
+    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
+        report = prune_checkpoint(checkpoint, file, **settings, **vars(options))
+        return str(report), report.to_dict()
+
+    _write("prune", target, quiet, {"checkpoint": checkpoint, **settings}, options, work)
+
+
+def run_sample(
+    *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
+) -> None:
+    """Write the draw, and a record next to it; the settings are those of `sample_checkpoint`."""
+
+    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
+        sample_checkpoint(checkpoint, file, seed=seed, **settings, **vars(options))
+        return "", {}
+
+    target = Target.of(out, "sample.safetensors")
+    _write("sample", target, quiet, {"checkpoint": checkpoint, **settings}, options, work, seed=seed)
+
+
+def run_export(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any) -> None:
+    """Write the posterior's file, and a record next to it; the settings are those of `export_checkpoint`."""
+
+    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
+        export_checkpoint(checkpoint, file, **settings, **vars(options))
+        size = file.stat().st_size
+        return f"{size:,} bytes", {"bytes": size}
+
+    target = Target.of(out, "posterior.safetensors")
+    _write("export", target, quiet, {"checkpoint": checkpoint, **settings}, options, work)
+
+
+def run_merge(
+    *, out: Path, quiet: bool, checkpoints: Sequence[Path], options: CheckpointOptions, **settings: Any
+) -> None:
+    """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
+    numbers = [str(path) for path in checkpoints if re.fullmatch(r"[\d.]+", str(path)) and not path.exists()]
+    if settings["weights"] and numbers:
+        raise SettingError(
+            f"--weight takes one number, and is given once for each checkpoint: write --weight {numbers[0]} as well"
+        )
+
+    def work(file: Path) -> tuple[str, Mapping[str, Any]]:
+        report = merge_checkpoints(checkpoints, file, **settings, **vars(options))
+        return str(report), report.to_dict()
+
+    target = Target.of(out, "merged.safetensors")
+    _write("merge", target, quiet, {"checkpoints": list(map(str, checkpoints)), **settings}, options, work)
+
+
+def _write(
+    command: str,
+    target: Target,
+    quiet: bool,
+    settings: Mapping[str, Any],
+    options: CheckpointOptions,
+    work: Callable[[Path], tuple[str, Mapping[str, Any]]],
+    *,
+    seed: int = 0,
+) -> None:
+    """Let the work write its one file, and write the record beside it; neither overwrites what is read."""
+    keep_apart(target.file, settings.get("checkpoint"), _path(options.optimizer_path))
+    run = Run(command, seed, target.file.parent, _plain(settings, options), quiet=quiet)
+    with run.prepared(), run.busy(command):
+        report, results = work(target.file)
+    run.show(*filter(None, [report]))
+    print(target.file)
+    run.finish({}, results, name=target.record)
+
+
+def _path(given: Any) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _plain(settings: Mapping[str, Any], options: CheckpointOptions) -> dict[str, Any]:
+    """A command's settings as plain data, those of the checkpoint among them."""
+    found = {**settings, **vars(options)}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
+
+
+def run_doctor(
+    *, out: Path | None, quiet: bool, checkpoint: Path, options: CheckpointOptions, n_data: float | None, json: bool
+) -> bool:
+    """Print what `diagnose_checkpoint` finds, and write it to `out`; returns whether a posterior can be read."""
+    settings = _plain({"path": checkpoint, "n_data": n_data}, options)
+    run = Run("doctor", 0, out or Path(), settings, quiet=quiet)
+    with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
+        diagnosis = diagnose_checkpoint(checkpoint, n_data=n_data, **vars(options))
+    results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
+    if not json:
+        run.show(in_options(str(diagnosis)))
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        if out is not None:
+            run.finish({}, results)
+    if json:
+        print(as_json(results))
+    return all(finding.severity != "error" for finding in diagnosis.findings)
+
+
+def run_inspect(
+    *,
+    seed: int,
+    out: Path | None,
+    quiet: bool,
+    checkpoint: Path,
+    options: CheckpointOptions,
+    plot: bool = False,
+    json: bool = False,
+    why: bool = False,
+    **settings: Any,
+) -> None:
+    """Print an inspection; the settings are those of `inspect_checkpoint`.
+
+    To `out` it writes the picture and `metrics.json`; with `plot` and no `out` the picture alone, as `NAME-snr.png` in
+    the current folder. With `json` the inspection is one JSON object, alone on standard output; with `why` the report
+    begins with how the file was read.
+    """
+    from bayesadam.commands.plots import inspection_picture, png
+
+    target = Target.of(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
+    if target.file.suffix != ".png":
+        raise SettingError(f"--out {target.file}: the picture is a PNG, name a file that ends in .png, or a folder")
+    run = Run("inspect", seed, target.file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
+    with run.prepared() if out is not None else nullcontext():
+        inspection = inspect_checkpoint(checkpoint, seed=seed, track=run.track, **settings, **vars(options))
+    if not json:
+        reasons = ["\n".join(inspection.why)] if why else []
+        notes = f"{inspection.legend}\n{inspection.scale_note}"
+        run.show(*reasons, str(inspection.diagnosis), LayerTable(inspection), notes)
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        if out is not None:
+            run.finish(
+                {target.file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=target.record
+            )
+        elif plot:
+            run.write({target.file.name: png(inspection_picture(inspection))})
+    if json:
+        print(as_json(inspection.to_dict()))
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """One row per parameter, and the total, as wide as the console has room for: names stay whole, columns are left out.
-
-    Where a name and what is left do not fit all the same, names fold after their dots.
-    """
+    """One row per parameter, and the total; a narrow console gets fewer columns, then names folded after their dots."""
 
     inspection: Inspection
 
@@ -48,21 +190,22 @@ class LayerTable:
         for n_left_out in range(len(_SPARE) + 1):
             kept = [number for number, title in enumerate(heading) if title not in _SPARE[:n_left_out]]
             widths = [max(len(row[number]) for row in (heading, *rows)) for number in kept]
-            room = options.max_width - sum(widths[1:]) - _GAP * (len(kept) - 1)
+            # Three characters lie between two columns.
+            room = options.max_width - sum(widths[1:]) - 3 * (len(kept) - 1)
             if widths[0] <= room:
                 break
         what = "Signal-to-noise ratio |μ|/σ" if self.inspection.has_weights else "Standard deviation σ"
         view = Table(title=f"{what} of the weights", title_justify="left", show_footer=True, box=SIMPLE)
         view.show_edge = view.pad_edge = False
         for number in kept:
-            view.add_column(
-                heading[number], rows[-1][number], justify="right" if number else "left", no_wrap=number > 0
-            )
+            justify: Any = "right" if number else "left"
+            view.add_column(heading[number], rows[-1][number], justify=justify, no_wrap=number > 0)
         for name, *cells in rows[:-1]:
             view.add_row(_folded(name, room), *(cells[number - 1] for number in kept[1:]))
         yield view
         if n_left_out:
-            yield f"Left out for want of room: {', '.join(_SPARE[:n_left_out])}. A wider terminal shows them, and --json does."
+            missing = ", ".join(_SPARE[:n_left_out])
+            yield f"Left out for want of room: {missing}. A wider terminal shows them, and --json does."
 
 
 def _folded(name: str, width: int) -> str:
@@ -77,119 +220,3 @@ def _folded(name: str, width: int) -> str:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)
-
-
-def picture(inspection: Inspection) -> Figure:
-    """A histogram of log₁₀ |μ|/σ, or of log₁₀ σ, for each parameter, and how many weights it has, the dead ones marked."""
-    largest = {row.name for row in sorted(inspection.parameters, key=lambda row: -row.weights)[:_ROWS]}
-    shown = [row for row in inspection.parameters if row.name in largest]
-    few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
-    title = f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}"
-    with plots.house_style():
-        figure = plots.new_figure(11, 1.6 + 0.34 * max(len(shown), 3), title)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
-        _draw_histograms(left, shown, inspection)
-        _draw_weights(right, shown)
-    return figure
-
-
-def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: Inspection) -> None:
-    edges = 10 ** np.linspace(*LOG_RANGE, BINS + 1)
-    histograms = np.array([row.histogram for row in shown], dtype=float)
-    histograms /= histograms.max(axis=1, keepdims=True).clip(min=1)
-    # Tails too thin to be seen are not worth the room.
-    occupied = np.flatnonzero(histograms.max(axis=0) > 0.01)
-    for number, (row, heights) in enumerate(zip(shown, histograms, strict=True)):
-        if heights.any():
-            # Upwards is towards smaller numbers: the first parameter is on top.
-            base, shade = number + 0.4, plots.colour("snr")
-            axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
-            axes.plot([row.quantiles[1]] * 2, [number - 0.4, number + 0.4], color=plots.INK, linewidth=1.4)
-    axes.plot([], [], color=plots.INK, linewidth=1.4, label="median")
-    if inspection.threshold:
-        axes.axvline(inspection.threshold, color=plots.colour("magnitude"), linewidth=1, linestyle=(0, (4, 3)))
-        axes.plot([], [], color=plots.colour("magnitude"), linewidth=1, label=f"|μ|/σ = {inspection.threshold:g}")
-    axes.set_xscale("log")
-    if occupied.size:
-        axes.set_xlim(edges[max(occupied[0] - 3, 0)], edges[min(occupied[-1] + 4, BINS)])
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
-    title = "Signal-to-noise ratio of the weights" if inspection.has_weights else "Standard deviation of the weights"
-    axes.set(title=title, xlabel=f"{inspection.quantity}  ({scale})")
-    axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)
-
-
-def _draw_weights(axes: Axes, shown: Sequence[ParameterReport]) -> None:
-    places = np.arange(len(shown))
-    weights = np.array([row.weights for row in shown], dtype=float)
-    axes.barh(places, weights, height=0.62, color=plots.FAINT)
-    axes.set_xscale("log")
-    axes.set_xlim(0.5, max(weights.max(), 2) * 100)
-    for row, place in zip(shown, places, strict=True):
-        dead = row.dead / row.weights if row.weights else 0.0
-        described = f" {row.weights:,}" + (f", {dead:.1%} dead" if row.dead else "")
-        axes.text(max(row.weights, 0.5), float(place), described, va="center", fontsize=7.5, color=plots.INK)
-    axes.tick_params(axis="y", length=0, labelleft=False)
-    axes.spines["left"].set_visible(False)
-    axes.set(title="Weights, and the share with v = 0", xlabel="weights")
-
-
-def run_inspect(
-    *,
-    seed: int,
-    out: Path | None,
-    quiet: bool,
-    path: Path,
-    options: CheckpointOptions,
-    plot: bool = False,
-    json: bool = False,
-    why: bool = False,
-    **settings: Any,
-) -> tuple[Path, ...]:
-    """The `inspect` command; the settings are those of `inspect_checkpoint`.
-
-    It prints. To `out` it writes the picture and `metrics.json`, too; with `plot` and no `out` the picture alone, as
-    `NAME-snr.png` in the current folder. With `json` the inspection is one JSON object, alone on standard output; with `why`
-    the report begins with how the file was read.
-    """
-    target = Target.of(out or Path(f"{path.resolve().stem}-snr.png"), "inspect.png")
-    if target.file.suffix != ".png":
-        raise SettingError(f"--out {target.file}: the picture is a PNG, name a file that ends in .png, or a folder")
-    run = Run("inspect", seed, target.file.parent, plain_settings({"path": path, **settings}, options), quiet=quiet)
-    with run.prepared() if out is not None else nullcontext(), run.progress() as track:
-        inspection = inspect_checkpoint(path, seed=seed, track=track, **settings, **vars(options))
-    results = inspection.to_dict()
-    if not json:
-        reasons = ["\n".join(inspection.why)] if why else []
-        notes = f"{inspection.legend}\n{inspection.scale_note}"
-        run.show(*reasons, str(inspection.diagnosis), LayerTable(inspection), notes)
-    paths: tuple[Path, ...] = ()
-    with redirect_stdout(sys.stderr) if json else nullcontext():
-        if out is not None:
-            paths = run.finish({target.file.name: plots.png(picture(inspection))}, results, name=target.record)
-        elif plot:
-            paths = run.write({target.file.name: plots.png(picture(inspection))})
-    if json:
-        print(as_json(results))
-    return paths
-
-
-def run_doctor(
-    *, out: Path | None, quiet: bool, path: Path, options: CheckpointOptions, n_data: float | None, json: bool = False
-) -> bool:
-    """The `doctor` command: what `diagnose_checkpoint` says, and to `out` `metrics.json`; whether a posterior can be read."""
-    run = Run("doctor", 0, out or Path(), plain_settings({"path": path, "n_data": n_data}, options), quiet=quiet)
-    with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
-        diagnosis = diagnose_checkpoint(path, n_data=n_data, **vars(options))
-    results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
-    if not json:
-        run.show(in_options(str(diagnosis)))
-    with redirect_stdout(sys.stderr) if json else nullcontext():
-        if out is not None:
-            run.finish({}, results)
-    if json:
-        print(as_json(results))
-    return all(finding.severity != "error" for finding in diagnosis.findings)

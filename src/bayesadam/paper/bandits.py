@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, Simulation, in_turn
+from bayesadam.commands import plots
+from bayesadam.commands.running import Run, require_known, resumed, run_parts, text
 from bayesadam.errors import BayesAdamError, SettingError
-from bayesadam.paper import plots
-from bayesadam.paper.reporting.numbers import Sample, fixed, mean_error, percent
-from bayesadam.paper.run import Run, new_table, require_known, text
-from bayesadam.paper.work import resumed, run_parts
+from bayesadam.paper import Sample, fixed, mean_error, percent
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TITLES = {
@@ -158,18 +157,13 @@ def worst(cell: Cell) -> str:
     >>> worst({"reward_ratio": [0.9, -0.01], "lost": [False, True]})
     '−.010, 1 lost'
     """
-    lost = _lost(cell)
+    lost = sum(cell.get("lost", ()))
     return fixed(min(cell["reward_ratio"])) + (f", {lost} lost" if lost else "")
-
-
-def _lost(cell: Cell) -> int:
-    return sum(cell.get("lost", ()))
 
 
 def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
     found = by_problem(cells)
-    head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
     ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
     best = {p: max(sample.mean for sample in agents.values()) for p, agents in ours.items()}
     published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
@@ -177,69 +171,57 @@ def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
     def line(title: str, cells: Mapping[str, str]) -> str:
         return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
 
-    def bold(shown: str, *, best: bool) -> str:
-        return f"**{shown}**" if best else shown
-
-    lines, regret = [], []
+    rewards, regrets = [], []
     for agent in settings.agents:
         title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
-        means = {p: bold(mean_error(ours[p][agent]), best=ours[p][agent].mean == best[p]) for p in own}
-        lines.append(line(title, {p: f"{means[p]} ({worst(cell)})" for p, cell in own.items()}))
+        shown = {}
+        for p, cell in own.items():
+            bold = "**" if ours[p][agent].mean == best[p] else ""
+            shown[p] = f"{bold}{mean_error(ours[p][agent])}{bold} ({worst(cell)})"
+        rewards.append(line(title, shown))
         if agent in PAPER:
-            papers = {p: (bold(fixed(m), best=m == published.get(p)), fixed(sd)) for p, (m, sd) in PAPER[agent].items()}
-            lines.append(line("*in the paper*", {p: " ± ".join(pair) for p, pair in papers.items()}))
+            bolds = {p: "**" if mean == published.get(p) else "" for p, (mean, _) in PAPER[agent].items()}
+            papers = {p: f"{bolds[p]}{fixed(mean)}{bolds[p]} ± {fixed(sd)}" for p, (mean, sd) in PAPER[agent].items()}
+            rewards.append(line("*in the paper*", papers))
         shares = {p: Sample.of(cell["regret_ratio"]) for p, cell in own.items()}
-        regret.append(line(title, {p: _regret(sample) for p, sample in shares.items()}))
+        regrets.append(
+            line(title, {p: f"{regret(share)} ({percent(max(share.values))})" for p, share in shares.items()})
+        )
+    head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
     changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
     played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
     first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})."
     source = "The paper's are means ± standard deviations."
     second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)."
-    return "\n".join([first, source, "", *head, *lines, "", second, "", *head, *regret, ""])
+    return "\n".join([first, source, "", *head, *rewards, "", second, "", *head, *regrets, ""])
 
 
-def _regret(sample: Sample) -> str:
-    error = f" ± {percent(sample.standard_error)}" if len(sample.values) > 1 else ""
-    return f"{percent(sample.mean)}{error} ({percent(max(sample.values))})"
+def regret(share: Sample) -> str:
+    """Regret in percent, mean ± standard error."""
+    return percent(share.mean) + (f" ± {percent(share.standard_error)}" if len(share.values) > 1 else "")
 
 
-def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
-    """Problem by problem: mean reward over the optimum's, the worst run, how many were lost, and the paper's mean."""
-    title = "Total reward over the optimum's, mean ± standard error"
-    view = new_table(title, ("problem", "agent", "reward", "worst run", "lost", "the paper's"), n_left=2)
-    for problem, agents in by_problem(cells).items():
-        for number, agent in enumerate(settings.agents):
-            cell, paper = agents[agent], PAPER.get(agent, {}).get(problem)
-            reward = Sample.of(cell["reward_ratio"])
-            view.add_row(
-                "" if number else problem,
-                TITLES.get(agent, agent),
-                mean_error(reward),
-                fixed(min(reward.values)),
-                str(_lost(cell)),
-                "" if paper is None else fixed(paper[0], 2),
-                end_section=agent == settings.agents[-1],
-            )
-    return view
+def panel(axes: Axes, problem: str, agents: Mapping[str, Cell]) -> None:
+    """Cumulative regret on one problem, mean and one standard deviation over the runs."""
+    for agent, cell in agents.items():
+        shade = plots.colour(agent)
+        mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
+        axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
+        axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
+    axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+    axes.locator_params(axis="x", nbins=4)
 
 
 def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs, one panel per problem."""
-    found = by_problem(cells)
+    """One panel per problem, with one legend."""
     columns = min(3, len(settings.problems))
     rows = -(-len(settings.problems) // columns)
-    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
     with plots.house_style():
+        title = f"Regret, mean and one standard deviation of {settings.runs} runs"
         figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4, title)
         panels = figure.subplots(rows, columns, squeeze=False)
-        for axes, problem in zip(panels.flat, settings.problems, strict=False):
-            for agent in settings.agents:
-                cell, shade, label = found[problem][agent], plots.colour(agent), TITLES.get(agent, agent)
-                mean, sd = np.array(cell["regret_mean"]), np.array(cell["regret_sd"])
-                axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=label)
-                axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-            axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
-            axes.locator_params(axis="x", nbins=5)
+        for axes, (problem, agents) in zip(panels.flat, by_problem(cells).items(), strict=False):
+            panel(axes, problem, agents)
         for axes in panels.flat[len(settings.problems) :]:
             axes.set_axis_off()
         panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -266,8 +248,9 @@ def run_bandits(
         together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
         done = run_parts(run, ledger, names, work, **together)
         ordered = {name: done[name] for name in names}
-        run.show(table(ordered, settings))
-        files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
+        table = markdown(ordered, settings)
+        run.show(table)
+        files = {"table1.md": text(table), "regret.png": plots.png(picture(ordered, settings))}
         paths = run.finish(files, by_problem(ordered))
         ledger.close()
         for state in unfinished.glob("*.safetensors"):

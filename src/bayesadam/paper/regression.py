@@ -10,18 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
 from bayesadam import scores
+from bayesadam.commands import plots
+from bayesadam.commands.running import (
+    Failure,
+    Run,
+    generator,
+    new_table,
+    require_known,
+    resumed,
+    run_parts,
+    seeds_of,
+    text,
+)
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import BayesAdamError, SettingError
-from bayesadam.paper import plots
 from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
-from bayesadam.paper.run import Run, generator, new_table, require_known, seeds_of, text
-from bayesadam.paper.work import Failure, resumed, run_parts
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # As in the paper's figure, then the others.
@@ -144,31 +155,7 @@ def table(rows: Mapping[str, Row]) -> Table:
     return view
 
 
-def picture(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
-    """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
-    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
-    grid = toy_grid()
-    columns = min(5, len(curves))
-    rows = -(-len(curves) // columns)
-    title = "Toy regression: mean, one and two standard deviations (noise included)"
-    shared: Any = {"truth": grid.y.squeeze(1), "points": (train.x.squeeze(1), train.y.squeeze(1)), "bands": (1, 2)}
-    with plots.house_style():
-        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
-        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes, (method, row) in zip(panels.flat, curves.items(), strict=False):
-            for interval in training_intervals(gap=settings.gap):
-                axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-            plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["total_std"], method=method, **shared)
-            axes.set(title=TITLES[method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
-        panels[0, 0].locator_params(axis="x", nbins=4)
-        for axes in panels.flat[len(curves) - columns : len(curves)]:
-            axes.tick_params(labelbottom=True)
-        for axes in panels.flat[len(curves) :]:
-            axes.set_axis_off()
-    return figure
-
-
-def saved_curves(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+def saved_curves(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
@@ -180,8 +167,42 @@ def saved_curves(curves: Mapping[str, Row], seed: int, settings: RegressionSetti
         "x": plain(grid.x.flatten().tolist()),
         "truth": plain(grid.y.flatten().tolist()),
         "train": {"x": plain(train.x.flatten().tolist()), "y": plain(train.y.flatten().tolist())},
-        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in curves.items()},
+        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in rows.items()},
     }
+
+
+def panel(axes: Axes, curves: Mapping[str, Any], method: str, *, gap: bool) -> None:
+    """One method of the figure, out of `saved_curves`: the data, the mean, one and two standard deviations."""
+    for interval in training_intervals(gap=gap):
+        axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+    x, truth, mean, std = (
+        np.array(values, dtype=float)
+        for values in (
+            curves["x"],
+            curves["truth"],
+            *(curves["methods"][method][name] for name in ("mean", "total_std")),
+        )
+    )
+    points = (curves["train"]["x"], curves["train"]["y"])
+    plots.predictive_panel(axes, x, mean, std, method=method, truth=truth, points=points, bands=(1, 2))
+    axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+    axes.locator_params(axis="x", nbins=4)
+
+
+def picture(curves: Mapping[str, Any], *, gap: bool) -> Figure:
+    """One panel per method, the same axes in each."""
+    methods = list(curves["methods"])
+    columns = min(5, len(methods))
+    rows = -(-len(methods) // columns)
+    with plots.house_style():
+        title = "Toy regression: mean, one and two standard deviations (noise included)"
+        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
+        panels = figure.subplots(rows, columns, squeeze=False)
+        for axes, method in zip(panels.flat, methods, strict=False):
+            panel(axes, curves, method, gap=gap)
+        for axes in panels.flat[len(methods) :]:
+            axes.set_axis_off()
+    return figure
 
 
 def run_regression(
@@ -198,8 +219,9 @@ def run_regression(
             raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
         ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
         run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-        saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
-        files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
+        curves = saved_curves(ordered, seed, settings)
+        figure = plots.png(picture(curves, gap=settings.gap))
+        files = {"figure1.png": figure, "curves.json": text(json.dumps(curves, allow_nan=False))}
         paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
         ledger.close()
         return paths
