@@ -144,28 +144,20 @@ Device = Annotated[str | None, _one_of(":cpu cuda", "Where to compute; by defaul
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
 Json = Annotated[bool, Option("--json", help='Print what was found, or {"error": …}, as one JSON object alone.')]
 NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the checkpoint does not say.")]
-Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
-]
+_Saved = typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
+Checkpoint = Annotated[Path, _Saved]
+
+
+_IN_ORDER = "Vouch that every parameter group was filled in the model's order."
+_WEIGHTS_KEY = "Which weights, where the file holds several: model.ema. Repeat it for several networks."
 
 
 def _checkpoint_options(
-    optimizer_file: Annotated[
-        Path | None, Option(help="The optimiser's state, where it has a file of its own.")
-    ] = None,
-    optimizer: Annotated[
-        str, Option(help="The optimiser that wrote the state; identified by its keys if absent.")
-    ] = "",
-    groups_in_order: Annotated[
-        bool, Option("--groups-in-order", help="Vouch that every parameter group was filled in the model's order.")
-    ] = False,
-    weights_key: Annotated[
-        list[str] | None,
-        Option(metavar="KEY", help="Which weights, where the file holds several: model.ema. Repeat it for several."),
-    ] = None,
-    optimizer_key: Annotated[
-        str | None, Option(metavar="KEY", help="Which optimiser's state, where the file holds several.")
-    ] = None,
+    optimizer_file: Annotated[Path | None, Option(help="The optimiser's state, where it is another file.")] = None,
+    optimizer: Annotated[str, Option(help="What wrote the state; identified by its keys if absent.")] = "",
+    groups_in_order: Annotated[bool, Option("--groups-in-order", help=_IN_ORDER)] = False,
+    weights_key: Annotated[list[str] | None, Option(metavar="KEY", help=_WEIGHTS_KEY)] = None,
+    optimizer_key: Annotated[str | None, Option(metavar="KEY", help="Which optimiser's state, of several.")] = None,
 ) -> Any:
     """The options of every command that reads a checkpoint."""
     from bayesadam.readers.formats import CheckpointOptions
@@ -238,21 +230,15 @@ def bayesadam(version: Annotated[bool, _Version] = False) -> None:
 @_on_a_file
 def inspect(
     checkpoint: Checkpoint,
-    n_data: Annotated[
-        float | None, Option(metavar="N", help="Training examples; without them only the order of the ratios counts.")
-    ] = None,
+    n_data: Annotated[float | None, Option(metavar="N", help="Training examples; the order needs none.")] = None,
     snr: Annotated[
-        float | None, Option(min=0, help="Count the weights with a ratio below this; by default 1, where N is known.")
+        float | None, Option(min=0, help="Count the weights with a ratio below this; 1 if N is known.")
     ] = None,
     plot: Annotated[bool, Option("--plot", help="Draw the ratios: to --out, or to NAME-snr.png here.")] = False,
     json: Json = False,
-    why: Annotated[
-        bool, Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
-    ] = False,
+    why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, matching.")] = False,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, _out("PATH", "Write metrics.json and the picture to this folder, or the picture to this .png.")
-    ] = None,
+    out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
     *,
     options: Any,
@@ -271,9 +257,7 @@ def inspect(
 @_on_a_file
 def doctor(
     checkpoint: Checkpoint,
-    n_data: Annotated[
-        float | None, Option(metavar="N", help="Training examples: the prior that weight decay implies needs them.")
-    ] = None,
+    n_data: NData = None,
     json: Json = False,
     out: Annotated[Path | None, _out("DIR", "Write metrics.json to this folder.")] = None,
     quiet: Quiet = False,
@@ -300,9 +284,7 @@ def prune(
     fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
     ranking: Annotated[str, _Ranking] = "snr",
     scope: Annotated[str, _Scope] = "global",
-    exclude: Annotated[
-        str, Option(help='Parameters to leave whole, separated by commas: names, patterns ("*.norm*"), biases.')
-    ] = "",
+    exclude: Annotated[str, Option(help='Leave whole, separated by commas: names, "*.norm*", biases.')] = "",
     out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
     *,
@@ -322,9 +304,7 @@ def prune(
 def sample(
     checkpoint: Checkpoint,
     n_data: NData = None,
-    prior_precision: Annotated[
-        float | None, Option(min=0, help="δ of the prior; by default N × the weight decay.")
-    ] = None,
+    prior_precision: Annotated[float | None, Option(min=0, help="δ; by default N × the weight decay.")] = None,
     seed: Seed = 0,
     out: OutFile = Path("out/sample"),
     quiet: Quiet = False,
@@ -341,25 +321,17 @@ def sample(
     run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
-_Method = _one_of(
-    "bayesadam.merging.plan:Method",
-    "By default gradient-matching with a base, else fisher; kronecker needs eigenbases.",
-)
+_Method = _one_of("bayesadam.merging.plan:Method", "By default gradient-matching with a base, else fisher.")
+_Merged = typer.Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and optimiser state.")
+_Count = Option("--weight", metavar="NUMBER", help="How much a checkpoint counts, once for each; 1 each by default.")
 
 
 @_on_a_file
 def merge(
-    checkpoints: Annotated[
-        list[Path], typer.Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and optimiser state.")
-    ],
-    base: Annotated[
-        Path | None, Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights.")
-    ] = None,
+    checkpoints: Annotated[list[Path], _Merged],
+    base: Annotated[Path | None, Option(help="The network before fine-tuning, for gradient matching.")] = None,
     method: Annotated[str | None, _Method] = None,
-    weight: Annotated[
-        list[float] | None,
-        Option("--weight", metavar="NUMBER", help="How much a checkpoint counts, once for each; 1 each by default."),
-    ] = None,
+    weight: Annotated[list[float] | None, _Count] = None,
     out: OutFile = Path("out/merge"),
     quiet: Quiet = False,
     *,
@@ -375,10 +347,7 @@ def merge(
     run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **chosen)
 
 
-_Compress = _one_of(
-    "bayesadam.readers.compression:Compression",
-    "8bit takes a quarter of the bytes; factored next to none, and is much coarser; float32 if absent.",
-)
+_Compress = _one_of("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
 _Structure = _one_of("bayesadam.commands.files:EXPORTED", "kronecker is for the state of a SOAP.")
 
 
@@ -434,9 +403,7 @@ def play(
 
 @_of_the_paper
 def regression(
-    methods: Annotated[
-        str | None, _list_of("bayesadam.paper.regression:TITLES", "Which methods, by default all")
-    ] = None,
+    methods: Annotated[str | None, _list_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
     seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
@@ -457,13 +424,11 @@ def regression(
 @_of_the_paper
 def pruning(
     data: Annotated[str, _one_of("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
-    methods: Annotated[str | None, _list_of("bayesadam.paper.pruning:TITLES", "Which methods, by default all")] = None,
+    methods: Annotated[str | None, _list_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
     seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
     activation: Annotated[str, _one_of("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
-    sparse: Annotated[
-        bool, Option("--sparse", help="Networks trained to be pruned; --methods and --activation do not count.")
-    ] = False,
+    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -481,11 +446,10 @@ def pruning(
     run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=jobs)
 
 
-_SETTINGS = "The agents': those that the paper states, or tuned ones, the same for all problems."
-_Settings = _one_of("bayesadam.bandits:SETTINGS", _SETTINGS)
-_Problems = _list_of(
-    "bayesadam.bandits:PROBLEMS", "Which problems (wheel:0.95 is the wheel with δ = 0.95), by default the paper's"
-)
+_Settings = _one_of("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
+_Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
+_Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
+_Engine = _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells over a Ray cluster.")
 
 
 @_of_the_paper
@@ -495,12 +459,8 @@ def bandits(
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",
-    change: Annotated[
-        list[str] | None, Option("--set", metavar="NAME=VALUE", help="Change a setting: epsilon=0.02; repeatable.")
-    ] = None,
-    engine: Annotated[
-        str, _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells over a Ray cluster.")
-    ] = "local",
+    change: Annotated[list[str] | None, _Set] = None,
+    engine: Annotated[str, _Engine] = "local",
     device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
@@ -531,11 +491,9 @@ def bandits(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
     quick: Annotated[
-        bool, Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine.")
+        bool, Option("--quick", help="Few epochs, seeds and rounds, on the data of this machine.")
     ] = False,
-    only: Annotated[
-        str | None, _list_of("bayesadam.paper.claims:EXPERIMENTS", "What to run where missing, by default all")
-    ] = None,
+    only: Annotated[str | None, _list_of("bayesadam.paper.claims:EXPERIMENTS", "What to run where missing")] = None,
     settings: Annotated[str | None, _Settings] = None,
     device: Device = None,
     jobs: Jobs = 2,
@@ -612,9 +570,7 @@ def fetch_data(
 
 @data_app.command("verify")
 def verify_data(
-    sets: Annotated[
-        list[str] | None, _data_sets("Data sets that must be there; without any, sets with no file here are skipped.")
-    ] = None,
+    sets: Annotated[list[str] | None, _data_sets("Data sets that must be there; by default those begun.")] = None,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Print only what is wrong.")] = False,
 ) -> None:
     """Compare the files on this machine with their published checksums.

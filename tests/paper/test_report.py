@@ -477,6 +477,7 @@ def test_failed_claims_come_first(whole):
     assert re.findall(r'<li id="([^"]*)"', text) == keys
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_runs", "charts")
 def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     agents = {"badam": 0.5, NASTY: 0.6}
@@ -493,6 +494,7 @@ def test_what_a_file_holds_cannot_break_the_page(tmp_path):
     assert any(NASTY in text for text in outline.texts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_runs", "charts")
 def test_numbers_that_are_not_finite_are_dashes(whole):
     broken = regression_run()

@@ -17,6 +17,6 @@ def serving() -> Iterator[Server]:
         try:
             yield server
         finally:
-            server.sessions.cancel()
+            server.cancel()
             server.shutdown()
             thread.join(PATIENCE)

@@ -19,7 +19,7 @@ from bayesadam.errors import SettingError
 from bayesadam.play import learners
 from bayesadam.play import server as module
 from bayesadam.play.learners import LENGTHSCALES, EnsembleLearner, Panel
-from bayesadam.play.server import GRID, HOST, MOST_BYTES, Server, Sessions, parse
+from bayesadam.play.server import GRID, HOST, MOST_BYTES, Server, parse
 from play.serving import serving
 from processes import PATIENCE, eventually
 
@@ -90,7 +90,7 @@ def test_the_page_and_its_parts(server, path):
     answer, body = request(server, path=path)
     assert answer.status == 200
     assert int(answer.headers["Content-Length"]) == len(body) > 100
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
@@ -263,7 +263,7 @@ def test_a_newer_request_of_a_page_supersedes_the_older(server):
 def test_a_page_that_hangs_up_ends_its_training(server):
     connection, stream = open_stream(server, ask())
     stream.readline()
-    mine = server.sessions.of("test")._mine
+    mine = server.session("test")._mine
     assert mine.locked()
     stream.close()
     connection.close()
@@ -273,19 +273,18 @@ def test_a_page_that_hangs_up_ends_its_training(server):
 # --- sessions -------------------------------------------------------------------------------------------------------
 
 
-def test_old_pages_are_forgotten_and_their_requests_ended():
-    sessions = Sessions()
-    first = sessions.of("p0")
-    assert sessions.of("p0") is first
+def test_old_pages_are_forgotten_and_their_requests_ended(server):
+    first = server.session("p0")
+    assert server.session("p0") is first
     for number in range(1, module.MOST_SESSIONS + 1):
-        sessions.of(f"p{number}")
+        server.session(f"p{number}")
     assert first._current.is_set()
-    assert sessions.of("p0") is not first
+    assert server.session("p0") is not first
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_request_that_was_superseded_while_it_waited_trains_nothing():
-    page = Sessions().of("p")
+def test_a_request_that_was_superseded_while_it_waited_trains_nothing(server):
+    page = server.session("p")
     request_ = parse(json.dumps(ask()).encode())
     running = page.answer(request_, bool)
     assert next(running)["method"] == "badam"

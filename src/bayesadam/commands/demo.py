@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
@@ -32,14 +31,9 @@ _FLAGGED = 0.05
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Everything but the seed that the demo's results depend on.
+    """Everything but the seed that the demo's results depend on; the learning rate falls to 0 along a cosine.
 
-    Attributes:
-        n_points: toy points, for training and held out together.
-        n_held_out: how many of them calibrate the posterior and are not trained on.
-        n_test: fresh points in the range of the data, for the scores.
-        lr: the learning rate at the start; it falls to 0 along a cosine.
-        weight_decay: AdamW's λ; N λ is the prior precision.
+    Of `n_points`, `n_held_out` calibrate the posterior and are not trained on; `n_test` fresh ones give the scores.
     """
 
     n_points: int = N_TRAIN
@@ -59,10 +53,9 @@ class Demo:
 
     Attributes:
         predictive: of the linearised network on the grid, whose y has no noise; with the novelty of every point.
-        noise_std: σ of the observations, as calibrated.
         draws: functions drawn from it, (draws, grid points).
         summaries: of each parameter, quantiles of |μ|/σ and the share of weights with v = 0.
-        scores: RMSE, NLL and coverage on the test points, and the shares flagged as novel in range and outside.
+        scores: on the test points, and the shares flagged as novel in range and outside.
         pruning: test RMSE at each of the fractions, by ranking.
     """
 
@@ -70,13 +63,17 @@ class Demo:
     grid: ToyData
     predictive: Any
     draws: Tensor
-    noise_std: float
     posterior: Posterior
     second_moment: Mapping[str, Tensor]
     diagnosis: Diagnosis
     summaries: tuple[dict[str, Any], ...]
     scores: Mapping[str, float]
     pruning: Mapping[str, tuple[float, ...]]
+
+    @property
+    def noise_std(self) -> float:
+        """σ of the observations, as calibrated."""
+        return math.sqrt(float(self.predictive.noise_variance))
 
 
 def train_network(data: ToyData, settings: DemoSettings, seed: int, track: Track) -> tuple[nn.Module, Any]:
@@ -138,7 +135,6 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
         grid=grid,
         predictive=on_grid,
         draws=drawn.draws.squeeze(-1),
-        noise_std=math.sqrt(float(on_grid.noise_variance)),
         posterior=posterior,
         second_moment=second_moment,
         diagnosis=doctor(model, optimizer, n_data=len(train)),
@@ -200,7 +196,13 @@ def picture(demo: Demo) -> Figure:
         panels = figure.subplot_mosaic(rows, width_ratios=[1.4, 1])
         _draw_functions(panels["functions"], demo)
         _draw_novelty(panels["novelty"], demo)
-        _draw_ratios(panels["snr"], demo)
+        axes, shade = panels["snr"], plots.colour("snr")
+        for row, found in enumerate(demo.summaries):
+            axes.plot([found["snr_q05"], found["snr_q95"]], [row, row], color=shade, alpha=0.4, linewidth=8)
+            axes.plot(found["snr_median"], row, "o", color=shade)
+        axes.set_yticks(range(len(demo.summaries)), [found["name"] for found in demo.summaries])
+        axes.invert_yaxis()
+        axes.set(title="(c) Signal-to-noise ratio of the weights", xlabel="|μ| / σ: median, 5 to 95 %", xscale="log")
         axes = panels["pruning"]
         for ranking, label in (("snr", "signal-to-noise ratio"), ("magnitude", "magnitude")):
             style: Any = {"color": plots.colour(ranking), "markersize": 3, "linewidth": 1.5, "label": label}
@@ -229,29 +231,6 @@ def _draw_novelty(axes: Axes, demo: Demo) -> None:
     axes.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
     axes.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
     axes.legend(loc="lower right")
-
-
-def _draw_ratios(axes: Axes, demo: Demo) -> None:
-    """Two strips of dots per parameter, those of weights with v = 0 below, and the median of all as a bar."""
-    jitter = np.random.default_rng(0)
-    axes.set_xscale("log")
-    for row, (name, values) in enumerate(demo.posterior.snr().items()):
-        ratios, dead = values.numpy().ravel(), (demo.second_moment[name] == 0).numpy().ravel()
-        if ratios.size > 1:
-            axes.plot([np.median(ratios)] * 2, [row - 0.4, row + 0.4], color=plots.INK, linewidth=1.8, zorder=4)
-        style: Any = {"alpha": 0.8 if ratios.size <= 100 else 0.35, "markersize": 2.2, "markeredgewidth": 0}
-        for which, shade, side in ((~dead, plots.colour("badam"), -1), (dead, plots.MUTED, 1)):
-            axes.plot(ratios[which], row + side * jitter.uniform(0.04, 0.34, which.sum()), "o", color=shade, **style)
-    axes.set_yticks(range(len(demo.summaries)), [summary["name"] for summary in demo.summaries])
-    # The empty row below the last is the legend's.
-    axes.set_ylim(len(demo.summaries) + 0.3, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    for shade, label in ((plots.colour("badam"), "a weight"), (plots.MUTED, "v = 0: the prior alone")):
-        axes.plot([], [], "o", color=shade, markersize=4, markeredgewidth=0, label=label)
-    axes.plot([], [], color=plots.INK, linewidth=1.6, label="median of all")
-    axes.legend(loc="lower left", ncols=3, columnspacing=1.2, handletextpad=0.4)
-    axes.set(title="(c) Signal-to-noise ratio of each weight", xlabel="|μ| / σ")
 
 
 def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None = None) -> tuple[Path, ...]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
-from bayesadam.commands.running import Run, Target, as_json
+from bayesadam.commands.running import Run, as_json, target
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.registry import STRUCTURES
 from bayesadam.inspect import Inspection, diagnose_checkpoint, inspect_checkpoint
@@ -37,13 +37,13 @@ _SPARE = ("shape", "95 %", "5 %", "weights")
 def run_prune(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any) -> None:
     """Write the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
     again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
-    target = Target.of(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
+    where = target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
 
     def work(file: Path) -> tuple[str, Mapping[str, Any]]:
         report = prune_checkpoint(checkpoint, file, **settings, **vars(options))
         return str(report), report.to_dict()
 
-    _write("prune", target, quiet, {"checkpoint": checkpoint, **settings}, options, work)
+    _write("prune", where, quiet, {"checkpoint": checkpoint, **settings}, options, work)
 
 
 def run_sample(
@@ -55,8 +55,8 @@ def run_sample(
         sample_checkpoint(checkpoint, file, seed=seed, **settings, **vars(options))
         return "", {}
 
-    target = Target.of(out, "sample.safetensors")
-    _write("sample", target, quiet, {"checkpoint": checkpoint, **settings}, options, work, seed=seed)
+    where = target(out, "sample.safetensors")
+    _write("sample", where, quiet, {"checkpoint": checkpoint, **settings}, options, work, seed)
 
 
 def run_export(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any) -> None:
@@ -67,8 +67,8 @@ def run_export(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointO
         size = file.stat().st_size
         return f"{size:,} bytes", {"bytes": size}
 
-    target = Target.of(out, "posterior.safetensors")
-    _write("export", target, quiet, {"checkpoint": checkpoint, **settings}, options, work)
+    where = target(out, "posterior.safetensors")
+    _write("export", where, quiet, {"checkpoint": checkpoint, **settings}, options, work)
 
 
 def run_merge(
@@ -85,32 +85,29 @@ def run_merge(
         report = merge_checkpoints(checkpoints, file, **settings, **vars(options))
         return str(report), report.to_dict()
 
-    target = Target.of(out, "merged.safetensors")
-    _write("merge", target, quiet, {"checkpoints": list(map(str, checkpoints)), **settings}, options, work)
+    where = target(out, "merged.safetensors")
+    _write("merge", where, quiet, {"checkpoints": list(map(str, checkpoints)), **settings}, options, work)
 
 
 def _write(
     command: str,
-    target: Target,
+    where: tuple[Path, str],
     quiet: bool,
     settings: Mapping[str, Any],
     options: CheckpointOptions,
     work: Callable[[Path], tuple[str, Mapping[str, Any]]],
-    *,
     seed: int = 0,
 ) -> None:
     """Let the work write its one file, and write the record beside it; neither overwrites what is read."""
-    keep_apart(target.file, settings.get("checkpoint"), _path(options.optimizer_path))
-    run = Run(command, seed, target.file.parent, _plain(settings, options), quiet=quiet)
+    file, record = where
+    second = options.optimizer_path
+    keep_apart(file, settings.get("checkpoint"), None if second is None else Path(second))
+    run = Run(command, seed, file.parent, _plain(settings, options), quiet=quiet)
     with run.prepared(), run.busy(command):
-        report, results = work(target.file)
+        report, results = work(file)
     run.show(*filter(None, [report]))
-    print(target.file)
-    run.finish({}, results, name=target.record)
-
-
-def _path(given: Any) -> Path | None:
-    return None if given is None else Path(given)
+    print(file)
+    run.finish({}, results, name=record)
 
 
 def _plain(settings: Mapping[str, Any], options: CheckpointOptions) -> dict[str, Any]:
@@ -158,10 +155,10 @@ def run_inspect(
     """
     from bayesadam.commands.plots import inspection_picture, png
 
-    target = Target.of(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
-    if target.file.suffix != ".png":
-        raise SettingError(f"--out {target.file}: the picture is a PNG, name a file that ends in .png, or a folder")
-    run = Run("inspect", seed, target.file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
+    file, record = target(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
+    if file.suffix != ".png":
+        raise SettingError(f"--out {file}: the picture is a PNG, name a file that ends in .png, or a folder")
+    run = Run("inspect", seed, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext():
         inspection = inspect_checkpoint(checkpoint, seed=seed, track=run.track, **settings, **vars(options))
     if not json:
@@ -170,11 +167,9 @@ def run_inspect(
         run.show(*reasons, str(inspection.diagnosis), LayerTable(inspection), notes)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         if out is not None:
-            run.finish(
-                {target.file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=target.record
-            )
+            run.finish({file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=record)
         elif plot:
-            run.write({target.file.name: png(inspection_picture(inspection))})
+            run.write({file.name: png(inspection_picture(inspection))})
     if json:
         print(as_json(inspection.to_dict()))
 

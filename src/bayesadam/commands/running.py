@@ -89,23 +89,17 @@ def as_json(found: Mapping[str, Any]) -> str:
     return json.dumps(plain(found), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a command of one result writes it, and the record of how it was made."""
+def target(out: Path, usual: str) -> tuple[Path, str]:
+    """Where a command of one result writes it, and the name of the record beside it.
 
-    file: Path
-    record: str
+    `out` is that file where it has an ending and is no folder; otherwise it is a folder for the usual names.
 
-    @classmethod
-    def of(cls, out: Path, usual: str) -> Target:
-        """The file `out`, where it has an ending and is no folder, or the usual name in the folder `out`.
-
-        >>> Target.of(Path("small/net.pt"), "pruned.pt").record, str(Target.of(Path("small"), "pruned.pt").file)
-        ('net.metrics.json', 'small/pruned.pt')
-        """
-        if out.suffix and not out.is_dir():
-            return cls(out, f"{out.stem}.metrics.json")
-        return cls(out / usual, "metrics.json")
+    >>> target(Path("small/net.pt"), "pruned.pt")[1], str(target(Path("small"), "pruned.pt")[0])
+    ('net.metrics.json', 'small/pruned.pt')
+    """
+    if out.suffix and not out.is_dir():
+        return out, f"{out.stem}.metrics.json"
+    return out / usual, "metrics.json"
 
 
 @dataclass(frozen=True)
@@ -136,12 +130,12 @@ class Run:
         """Make the folder before the work inside; if that fails, remove the folders made for it that are empty."""
         absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
         try:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError):
-                raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
-            except OSError as error:
-                raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+            self.out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
+        except OSError as error:
+            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+        try:
             yield
         except BaseException:
             for folder in absent:
@@ -169,16 +163,9 @@ class Run:
             console.print(report, end="\n\n")
 
     def _metrics(self, results: Mapping[str, Any]) -> Writer:
-        found = {
-            "command": self.command,
-            "version": __version__,
-            "seed": self.seed,
-            "device": self.device,
-            "seconds": round(self.seconds, 3),
-            "settings": dict(self.settings),
-            "results": dict(results),
-        }
-        return text(as_json(found) + "\n")
+        run = {"command": self.command, "version": __version__, "seed": self.seed, "device": self.device}
+        found = {"seconds": round(self.seconds, 3), "settings": dict(self.settings), "results": dict(results)}
+        return text(as_json(run | found) + "\n")
 
     def so_far(self, results: Mapping[str, Any]) -> None:
         """Write `metrics.json` alone, while there is more to come."""
@@ -231,10 +218,10 @@ class Ledger:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def write(self, finished: Mapping[str, Any]) -> None:
+    def write(self, finished: Mapping[str, Any], seconds: float) -> None:
         """Replace the file, whole or not at all."""
         with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(finished), encoding="utf-8")
+            temporary.write_text(json.dumps({**finished, "seconds": seconds}), encoding="utf-8")
 
     def close(self) -> None:
         """The run is done."""
@@ -262,8 +249,7 @@ def run_parts(
 ) -> dict[str, Any]:
     """Each name's result, from the ledger or by work; failures are not written to the ledger.
 
-    The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command. The caller closes the
-    ledger, once the results are written.
+    The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command.
 
     Args:
         run: see `resumed`.
@@ -282,10 +268,10 @@ def run_parts(
                         failed[name] = result
                         continue
                     done[name] = result
-                    ledger.write({**done, "seconds": run.seconds})
+                    ledger.write(done, run.seconds)
                     on_part(done)
         except (KeyboardInterrupt, SystemExit):
-            ledger.write({**done, "seconds": run.seconds})
+            ledger.write(done, run.seconds)
             raise
     return {**done, **failed}
 
@@ -336,14 +322,12 @@ def _group(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _start_worker() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # Ctrl-C goes to every process of a terminal; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

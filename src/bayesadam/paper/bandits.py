@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
-from bayesadam.bandits.simulation import Playing, Simulation, in_turn
+from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, require_known, resumed, run_parts, text
 from bayesadam.errors import BayesAdamError, SettingError
@@ -45,7 +46,7 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
         ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
     )
 }
-# What a lost run is, in a few words; see `Simulation`.
+# What a lost run is, in a few words; see `bayesadam.bandits.Simulation`.
 LOST = "lost are runs that earned no more than the best single arm"
 ENGINES = ("local", "ray")
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
@@ -70,11 +71,9 @@ class BanditSettings:
     def __post_init__(self) -> None:
         require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
         require_known("agents", self.agents, AGENTS)
-        known = {name for agent in self.agents for name in agent_settings(agent, self.settings).names()}
-        unknown = sorted(set(self.changes) - known)
-        if unknown:
-            choices = ", ".join(sorted(known))
-            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {choices}")
+        known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
+        if unknown := sorted(set(self.changes) - set(known)):
+            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")
         for agent in self.agents:
             self.of(agent)
 
@@ -82,10 +81,6 @@ class BanditSettings:
         """The settings of an agent, with those changes that concern it."""
         own = agent_settings(agent, self.settings)
         return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
-
-    def cells(self) -> list[str]:
-        """`problem/agent`, column by column."""
-        return [f"{problem}/{agent}" for problem in self.problems for agent in self.agents]
 
 
 Cell = dict[str, Any]
@@ -99,24 +94,21 @@ def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder
     return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
 
 
-def plain(found: Simulation) -> Cell:
-    """A finished cell as plain data."""
-    runs = len(found.reward_ratio)
-    return {
-        "reward_ratio": found.reward_ratio.tolist(),
-        "regret_ratio": found.regret_ratio.tolist(),
-        "lost": found.lost.tolist(),
-        "rounds": found.rounds,
-        "seconds": round(found.seconds, 3),
-        "points": found.points.tolist(),
-        "regret_mean": [float(f"{value:.6g}") for value in found.regret.mean(axis=0)],
-        "regret_sd": [float(f"{value:.6g}") for value in found.regret.std(axis=0, ddof=min(1, runs - 1))],
-    }
-
-
 def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int) -> Iterator[tuple[str, Cell]]:
+    """Finished cells as plain data."""
     for number, found in in_turn([partial(begin, name) for name in names], at_once):
-        yield names[number], plain(found)
+        regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
+        yield (
+            names[number],
+            {
+                **{name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")},
+                "rounds": found.rounds,
+                "seconds": round(found.seconds, 3),
+                "points": found.points.tolist(),
+                "regret_mean": [float(f"{value:.6g}") for value in regret[0]],
+                "regret_sd": [float(f"{value:.6g}") for value in regret[1]],
+            },
+        )
 
 
 def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
@@ -232,12 +224,10 @@ def run_bandits(
     *, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str, engine: str = "local"
 ) -> tuple[Path, ...]:
     """The `bandits` command: results go to `metrics.json` as they arrive."""
-    if engine not in ENGINES:
-        raise SettingError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
         run, ledger = resumed(run, "problems", "agents")
-        names = settings.cells()
+        names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
         unfinished = out / "unfinished"
         begin = partial(start, seed=seed, settings=settings, device=device)
         if engine == "local":
@@ -253,8 +243,5 @@ def run_bandits(
         files = {"table1.md": text(table), "regret.png": plots.png(picture(ordered, settings))}
         paths = run.finish(files, by_problem(ordered))
         ledger.close()
-        for state in unfinished.glob("*.safetensors"):
-            state.unlink()
-        if unfinished.is_dir() and not any(unfinished.iterdir()):
-            unfinished.rmdir()
+        rmtree(unfinished, ignore_errors=True)
         return paths

@@ -102,9 +102,9 @@ class Finished:
         return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
 
     @property
-    def shortfall(self) -> str:
-        """How it is shorter than the paper's, in words; empty where it is not."""
-        asked, paper, found = self.settings, _PAPER[self.experiment], []
+    def departures(self) -> str:
+        """All the ways in which the run differs from the paper's but its settings' name, in words."""
+        asked, paper, found = self.settings, _PAPER[self.experiment], [self.other_data]
         if self.too_short and self.experiment == "bandits":
             found.append(f"{asked['rounds']:,} rounds a run")
         elif self.too_short:
@@ -112,13 +112,8 @@ class Finished:
         name, what = ("runs", "run") if self.experiment == "bandits" else ("n_seeds", "seed")
         if asked[name] < getattr(paper, name):
             found.append(f"{asked[name]} {what}{'s' * (asked[name] != 1)} instead of {getattr(paper, name)}")
-        return ", ".join(found)
-
-    @property
-    def departures(self) -> str:
-        """All the ways in which the run differs from the paper's but its settings' name, in words."""
-        changes = ", ".join(f"{name} = {value}" for name, value in (self.settings.get("changes") or {}).items())
-        return ", ".join(filter(None, (self.other_data, self.shortfall, changes and f"with {changes}")))
+        changes = ", ".join(f"{name} = {value}" for name, value in (asked.get("changes") or {}).items())
+        return ", ".join(filter(None, (*found, changes and f"with {changes}")))
 
     @property
     def own_settings(self) -> str:
@@ -284,8 +279,8 @@ class Claim:
         led = [check.what for check in found if check.values[0] > check.values[1]]
         passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
         shown = f"ahead in {len(led)} of {n} ({', '.join(led)}), {clearly} of them beyond two standard errors"
-        values, sources = (float(len(led)), float(n)), tuple(check.sources[0] for check in found)
-        return [Check("most columns", passed, shown, values, sources, under)]
+        where = tuple(check.sources[0] for check in found)
+        return [Check("most columns", passed, shown, (float(len(led)), float(n)), where, under)]
 
 
 CLAIMS = tuple(

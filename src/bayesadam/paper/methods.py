@@ -16,14 +16,16 @@ from bayesadam._extras import require
 from bayesadam._progress import Bar, progress
 from bayesadam.calibration import calibrate
 from bayesadam.engine.gradients import Slope, loss_and_slope
-from bayesadam.engine.network import Network, forward, member
+from bayesadam.engine.network import Network as Network
+from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule
 from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.errors import MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import stream_seed
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive
+from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior import Posterior
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
@@ -64,7 +66,7 @@ class Data:
     @property
     def kind(self) -> Likelihood:
         """The likelihood's record."""
-        return likelihood(self.likelihood)
+        return likelihood_named(self.likelihood)
 
     def repeated(self, times: int) -> Data:
         """Every seed's data so many times over."""
@@ -186,31 +188,17 @@ def fit(
     """
     if method not in METHODS:
         raise SettingError(f"method must be one of {tuple(METHODS)}, got {method!r}")
-    asked = problem(x, y, likelihood, hidden, activation, seeds, held_out, Training(**training))
-    return METHODS[method](replace(asked, progress=True))
-
-
-def problem(
-    x: Tensor,
-    y: Tensor,
-    likelihood_name: LikelihoodName,
-    hidden: tuple[int, ...],
-    activation: str,
-    seeds: Sequence[int],
-    held_out: float,
-    training: Training,
-) -> Problem:
-    """One data set as the problem of a stack of seeds, each with its own part held out."""
     n_train = round(len(x) * (1 - held_out))
     if not 0 < n_train < len(x):
         raise SettingError(f"held_out={held_out!r} of {len(x)} examples leaves none to train on, or none held out")
-    kind = likelihood(likelihood_name)
+    kind = likelihood_named(likelihood)
     y = kind.shaped(y, x)
     sources = [torch.Generator().manual_seed(stream_seed(seed, "held-out")) for seed in seeds]
     orders = torch.stack([torch.randperm(len(x), generator=source) for source in sources])
     rows, rest = orders[:, :n_train], orders[:, n_train:]
     network = Network(x.shape[1], hidden, kind.n_outputs(y), activation)
-    return Problem(Data(x[rows], y[rows], x[rest], y[rest], likelihood_name), network, training, tuple(seeds))
+    data = Data(x[rows], y[rows], x[rest], y[rest], likelihood)
+    return METHODS[method](Problem(data, network, Training(**training), tuple(seeds), progress=True))
 
 
 def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
@@ -299,11 +287,6 @@ def fit_rule(name: str, problem: Problem) -> Fitted:
     return sampled(name, problem, trained(problem, RULES[name]))
 
 
-def fit_map(problem: Problem) -> Fitted:
-    """The network itself: no uncertainty of the weights, noise from the held-out residuals."""
-    return sampled("map", replace(problem, draws=1), problem.optimum)
-
-
 def fit_badam(problem: Problem) -> Fitted:
     """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised."""
     data, found = problem.data, []
@@ -370,10 +353,8 @@ def fit_ensemble(problem: Problem) -> Fitted:
     first, others, kind = problem.optimum.params, wide.optimum.params, problem.data.kind
 
     def predictor(index: int) -> Predictor:
-        own = {
-            name: torch.cat([first[name][index : index + 1], t[index * rest : (index + 1) * rest]])
-            for name, t in others.items()
-        }
+        mine = slice(index * rest, (index + 1) * rest)
+        own = {name: torch.cat([first[name][index, None], t[mine]]) for name, t in others.items()}
 
         def draw(x: Tensor) -> Tensor:
             return forward(problem.network, own, x)
@@ -400,7 +381,7 @@ def fit_gp(problem: Problem) -> Fitted:
                 mean = torch.stack([f.mean for f in found], dim=-1).float()
                 variance = torch.stack([f.variance for f in found], dim=-1).float()
                 noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-            return likelihood("regression").predictive(mean, variance, noise_variance=noise)
+            return likelihood_named("regression").predictive(mean, variance, noise_variance=noise)
 
         return predict
 
@@ -446,16 +427,15 @@ METHODS: Mapping[str, Method] = {
     "gp": fit_gp,
     "badam": fit_badam,
     **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
-    "map": fit_map,
+    # The network itself: no uncertainty of the weights, noise from the held-out residuals.
+    "map": lambda problem: sampled("map", replace(problem, draws=1), problem.optimum),
     "laplace-diagonal": fit_laplace_diagonal,
     "laplace-full": fit_laplace_full,
     "ensemble": fit_ensemble,
 }
 
 
-def diagonal_ggn(
-    network: Network, params: Mapping[str, Tensor], x: Tensor, *, at_once: int = 1000
-) -> dict[str, Tensor]:
+def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_once: int = 1000) -> dict[str, Tensor]:
     """diag Σ_n J_nᵀ (diag p − p pᵀ) J_n of a stack of classifiers, (s, *shape), layer by layer and never a Jacobian.
 
     With A Aᵀ the softmax's curvature and D = ∂(Aᵀf)/∂z back-propagated, a layer's share is Σ_n Σ_c D²ᵀ a².
@@ -466,7 +446,7 @@ def diagonal_ggn(
         seen: tuple[list[Tensor], list[Tensor]] = ([], [])
         with torch.enable_grad():
             f = forward(network, {n: t.detach().requires_grad_() for n, t in params.items()}, part, seen=seen)
-        root = likelihood("classification").hessian_root(f.detach())
+        root = likelihood_named("classification").hessian_root(f.detach())
         for c in range(f.shape[-1]):
             grads = torch.autograd.grad(f, seen[1], root[..., c], retain_graph=True)
             for number, (grad, inputs) in enumerate(zip(grads, seen[0], strict=True)):

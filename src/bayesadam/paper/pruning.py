@@ -131,7 +131,7 @@ def _from_adam(problem: Problem) -> list[Posterior]:
 
 
 def _usual(problem: Problem) -> Problem:
-    """The problem with Adam's usual β, for the methods that do not read its state."""
+    """With Adam's usual β, for the methods that do not read its state."""
     return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
 
 

@@ -15,20 +15,10 @@ import torch
 from rich.table import Table
 
 from bayesadam import scores
-from bayesadam.commands import plots
-from bayesadam.commands.running import (
-    Failure,
-    Run,
-    generator,
-    new_table,
-    require_known,
-    resumed,
-    run_parts,
-    seeds_of,
-    text,
-)
+from bayesadam.commands import plots, running
+from bayesadam.commands.running import Failure, Run, generator, require_known, seeds_of, text
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
-from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.errors import BayesAdamError
 from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
 
 if TYPE_CHECKING:
@@ -59,11 +49,8 @@ def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
 class RegressionSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
-    Attributes:
-        n_seeds: data sets and networks for each method.
-        n_held_out: points outside the training set that calibrate.
-        n_test: points that score, in range and outside.
-        gap: train with a hole in the middle of the range.
+    There are `n_seeds` data sets and networks for each method; `n_held_out` points calibrate, `n_test` in range and
+    as many outside give the scores, and with a `gap` there are no training points in the middle of the range.
     """
 
     methods: tuple[str, ...] = tuple(TITLES)
@@ -78,8 +65,6 @@ class RegressionSettings:
 
     def __post_init__(self) -> None:
         require_known("methods", self.methods, TITLES)
-        if self.n_seeds < 1:
-            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
 
     def quick(self) -> RegressionSettings:
         """Two seeds and few epochs: the same command in under a minute."""
@@ -145,7 +130,7 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
 def table(rows: Mapping[str, Row]) -> Table:
     """Means over the seeds."""
     headings = ("method", "NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in")
-    view = new_table("Means over the seeds; std is that of the function, without noise", headings)
+    view = running.new_table("Means over the seeds; std is that of the function, without noise", headings)
     for method, row in rows.items():
         mean = {name: sum(values) / len(values) for name, values in row["scores"].items()}
         ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
@@ -160,30 +145,22 @@ def saved_curves(rows: Mapping[str, Row], seed: int, settings: RegressionSetting
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
-    def plain(values: list[float]) -> list[float | None]:
-        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    def plain(values: Any) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in torch.as_tensor(values).flatten()]
 
-    return {
-        "x": plain(grid.x.flatten().tolist()),
-        "truth": plain(grid.y.flatten().tolist()),
-        "train": {"x": plain(train.x.flatten().tolist()), "y": plain(train.y.flatten().tolist())},
-        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in rows.items()},
-    }
+    methods = {method: {name: plain(row[name]) for name in SHOWN} for method, row in rows.items()}
+    points = {"x": plain(train.x), "y": plain(train.y)}
+    return {"x": plain(grid.x), "truth": plain(grid.y), "train": points, "methods": methods}
 
 
 def panel(axes: Axes, curves: Mapping[str, Any], method: str, *, gap: bool) -> None:
     """One method of the figure, out of `saved_curves`: the data, the mean, one and two standard deviations."""
     for interval in training_intervals(gap=gap):
         axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+    own, points = curves["methods"][method], (curves["train"]["x"], curves["train"]["y"])
     x, truth, mean, std = (
-        np.array(values, dtype=float)
-        for values in (
-            curves["x"],
-            curves["truth"],
-            *(curves["methods"][method][name] for name in ("mean", "total_std")),
-        )
+        np.array(values, dtype=float) for values in (curves["x"], curves["truth"], own["mean"], own["total_std"])
     )
-    points = (curves["train"]["x"], curves["train"]["y"])
     plots.predictive_panel(axes, x, mean, std, method=method, truth=truth, points=points, bands=(1, 2))
     axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
     axes.locator_params(axis="x", nbins=4)
@@ -211,9 +188,9 @@ def run_regression(
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
-        run, ledger = resumed(run, "methods")
+        run, ledger = running.resumed(run, "methods")
         work = partial(fit_group, seed=seed, settings=settings)
-        found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
+        found = running.run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
         failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
         if len(failed) == len(found):
             raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))

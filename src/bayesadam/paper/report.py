@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +42,7 @@ QUICK = "quick"
 QUICK_PRUNING = PruningSettings(data="digits", methods=pruning.PAPER, n_seeds=2, epochs=20)
 QUICK_BANDITS = BanditSettings(runs=2, rounds=400)
 QUICK_PROBLEMS = ("mushroom", "financial", "statlog", "wheel")
+WIDTH, HEIGHT = 360, 270
 # The page's style sheet gives these colours, for light and dark.
 _VARIABLES = {plots.INK: "--ink", plots.MUTED: "--soft", plots.FAINT: "--rule", "#ffffff": "--paper"}
 _SVG_STYLE = {"svg.fonttype": "none", "text.parse_math": False, "figure.dpi": 72, "font.size": 10, "axes.labelsize": 10}
@@ -141,71 +142,50 @@ def _rewards(run: Finished) -> list[Table]:
     ]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """An SVG in the page's colours, its size in pixels, and a label for those who do not see it."""
+class Chart(NamedTuple):
+    """An SVG of `WIDTH` × `HEIGHT` in the page's colours, its title, and its lines: colour, style in CSS, name."""
 
-    label: str
+    title: str
     body: Markup
-    width: int = 320
-    height: int = 250
-
-    @classmethod
-    def of(cls, salt: str, label: str, draw: Callable[[Axes], None], *size: int) -> Chart:
-        """What `draw` puts on axes, drawn by matplotlib; ids inside differ by salt and label."""
-        chart, buffer = cls(label, Markup(), *size), StringIO()
-        with plots.house_style({**_SVG_STYLE, "svg.hashsalt": f"{salt} {label}"}):
-            figure = Figure(figsize=(chart.width / 72, chart.height / 72), layout="constrained")
-            draw(figure.add_subplot())
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        # Without what only a file of its own needs.
-        svg = re.sub(r".*?</defs>", "", buffer.getvalue(), count=1, flags=re.DOTALL).removesuffix("</svg>\n")
-        svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-        svg = re.sub(r"\s*font-family: [^;]*;", "", svg)
-        svg = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), svg)
-        svg = re.sub(r"\s*\n\s*", " ", svg)
-        for shade, variable in _VARIABLES.items():
-            svg = svg.replace(f": {shade.lower()}", f": var({variable})")
-        return replace(chart, body=Markup(svg))
+    legend: list[tuple[str, str, str]]
 
 
 def charts_of(run: Finished) -> list[Chart]:
-    """The run's figure, one chart a panel; its legend comes from `legend_of`."""
+    """The run's figure, one chart a panel."""
+    panels: dict[str, Callable[[Axes], None]]
     if run.experiment == "regression":
-        curves, gap = run.curves, bool(run.settings.get("gap"))
-        return [
-            Chart.of(run.name, f"Figure 1, {method}", lambda axes, m=method: regression.panel(axes, curves, m, gap=gap))
-            for method in (run.results if curves is not None else ())
-        ]
-    if run.experiment == "pruning":
-        curves = [
-            pruning.Curve(method, ranking, found["accuracy"], found["fractions"])
-            for method, rankings in run.results.items()
-            for ranking, found in rankings.items()
-        ]
-        kinds = {"accuracy": False, "error": True}
-        return [
-            Chart.of(
-                run.name, f"Figure 2, {name}", lambda axes, e=error: pruning.panel(axes, curves, error=e), 460, 340
-            )
-            for name, error in kinds.items()
-        ]
-    return [
-        Chart.of(run.name, f"Regret, {problem}", lambda axes, p=problem, cells=cells: bandits.panel(axes, p, cells))
-        for problem, cells in run.results.items()
-    ]
+        shared: Any = {"curves": run.curves, "gap": bool(run.settings.get("gap"))}
+        drawn = run.results if run.curves is not None else ()
+        panels = {method: partial(regression.panel, method=method, **shared) for method in drawn}
+    elif run.experiment == "pruning":
+        kinds = [(method, ranking, found) for method, each in run.results.items() for ranking, found in each.items()]
+        curves = [pruning.Curve(m, r, found["accuracy"], found["fractions"]) for m, r, found in kinds]
+        panels = {name: partial(pruning.panel, curves=curves, error=name == "error") for name in ("accuracy", "error")}
+    else:
+        panels = {problem: partial(bandits.panel, problem=problem, agents=c) for problem, c in run.results.items()}
+    return [_chart(f"{run.name}, {title}", draw) for title, draw in panels.items()]
 
 
-def legend_of(run: Finished) -> list[tuple[str, str, str]]:
-    """(colour, line style of CSS, name) of every line in the run's charts."""
-    if run.experiment == "regression":
-        return []
-    if run.experiment == "bandits":
-        names = dict.fromkeys(agent for cells in run.results.values() for agent in cells)
-        return [(plots.colour(agent), "solid", bandits.TITLES.get(agent, agent)) for agent in names]
-    lines = {"magnitude": "dashed", "path-snr": "dotted"}
-    curves = [(method, ranking) for method, rankings in run.results.items() for ranking in rankings]
-    return [(plots.colour(m), lines.get(r, "solid"), _pruned(m, r)) for m, r in curves]
+def _chart(title: str, draw: Callable[[Axes], None]) -> Chart:
+    """What `draw` puts on axes, drawn by matplotlib; ids inside differ by the title."""
+    buffer = StringIO()
+    with plots.house_style({**_SVG_STYLE, "svg.hashsalt": title}):
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    # Without what only a file of its own needs.
+    svg = re.sub(r".*?</defs>", "", buffer.getvalue(), count=1, flags=re.DOTALL).removesuffix("</svg>\n")
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"\s*font-family: [^;]*;", "", svg)
+    svg = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
+    for shade, variable in _VARIABLES.items():
+        svg = svg.replace(f": {shade.lower()}", f": var({variable})")
+    styles = {"--": "dashed", ":": "dotted", "None": "dotted"}
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    legend = [(str(x.get_color()), styles.get(str(x.get_linestyle()), "solid"), str(x.get_label())) for x in lines]
+    return Chart(title, Markup(svg), legend)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -222,7 +202,7 @@ class Report:
 
     @cached_property
     def claims(self) -> tuple[Judged, ...]:
-        """Every claim, failed ones first, by the main run of its experiment; Table 1's also with the paper's settings."""
+        """Every claim, failed ones first, by its main run; Table 1's also by that with the paper's settings."""
         main = {experiment: next(iter(runs), None) for experiment, runs in self.runs.items()}
         found = [judged(claim, main.get(claim.experiment), self.papers_own) for claim in CLAIMS]
         return tuple(sorted(found, key=lambda one: list(Verdict).index(one.verdict)))
@@ -252,8 +232,7 @@ class Report:
                 "sha256": run.sha256,
                 **{name: run.metrics.get(name) for name in ("device", "seconds", "seed", "version")},
                 "settings": dict(run.settings),
-                "shorter_than_the_paper": run.shortfall,
-                "other_data_than_the_paper": run.other_data,
+                "departures": run.departures,
                 "claims": [one.plain() for one in self.further_claims(run)],
             }
             for run in self.every_run
@@ -266,8 +245,9 @@ def page(report: Report) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    tools: Any = {"tables_of": tables_of, "charts_of": charts_of, "legend_of": legend_of, "command_of": command_of}
+    tools: Any = {"tables_of": tables_of, "charts_of": charts_of, "command_of": command_of}
     tools |= {"settings_note": settings_note, "verdicts": list(Verdict), "headings": HEADINGS}
+    tools |= {"width": WIDTH, "height": HEIGHT}
     return environment.get_template("report.html").render(report=report, version=__version__, **tools)
 
 

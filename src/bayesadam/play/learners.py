@@ -1,7 +1,7 @@
 """What a page of `bayesadam play` shows: learners that take steps one by one and have bands at any time.
 
-A request can end a training or resume it from what was learnt. The networks, rules and draws are the engine's; the noise
-of an observation is known here, the slider's, and not estimated.
+A request can end a training or resume it from what was learnt. The networks, rules and draws are the engine's; the
+noise of an observation is the slider's, and not estimated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bayesadam.readers.recorder import Recorder
 # Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
 LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())
 _SIGNALS = torch.logspace(math.log10(0.3), math.log10(3.0), 9, dtype=torch.float64)
-# The learning rate falls geometrically from the first to the second over a learner's steps. A change of the data sets it
-# back to this share of the way, where what was learnt is not lost and can still move.
+# The learning rate falls geometrically from the first to the second over a learner's steps. A change of the data sets
+# it back to this share of the way, where what was learnt is not lost and can still move.
 _RATES = (1e-2, 1e-3)
 _WARM = 0.4
 _WEIGHT_DECAY = 1e-4
@@ -132,7 +132,7 @@ def curvature_of(read: Posterior) -> float:
     return total * settings.weight / (settings.scale * settings.n_data)
 
 
-def posterior_at(read: Posterior, reach: float, *, n_data: float, prior_precision: float, noise: float) -> Posterior:
+def posterior_at(read: Posterior, reach: float, n_data: float, prior_precision: float, noise: float) -> Posterior:
     """The posterior of precision s N c + δ, c = v̂ᵖ, at the sliders' values; nothing is trained.
 
     c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out: the total
@@ -175,13 +175,12 @@ class Learner(ABC):
 
     def step(self) -> None:
         """One step of training."""
-        self.advance()
+        self._advance()
         self.left -= 1
         self.taken += 1
 
     @abstractmethod
-    def advance(self) -> None:
-        """The work of one step."""
+    def _advance(self) -> None: ...
 
     @abstractmethod
     def bands(self, grid: Tensor) -> Bands:
@@ -202,8 +201,7 @@ class GaussianProcess(Learner):
             self._tried: list[Kernel] = []
             self.left, self.taken = len(LENGTHSCALES), 0
 
-    def advance(self) -> None:
-        """The next lengthscale, with its best signal."""
+    def _advance(self) -> None:
         self._tried.append(best_signal(self._x, self._y, self._noise, LENGTHSCALES[len(self._tried)]))
 
     @property
@@ -258,8 +256,7 @@ class RuleLearner(Learner):
         self.left = max(self.left, round((1 - _WARM) * self.panel.budget))
         self.taken = 0
 
-    def advance(self) -> None:
-        """One step of the rule."""
+    def _advance(self) -> None:
         if not self._prepared:
             n, size = len(self.x), self.batch_size
             rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(len(self._rows), _BLOCK, n)
@@ -304,10 +301,9 @@ class BadamLearner(RuleLearner):
 
     _read: tuple[Posterior, float] | None = None
 
-    def advance(self) -> None:
-        """One step of Adam."""
+    def _advance(self) -> None:
         self._read = None
-        super().advance()
+        super()._advance()
 
     @property
     def batch_size(self) -> int:
@@ -327,8 +323,7 @@ class BadamLearner(RuleLearner):
         stack, request = self.stack, self.request
         if self._read is None:
             self._read = self.read(stack.network.build(member(stack.params, 0)))
-        settings = {"n_data": request.n_data, "prior_precision": request.prior_precision, "noise": request.noise}
-        return posterior_at(*self._read, **settings)
+        return posterior_at(*self._read, request.n_data, request.prior_precision, request.noise)
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""

@@ -1,4 +1,4 @@
-"""The server behind `bayesadam play`, for this machine only: the page, what it may request, and the bands as they train."""
+"""The server of `bayesadam play`, for this machine only: the page, what it may request, the bands as they train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bayesadam._version import __version__
 from bayesadam.data.toy import Interval, toy_points
 from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.play import learners
-from bayesadam.play.learners import Learner, Request
+from bayesadam.play.learners import GaussianProcess, Learner, Request
 
 HOST = "127.0.0.1"
 X_INTERVAL, Y_INTERVAL = (-3.0, 3.0), (-2.0, 2.0)
@@ -43,7 +43,7 @@ _ASSETS: Mapping[str, tuple[str, str]] = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -60,8 +60,7 @@ class RequestError(BayesAdamError):
 class Slider:
     """One slider: its key in a request, the page's name for it, its range, both ends included, and where it starts.
 
-    Equal ways along a `logarithmic` one are equal factors; a `whole` one has only whole numbers. `about` is one line for
-    the page: what it does, and to which methods.
+    Equal ways along a `logarithmic` one are equal factors; a `whole` one has only whole numbers.
     """
 
     name: str
@@ -136,13 +135,9 @@ def examples() -> dict[str, list[tuple[float, float]]]:
 
 def describe() -> dict[str, Any]:
     """What a page must know to build itself."""
-    panels = [
-        {"method": panel.method, "title": panel.title, "exact": panel.learner is learners.GaussianProcess}
-        for panel in learners.PANELS
-    ]
+    panels = [{"method": p.method, "title": p.title, "exact": p.learner is GaussianProcess} for p in learners.PANELS]
     plane: Any = {"x": X_INTERVAL, "y": Y_INTERVAL, "grid": len(GRID), "most_points": MOST_POINTS, "units": UNITS}
-    sliders = [asdict(slider) for slider in SLIDERS]
-    return {**plane, "sliders": sliders, "panels": panels, "examples": examples(), "version": __version__}
+    return {**plane, "sliders": [asdict(s) for s in SLIDERS], "panels": panels, "examples": examples()}
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -229,15 +224,29 @@ def _turn(learner: Learner, request: Request | None, deadline: float, stopped: C
     return {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left, **curves}
 
 
-class Sessions:
-    """The pages that were seen last; an older one that comes back restarts."""
+# --- the server -------------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
+
+class Server(ThreadingHTTPServer):
+    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, and a session each for the last pages."""
+
+    daemon_threads = True
+    # On Windows the option would let two programs listen at one port.
+    allow_reuse_address = os.name != "nt"
+
+    def __init__(self, port: int = 0) -> None:
         self._turns, self._lock = threading.Lock(), threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            told = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
+            raise SettingError(f"{told}: pass another --port, or --port 0 for any free one") from None
+        self.port = int(self.server_address[1])
+        self.url = f"http://{HOST}:{self.port}/"
 
-    def of(self, page: str) -> Session:
-        """The page's session, made if need be."""
+    def session(self, page: str) -> Session:
+        """The page's session, made if need be; the oldest of too many ends, and restarts if it comes back."""
         with self._lock:
             session = self._sessions.pop(page, None) or Session(self._turns)
             self._sessions[page] = session
@@ -250,27 +259,6 @@ class Sessions:
         with self._lock:
             for session in self._sessions.values():
                 session.cancel()
-
-
-# --- the server -------------------------------------------------------------------------------------------------------
-
-
-class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection."""
-
-    daemon_threads = True
-    # On Windows the option would let two programs listen at one port.
-    allow_reuse_address = os.name != "nt"
-
-    def __init__(self, port: int = 0) -> None:
-        self.sessions = Sessions()
-        try:
-            super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            told = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
-            raise SettingError(f"{told}: pass another --port, or --port 0 for any free one") from None
-        self.port = int(self.server_address[1])
-        self.url = f"http://{HOST}:{self.port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is the browser's affair; anything else is a bug."""
@@ -315,7 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
                 return
             self._send(HTTPStatus.OK, "application/x-ndjson", None)
-            with closing(self.server.sessions.of(request.page).answer(request, self._hung_up)) as messages:
+            with closing(self.server.session(request.page).answer(request, self._hung_up)) as messages:
                 for message in messages:
                     self.wfile.write(json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
@@ -359,7 +347,7 @@ def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
     with Server(port) as server:
         # One tiny answer, so that torch's imports at its first step are not in the first click's time.
         request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
-        for message in Sessions().of("warm").answer(request, gone=bool):
+        for message in Session(threading.Lock()).answer(request, gone=bool):
             if message.get("method") == learners.PANELS[-1].method:
                 break
         print(server.url if quiet else f"Playing at {server.url}  (Ctrl-C ends it)", flush=True)
@@ -371,4 +359,4 @@ def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
             if not quiet:
                 print("\nStopped.", flush=True)
         finally:
-            server.sessions.cancel()
+            server.cancel()
