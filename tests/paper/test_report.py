@@ -216,18 +216,22 @@ def test_every_check_can_be_traced_to_its_file(whole):
 
 
 def test_tables_have_the_numbers_of_the_run(whole):
+    def cell(table, row, column):
+        return next(found for found in table.rows if found[0] == row)[table.columns.index(column)]
+
     (scores,) = tables_of(read(whole, "regression", "regression"))
-    assert scores.columns[0] == "NLL in"
-    assert dict(scores.rows)["Badam"][0].text == f"{1.001:.3g}"
+    assert cell(scores, "Badam", "NLL in") == "1"
+    assert cell(scores, "Badam", "out / in") == "10"
     (accuracy,) = tables_of(read(whole, "pruning", "pruning"))
-    row, column = dict(accuracy.rows)["Badam, snr"], accuracy.columns.index("90 %")
-    assert (row[column].text, row[column].best) == ("94.99", False)
-    rewards, worst, _ = tables_of(read(whole, "bandits", "bandits"))
-    cell = dict(rewards.rows)["Vadam"][rewards.columns.index("financial")]
-    assert (cell.text, cell.beneath, cell.best) == (".811 ± .001", ".81 ± .00", False)
-    cell = dict(rewards.rows)["Uniform"][rewards.columns.index("mushroom")]
-    assert (cell.text, cell.beneath) == ("−.929 ± .001", "−.93 ± .09")
-    assert dict(worst.rows)["Vadam"][rewards.columns.index("financial")].text == ".810"
+    assert cell(accuracy, "Badam, snr", "90 %") == "94.99"
+    assert cell(accuracy, "Bayes by Backprop, snr", "90 %") == "**97.79**"
+    rewards, regrets = tables_of(read(whole, "bandits", "bandits"))
+    assert cell(rewards, "Vadam", "financial") == ".811 ± .001 (.810)"
+    assert (
+        rewards.rows[list(rewards.rows).index(next(r for r in rewards.rows if r[0] == "Vadam")) + 1][2] == ".810 ± .000"
+    )
+    assert cell(rewards, "Uniform", "mushroom") == "−.929 ± .001 (−.930)"
+    assert cell(regrets, "Vadam", "financial") == "19.10 ± 0.06 (19.20)"
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -644,7 +648,7 @@ def test_the_page_says_whose_settings_the_table_has(whole):
     text, found = reported(whole)
     said = "Played with our own settings, “tuned”, not with those that the paper states. The paper's own settings do not give"
     assert sum(said in part for part in Outline(text).texts) == 2
-    assert "settings “tuned”, mean ± standard error" in text
+    assert "settings <code>tuned</code>" in text
     reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
     assert reaches["verdict"] == "held in part"
     assert {check["passed"] for check in reaches["checks"] if check["under"] != "our settings, “tuned”"} == {False}

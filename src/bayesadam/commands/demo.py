@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from bayesadam import Diagnosis, Posterior, calibrate, doctor, pruning_masks, readers, scores
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Track, generator, new_table
+from bayesadam.commands.running import Run, Table, Track, generator
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.inspect import quantiles
 from bayesadam.pruning import Ranking
@@ -167,13 +166,13 @@ def results(demo: Demo) -> dict[str, Any]:
 
 def table(demo: Demo) -> Table:
     """One row per parameter."""
-    headings = ("parameter", "shape", "weights", "median", "5 %", "95 %", "v = 0")
-    view = new_table("Signal-to-noise ratio |μ|/σ of the weights", headings)
-    for row in demo.summaries:
-        numbers = (f"{row[name]:.3g}" for name in ("snr_median", "snr_q05", "snr_q95"))
-        cells = row["name"], " × ".join(map(str, row["shape"])), f"{row['weights']:,}"
-        view.add_row(*cells, *numbers, f"{row['share_v_zero']:.0%}")
-    return view
+    rows = []
+    for found in demo.summaries:
+        numbers = (f"{found[name]:.3g}" for name in ("snr_median", "snr_q05", "snr_q95"))
+        cells = found["name"], " × ".join(map(str, found["shape"])), f"{found['weights']:,}"
+        rows.append((*cells, *numbers, f"{found['share_v_zero']:.0%}"))
+    columns = ("parameter", "shape", "weights", "median", "5 %", "95 %", "v = 0")
+    return Table("Signal-to-noise ratio |μ|/σ of the weights", columns, rows)
 
 
 def score_line(demo: Demo) -> str:

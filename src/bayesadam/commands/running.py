@@ -21,11 +21,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import rich.table
 import torch
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 from bayesadam._files import replacing
 from bayesadam._progress import progress
@@ -52,12 +52,29 @@ def text(content: str) -> Writer:
     return lambda path: path.write_text(content, encoding="utf-8")
 
 
-def new_table(title: str, headings: Sequence[str], *, n_left: int = 1) -> Table:
-    """An empty table whose first `n_left` columns hold text, and the others numbers, aligned to the right."""
-    view = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        view.add_column(heading, justify="left" if number < n_left else "right")
-    return view
+class Table(NamedTuple):
+    """A table for the terminal, a file or a page: rows of texts, the first a name, the others numbers.
+
+    The best number of a column has two asterisks on each side.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def __rich__(self) -> rich.table.Table:
+        view = rich.table.Table(title=self.title, title_justify="left")
+        for number, heading in enumerate(self.columns):
+            view.add_column(heading, justify="right" if number else "left")
+        for row in self.rows:
+            view.add_row(*(text.replace("**", "") for text in row))
+        return view
+
+    def markdown(self) -> str:
+        """Title, note and rows."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def seeds_of(seed: int, n_seeds: int) -> tuple[int, ...]:

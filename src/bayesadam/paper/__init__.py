@@ -73,6 +73,15 @@ def fixed(value: float | None, digits: int = 3) -> str:
     return sign + (shown[1:] if shown.startswith("0.") else shown)
 
 
+def digits(value: float) -> str:
+    """Three digits that count, and a true minus sign.
+
+    >>> digits(0.0317), digits(-1.304)
+    ('0.0317', '−1.3')
+    """
+    return f"{value:.3g}".replace("-", "−") if math.isfinite(value) else MISSING
+
+
 def percent(value: float | None, digits: int = 2) -> str:
     """A share in percent, without the sign.
 

@@ -15,9 +15,9 @@ from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, require_known, resumed, run_parts, text
+from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, text
 from bayesadam.errors import BayesAdamError, SettingError
-from bayesadam.paper import Sample, fixed, mean_error, percent
+from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,47 +150,37 @@ def worst(cell: Cell) -> str:
     '−.010, 1 lost'
     """
     lost = sum(cell.get("lost", ()))
-    return fixed(min(cell["reward_ratio"])) + (f", {lost} lost" if lost else "")
+    return fixed(min(value for value in cell["reward_ratio"] if value is not None)) + (f", {lost} lost" if lost else "")
 
 
-def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
+def tables(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> list[Table]:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
-    found = by_problem(cells)
-    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
-    best = {p: max(sample.mean for sample in agents.values()) for p, agents in ours.items()}
-    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
-
-    def line(title: str, cells: Mapping[str, str]) -> str:
-        return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
-
+    problems = [problem for problem in settings["problems"] if problem in results]
+    agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
+    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
+    best = {p: max((s.mean for s in samples.values() if s.values), default=None) for p, samples in ours.items()}
+    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
     rewards, regrets = [], []
-    for agent in settings.agents:
-        title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
-        shown = {}
-        for p, cell in own.items():
-            bold = "**" if ours[p][agent].mean == best[p] else ""
-            shown[p] = f"{bold}{mean_error(ours[p][agent])}{bold} ({worst(cell)})"
-        rewards.append(line(title, shown))
-        if agent in PAPER:
-            bolds = {p: "**" if mean == published.get(p) else "" for p, (mean, _) in PAPER[agent].items()}
-            papers = {p: f"{bolds[p]}{fixed(mean)}{bolds[p]} ± {fixed(sd)}" for p, (mean, sd) in PAPER[agent].items()}
-            rewards.append(line("*in the paper*", papers))
-        shares = {p: Sample.of(cell["regret_ratio"]) for p, cell in own.items()}
-        regrets.append(
-            line(title, {p: f"{regret(share)} ({percent(max(share.values))})" for p, share in shares.items()})
-        )
-    head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
-    changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
-    played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
-    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})."
-    source = "The paper's are means ± standard deviations."
-    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)."
-    return "\n".join([first, source, "", *head, *rewards, "", second, "", *head, *regrets, ""])
-
-
-def regret(share: Sample) -> str:
-    """Regret in percent, mean ± standard error."""
-    return percent(share.mean) + (f" ± {percent(share.standard_error)}" if len(share.values) > 1 else "")
+    for agent in agents:
+        shown, paper, regret = [], [], []
+        for p in problems:
+            cell, (mean, sd) = results[p].get(agent), PAPER.get(agent, {}).get(p, (None, None))
+            sample = ours[p].get(agent, Sample(()))
+            bold, star = ("**" if a == b else "" for a, b in ((sample.mean, best[p]), (mean, published.get(p))))
+            shown.append(f"{bold}{mean_error(sample)}{bold} ({worst(cell)})" if cell and sample.values else MISSING)
+            paper.append(f"{star}{fixed(mean)}{star} ± {fixed(sd)}" if mean is not None else "")
+            share = Sample.of(cell["regret_ratio"] if cell else ())
+            error = f" ± {percent(share.standard_error)}" if len(share.values) > 1 else ""
+            regret.append(f"{percent(share.mean)}{error} ({percent(max(share.values, default=None))})")
+        title = TITLES.get(agent, agent)
+        rewards += [(title, *shown), *([("*in the paper*", *paper)] if any(paper) else [])]
+        regrets.append((title, *regret))
+    changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
+    played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
+    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})"
+    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)"
+    note, columns = "The paper's are means ± standard deviations.", ("agent", *problems)
+    return [Table(first, columns, rewards, note), Table(second, columns, regrets)]
 
 
 def panel(axes: Axes, problem: str, agents: Mapping[str, Cell]) -> None:
@@ -238,9 +228,12 @@ def run_bandits(
         together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
         done = run_parts(run, ledger, names, work, **together)
         ordered = {name: done[name] for name in names}
-        table = markdown(ordered, settings)
-        run.show(table)
-        files = {"table1.md": text(table), "regret.png": plots.png(picture(ordered, settings))}
+        found = tables(by_problem(ordered), asdict(settings))
+        run.show(*found)
+        files = {
+            "table1.md": text("\n".join(table.markdown() for table in found)),
+            "regret.png": plots.png(picture(ordered, settings)),
+        }
         paths = run.finish(files, by_problem(ordered))
         ledger.close()
         rmtree(unfinished, ignore_errors=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, new_table, require_known, resumed, run_parts, seeds_of
+from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, seeds_of
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
+from bayesadam.paper import percent
 from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
@@ -110,6 +110,11 @@ class Curve:
     ranking: str
     accuracy: tuple[tuple[float, ...], ...]
     fractions: tuple[float, ...] = FRACTIONS
+
+    @property
+    def title(self) -> str:
+        """Such as `Badam, snr`."""
+        return f"{TITLES.get(self.method, self.method)}, {self.ranking}"
 
     def mean(self) -> list[float]:
         """Over the seeds."""
@@ -216,14 +221,19 @@ def fit_part(names: Sequence[str], *, seed: int, settings: Any, device: str) -> 
         yield name, {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves}
 
 
-def table(curves: Sequence[Curve]) -> Table:
+def table(curves: Sequence[Curve], n_seeds: int) -> Table:
     """Mean accuracy in percent at some of the fractions."""
-    title, fractions = "Test accuracy in % after pruning this fraction, mean over the seeds", (f"{f:g}" for f in SHOWN)
-    view = new_table(title, ("method", "ranking", *fractions), n_left=2)
-    for curve in curves:
-        name, mean = TITLES.get(curve.method, curve.method), dict(zip(FRACTIONS, curve.mean(), strict=True))
-        view.add_row(name, curve.ranking, *(f"{100 * mean[f]:.2f}" for f in SHOWN))
-    return view
+    fractions = [f for f in SHOWN if any(f in curve.fractions for curve in curves)]
+    means = [dict(zip(curve.fractions, curve.mean(), strict=True)) for curve in curves]
+    best = {f: max(mean[f] for mean in means if f in mean) for f in fractions}
+    rows = []
+    for curve, mean in zip(curves, means, strict=True):
+        bold = ["**" if mean.get(f) == best[f] else "" for f in fractions]
+        cells = (f"{b}{percent(mean.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
+        rows.append((curve.title, *cells))
+    title = f"Test accuracy in % after pruning this share of all weights, mean of {n_seeds} seeds"
+    note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
+    return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
 
 
 def panel(axes: Axes, curves: Sequence[Curve], *, error: bool = False) -> None:
@@ -231,16 +241,11 @@ def panel(axes: Axes, curves: Sequence[Curve], *, error: bool = False) -> None:
     methods = list(dict.fromkeys(curve.method for curve in curves))
     for curve in curves:
         own = _SHADES[methods.index(curve.method) % len(_SHADES)]
-        label = f"{TITLES.get(curve.method, curve.method)}, {curve.ranking}"
-        style: Any = {
-            "color": plots.COLOURS.get(curve.method, own),
-            "linestyle": STYLES.get(curve.ranking, "-"),
-            "label": label,
-        }
+        style: Any = {"color": plots.COLOURS.get(curve.method, own), "linestyle": STYLES.get(curve.ranking, "-")}
         x, y = ([100 * f for f in curve.fractions], [100 * a for a in curve.mean()])
         if error:
             x, y = [100 - f for f in x], [max(100 - a, 0.1) for a in y]
-        axes.plot(x, y, linewidth=1.5, **style)
+        axes.plot(x, y, linewidth=1.5, label=curve.title, **style)
     if error:
         axes.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
         axes.set(xscale="log", yscale="log", xlim=(100, 0.1))
@@ -284,7 +289,7 @@ def run_pruning(
         work = partial(fit_part, seed=seed, settings=settings, device=device)
         rows = run_parts(run, ledger, names, work, jobs=jobs)
         found = [Curve(name, ranking, tuple(map(tuple, r))) for name in names for ranking, r in rows[name].items()]
-        run.show(table(found))
+        run.show(table(found, settings.n_seeds))
         results: dict[str, dict[str, Any]] = {}
         for curve in found:
             results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ from matplotlib.figure import Figure
 from bayesadam._files import replacing
 from bayesadam._version import __version__
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, require_known, text
+from bayesadam.commands.running import Run, Table, require_known, text
 from bayesadam.data import data_set, find, locate
 from bayesadam.errors import BayesAdamError, DataError, SettingError
-from bayesadam.paper import MISSING, bandits, fixed, mean_error, percent, pruning, regression
+from bayesadam.paper import bandits, pruning, regression
 from bayesadam.paper.bandits import BanditSettings, run_bandits
 from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged, read, settings_note
 from bayesadam.paper.pruning import PruningSettings, run_pruning
@@ -51,95 +50,19 @@ _SVG_STYLE = {"svg.fonttype": "none", "text.parse_math": False, "figure.dpi": 72
 # --- tables and figures -----------------------------------------------------------------------------------------------
 
 
-class Cell(NamedTuple):
-    """A number as text; `beneath` is the paper's, in small type; `best` marks the best of its column."""
-
-    text: str
-    beneath: str = ""
-    best: bool = False
-
-
-class Table(NamedTuple):
-    """A table: title, heading of the rows' names, headings of the columns, rows of a name and its cells, and a note."""
-
-    title: str
-    corner: str
-    columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[Cell]]]
-    note: str = ""
-
-
 def tables_of(run: Finished) -> list[Table]:
     """Every table of a run."""
-    return {"regression": _scores, "pruning": _accuracies, "bandits": _rewards}[run.experiment](run)
+    if run.experiment == "regression":
+        return [regression.table(run.results, run.settings["n_seeds"])]
+    if run.experiment == "pruning":
+        return [pruning.table(curves_of(run), run.settings["n_seeds"])]
+    return bandits.tables(run.results, run.settings)
 
 
-def _scores(run: Finished) -> list[Table]:
-    def digits(value: float) -> str:
-        return f"{value:.3g}".replace("-", "−") if math.isfinite(value) else MISSING
-
-    columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
-    columns |= {"std_in": "std in", "std_out": "std out"}
-    rows = []
-    for method in run.results:
-        means = {name: run.sample(method, name).mean for name in columns}
-        growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
-        rows.append((regression.TITLES.get(method, method), [Cell(digits(v)) for v in (*means.values(), growth)]))
-    note = (
-        "NLL is the mean negative log-likelihood of new points, lower is better. “std” is the function's standard "
-        "deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no "
-        "method has seen data. The paper prints no numbers for this figure."
-    )
-    title = f"Scores, mean of {run.settings['n_seeds']} seeds"
-    return [Table(title, "method", [*columns.values(), "out / in"], rows, note)]
-
-
-def _accuracies(run: Finished) -> list[Table]:
-    curves = [(method, ranking) for method, rankings in run.results.items() for ranking in rankings]
-    means = {f: [run.accuracy(*curve, f).mean for curve in curves] for f in pruning.SHOWN}
-    means = {f: column for f, column in means.items() if any(map(math.isfinite, column))}
-    best = {f: max(filter(math.isfinite, column)) for f, column in means.items()}
-    rows = [
-        (_pruned(*curve), [Cell(percent(column[row]), best=column[row] == best[f]) for f, column in means.items()])
-        for row, curve in enumerate(curves)
-    ]
-    title = f"Test accuracy in % after pruning this share of all weights, mean of {run.settings['n_seeds']} seeds"
-    note = "The best of each column in bold. Magnitude is the paper's baseline with Σ = 1; path scores are ours."
-    return [Table(title, "method, ranking", [f"{100 * f:g} %" for f in means], rows, note)]
-
-
-def _pruned(method: str, ranking: str) -> str:
-    return f"{pruning.TITLES.get(method, method)}, {ranking}"
-
-
-def _rewards(run: Finished) -> list[Table]:
-    problems = [problem for problem in run.settings["problems"] if problem in run.results]
-    agents = [agent for agent in run.settings["agents"] if any(agent in cells for cells in run.results.values())]
-    rewards = {(p, a): run.sample(p, a, "reward_ratio") for p in problems for a in agents}
-    best = {p: max((rewards[p, a].mean for a in agents if rewards[p, a].values), default=math.nan) for p in problems}
-
-    def table(title: str, cell: Callable[[str, str], Cell], note: str = "") -> Table:
-        rows = [(bandits.TITLES.get(a, a), [cell(p, a) for p in problems]) for a in agents]
-        return Table(title, "agent", problems, rows, note)
-
-    def reward(problem: str, agent: str) -> Cell:
-        paper = " ± ".join(fixed(value, 2) for value in bandits.PAPER.get(agent, {}).get(problem, ()))
-        return Cell(mean_error(rewards[problem, agent]), paper, rewards[problem, agent].mean == best[problem])
-
-    def worst(problem: str, agent: str) -> Cell:
-        return Cell(bandits.worst(run.results[problem][agent]) if rewards[problem, agent].values else MISSING)
-
-    def regret(problem: str, agent: str) -> Cell:
-        return Cell(bandits.regret(run.sample(problem, agent, "regret_ratio")))
-
-    runs = f"{run.settings['runs']} run{'s' * (run.settings['runs'] != 1)}"
-    played = f"settings “{run.settings['settings']}”, mean ± standard error of {runs}"
-    title = f"Total reward over the optimum's, {played}; beneath, the paper's ± standard deviation"
-    return [
-        table(title, reward, "The best of ours in each column in bold."),
-        table("The worst run: total reward over the optimum's", worst, f"Here {bandits.LOST}."),
-        table("Regret in % of the expected regret of Uniform, mean ± standard error", regret),
-    ]
+def curves_of(run: Finished) -> list[pruning.Curve]:
+    """The accuracies of a run of Figure 2."""
+    found = [(method, ranking, one) for method, each in run.results.items() for ranking, one in each.items()]
+    return [pruning.Curve(method, ranking, one["accuracy"], one["fractions"]) for method, ranking, one in found]
 
 
 class Chart(NamedTuple):
@@ -158,8 +81,7 @@ def charts_of(run: Finished) -> list[Chart]:
         drawn = run.results if run.curves is not None else ()
         panels = {method: partial(regression.panel, method=method, **shared) for method in drawn}
     elif run.experiment == "pruning":
-        kinds = [(method, ranking, found) for method, each in run.results.items() for ranking, found in each.items()]
-        curves = [pruning.Curve(m, r, found["accuracy"], found["fractions"]) for m, r, found in kinds]
+        curves = curves_of(run)
         panels = {name: partial(pruning.panel, curves=curves, error=name == "error") for name in ("accuracy", "error")}
     else:
         panels = {problem: partial(bandits.panel, problem=problem, agents=c) for problem, c in run.results.items()}
