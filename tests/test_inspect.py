@@ -16,9 +16,9 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
+from bayesadam.commands import plots as command
 from bayesadam.errors import FileError, SettingError
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
-from bayesadam.commands import plots as command
 from bayesadam.readers.formats import CheckpointOptions, read_checkpoint
 from bayesadam.readers.formats.resolve import explain
 from cases import mlp, train

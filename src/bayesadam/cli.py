@@ -60,14 +60,10 @@ class _Command(TyperCommand):
         return super().get_help(ctx)
 
 
-# Plain help: rich's would take longer to import than all else. An error of ours is one line, printed by `main`; any other
-# is a bug, whose plain traceback belongs in a report.
-_LOOKS: Any = {
-    "no_args_is_help": True,
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-    "context_settings": {"max_content_width": 120},
-}
+# Plain help: rich's would take longer to import than all else. An error of ours is one line, printed by `main`; any
+# other is a bug, whose plain traceback belongs in a report.
+_LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+_LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
 paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
 data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
@@ -455,7 +451,7 @@ _Engine = _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells 
 @_of_the_paper
 def bandits(
     problems: Annotated[str | None, _Problems] = None,
-    agents: Annotated[str | None, _list_of("bayesadam.bandits:AGENTS", "Which agents, by default the paper's")] = None,
+    agents: Annotated[str | None, _list_of("bayesadam.bandits:AGENTS", "Agents, by default the paper's")] = None,
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",
