@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from functools import cached_property, partial
 from io import StringIO
 from pathlib import Path
@@ -120,7 +119,6 @@ class Report:
     runs: Mapping[str, Sequence[Finished]]
     missing: Mapping[str, str]
     quick: bool = False
-    written: str = ""
 
     @cached_property
     def claims(self) -> tuple[Judged, ...]:
@@ -216,7 +214,6 @@ def run_report(
         work = _Work(out, seed, device, jobs, quiet, settings)
         runs = {experiment: work.present(experiment) for experiment in EXPERIMENTS}
         missing: dict[str, str] = {}
-        today = f"{date.today().day} {date.today():%B %Y}"
         for experiment in EXPERIMENTS:
             if any(found.name in (experiment, f"{QUICK}/{experiment}") for found in runs[experiment]):
                 continue
@@ -232,8 +229,8 @@ def run_report(
                 print("bayesadam:", f"{experiment}:", *reason.split(), file=sys.stderr)
             runs[experiment] = work.present(experiment)
             with replacing(out / "report.html") as temporary:
-                text(page(Report(dict(runs), dict(missing), settings.quick, today)))(temporary)
-        whole = Report(runs, missing, settings.quick, today)
+                text(page(Report(dict(runs), dict(missing), settings.quick)))(temporary)
+        whole = Report(runs, missing, settings.quick)
         if not whole.every_run:
             raise BayesAdamError("nothing to report: " + " ".join(f"{name}: {why}" for name, why in missing.items()))
         return run.finish({"report.html": text(page(whole))}, whole.plain(), name="report.json")
