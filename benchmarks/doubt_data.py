@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.data.images import read_idx
+from bayesadam.data.loaders import read_idx
 
 Pixels = tuple[Tensor, Tensor]
 

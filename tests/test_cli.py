@@ -1,5 +1,6 @@
 """The command line: one line an error, the right exit code, and files that are whole or absent."""
 
+import hashlib
 import importlib
 import io
 import json
@@ -11,24 +12,22 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam import __version__, cli
 from bayesadam.__main__ import main
 from bayesadam._files import replacing
-from bayesadam.bandits.agents import SETTINGS
-from bayesadam.data.images import IMAGE_SETS
-from bayesadam.engine.network import ACTIVATIONS
+from bayesadam.bandits import AGENTS, PROBLEMS
+from bayesadam.commands import demo
+from bayesadam.commands.running import Run
+from bayesadam.data import fetching
 from bayesadam.errors import FileError, SettingError
-from bayesadam.paper import bandits, demo, pruning, regression, report
-from bayesadam.paper.run import Run
-from bayesadam.pruning.masks import Scope
-from bayesadam.readers.compression import Compression
+from bayesadam.paper import pruning, regression
 from processes import PATIENCE, eventually
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -93,11 +92,10 @@ print(code, sorted({"torch", "numpy", "matplotlib", "rich.console"} & set(sys.mo
         (["--help"], 0),
         (["--version"], 0),
         (["inspect", "--help"], 0),
-        (["paper", "bandits", "--help"], 0),
-        (["data", "fetch", "--help"], 0),
+        pytest.param(["paper", "--help"], 0, marks=pytest.mark.slow),
+        pytest.param(["data", "fetch", "--help"], 0, marks=pytest.mark.slow),
         (["nonsense"], 2),
-        (["paper", "regression", "--methods", "badam,luck"], 2),
-        (["export", "a.pt", "--compress", "zip"], 2),
+        (["prune", "a.pt", "--fraction", "2"], 2),
     ],
     ids=str,
 )
@@ -157,43 +155,25 @@ def test_the_short_names_go_on_working_with_a_hint(name, tmp_path, monkeypatch, 
     assert one["out"] == tmp_path
 
 
-def test_the_names_that_options_take_are_those_of_the_experiments():
-    # In the order of those who do the work.
-    for names, known in (
-        (cli.REGRESSION_METHODS, regression.TITLES),
-        (cli.PRUNING_METHODS, pruning.TITLES),
-        (cli.AGENTS, ba.bandits.AGENTS),
-        (cli.PROBLEMS, ba.bandits.PROBLEMS),
-        (cli.EXPERIMENTS, report.EXPERIMENTS),
-        (cli.RANKINGS, ba.pruning.RANKINGS),
-        (cli.SCOPES, get_args(Scope)),
-        (cli.MERGING_METHODS, ba.merging.METHODS),
-        (cli.COMPRESSIONS, get_args(Compression)),
-        (cli.IMAGE_SETS, IMAGE_SETS),
-        (cli.ACTIVATIONS, ACTIVATIONS),
-        (cli.BANDIT_SETTINGS, SETTINGS),
-        (cli.ENGINES, bandits.ENGINES),
-    ):
-        assert names == tuple(known)
-    # Of all structures, those that a file can be exported with.
-    with pytest.raises(SettingError, match=", ".join(map(repr, cli.STRUCTURES))):
-        ba.GaussianWeights.open("a.pt", structure="luck")
-
-
 CHOICES = [
-    (("prune", "a.pt", "--fraction", 0.5), "--ranking", cli.RANKINGS),
-    (("prune", "a.pt", "--fraction", 0.5), "--scope", cli.SCOPES),
-    (("merge", "a.pt", "b.pt"), "--method", cli.MERGING_METHODS),
-    (("export", "a.pt"), "--compress", cli.COMPRESSIONS),
-    (("export", "a.pt"), "--structure", cli.STRUCTURES),
-    (("paper", "pruning"), "--data", cli.IMAGE_SETS),
-    (("paper", "pruning"), "--activation", cli.ACTIVATIONS),
-    (("paper", "pruning"), "--device", cli.DEVICES),
-    (("paper", "bandits"), "--device", cli.DEVICES),
-    (("paper", "bandits"), "--settings", cli.BANDIT_SETTINGS),
-    (("paper", "bandits"), "--engine", cli.ENGINES),
-    (("paper", "report", "folder"), "--device", cli.DEVICES),
-    (("paper", "report", "folder"), "--settings", cli.BANDIT_SETTINGS),
+    (("prune", "a.pt", "--fraction", 0.5), "--ranking", ("snr", "snr-posterior", "magnitude", "saliency")),
+    (("prune", "a.pt", "--fraction", 0.5), "--scope", ("global", "layer")),
+    (("merge", "a.pt", "b.pt"), "--method", ("fisher", "gradient-matching", "kronecker")),
+    (("export", "a.pt"), "--compress", ("8bit", "factored")),
+    (("export", "a.pt"), "--structure", ("diagonal", "kronecker")),
+    (("paper", "pruning"), "--data", ("mnist", "fashion-mnist", "digits")),
+    (("paper", "pruning"), "--activation", ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")),
+    (("paper", "pruning"), "--device", ("cpu", "cuda")),
+    (("paper", "bandits"), "--settings", ("paper", "tuned")),
+    (("paper", "bandits"), "--engine", ("local", "ray")),
+    (("paper", "report", "folder"), "--settings", ("paper", "tuned")),
+]
+LISTS = [
+    ("regression", "--methods", tuple(regression.TITLES)),
+    ("pruning", "--methods", tuple(pruning.TITLES)),
+    ("bandits", "--agents", tuple(AGENTS)),
+    ("bandits", "--problems", tuple(PROBLEMS)),
+    ("report", "--only", ("regression", "pruning", "bandits")),
 ]
 
 
@@ -207,56 +187,54 @@ def found_command(words):
 @pytest.mark.parametrize(("words", "option", "names"), CHOICES, ids=str)
 def test_an_option_of_few_values_lists_completes_and_checks_them(words, option, names, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     (found,) = [param for param in found_command(words).params if option in param.opts]
-    assert found.metavar == "|".join(names)
     context = found_command(words).context_class(found_command(words))
-    offered = [item.value for item in found.shell_complete(context, "")]
-    assert offered == list(names)
+    assert [item.value for item in found.shell_complete(context, "")] == list(names)
     assert [item.value for item in found.shell_complete(context, names[-1])] == [names[-1]]
+    assert run(*words[: 2 if words[0] == "paper" else 1], "--help") == 0
+    assert f"{option} {'|'.join(names)}" in " ".join(capsys.readouterr().out.split())
     assert run(*words, option, "luck") == 2
     assert capsys.readouterr().err == f"bayesadam: {option} must be one of {', '.join(names)}, got 'luck'\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_option_of_few_values_is_in_the_list_above():
-    known = {(found_command(words).name, option) for words, option, _ in CHOICES}
-    groups = [get_command(cli.app), found_command(["paper"])]
-    commands = [command for group in groups for command in group.commands.values() if not command.hidden]
-    assert known == {(c.name, p.opts[0]) for c in commands for p in c.params if "|" in (p.metavar or "")}
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "names"),
-    [
-        ("regression", "--methods", cli.REGRESSION_METHODS),
-        ("pruning", "--methods", cli.PRUNING_METHODS),
-        ("bandits", "--agents", cli.AGENTS),
-        ("bandits", "--problems", cli.PROBLEMS),
-    ],
-)
+@pytest.mark.parametrize(("command", "option", "names"), LISTS)
 def test_names_are_listed_in_help_and_in_the_error(command, option, names, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run("paper", command, "--help") == 0
+    words = ["paper", command, *(["folder"] if command == "report" else [])]
+    assert run(*words, "--help") == 0
     # Lines may break after a hyphen.
     assert ",".join(names) in "".join(capsys.readouterr().out.split())
-    assert run("paper", command, option, f"{names[0]},luck") == 2
+    assert run(*words, option, f"{names[0]},luck") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"bayesadam: {option} has no luck: choose from {', '.join(names)}")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_option_that_takes_names_is_in_the_lists_above():
+    known = {(found_command(words).name, option) for words, option, _ in CHOICES}
+    known |= {(command, option) for command, option, _ in LISTS}
+    known |= {("bandits", "--device"), ("report", "--device")}
+    groups = [get_command(cli.app), found_command(["paper"])]
+    commands = [command for group in groups for command in group.commands.values() if not command.hidden]
+    assert known == {
+        (c.name, p.opts[0]) for c in commands for p in c.params if re.search("[:|]|NAMES", p.metavar or "")
+    }
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("bayesadam ins", ["inspect"]),
-        ("bayesadam regr", []),
-        ("bayesadam paper b", ["bandits"]),
+        pytest.param("bayesadam regr", [], marks=pytest.mark.slow),
+        pytest.param("bayesadam paper b", ["bandits"], marks=pytest.mark.slow),
         ("bayesadam prune --fra", ["--fraction"]),
         ("bayesadam prune a.pt --ranking sn", ["snr", "snr-posterior"]),
-        ("bayesadam data fetch fash", ["fashion-mnist"]),
-        ("bayesadam paper bandits --agents badam,gr", ["badam,greedy"]),
-        ("bayesadam paper bandits --problems s", ["statlog"]),
+        pytest.param("bayesadam data fetch fash", ["fashion-mnist"], marks=pytest.mark.slow),
+        pytest.param("bayesadam paper bandits --agents badam,gr", ["badam,greedy"], marks=pytest.mark.slow),
+        pytest.param("bayesadam paper bandits --problems s", ["statlog"], marks=pytest.mark.slow),
     ],
 )
 def test_the_shell_completes_commands_options_and_names(words, expected):
@@ -359,7 +337,6 @@ def test_demo_ends_with_the_paths(small_demo, tmp_path, capsys):
     assert "hidden2.weight" in captured.out
     assert "zero-curvature" in captured.out
     assert "RMSE" in captured.out
-    assert "training" in captured.err
     assert json.loads((tmp_path / "metrics.json").read_text())["seed"] == 3
 
 
@@ -464,7 +441,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 from bayesadam.__main__ import main
-from bayesadam.paper import demo
+from bayesadam.commands import demo
 
 train = demo.train_network
 
@@ -478,6 +455,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_real_ctrl_c_leaves_nothing_behind(tmp_path):
     out, training = tmp_path / "out", tmp_path / "training"
@@ -616,3 +594,124 @@ def test_metrics_are_json_that_any_reader_takes(tmp_path):
     assert metrics["results"] == {"nll": None, "curve": [1.0, None]}
     assert metrics["settings"] == {"rates": [0.1, 0.2]}
     assert (metrics["seed"], metrics["device"]) == (5, "cuda:0")
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+CONTENT = b"some data\n"
+
+
+def data(*arguments: object):
+    return CliRunner().invoke(cli.data_app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The set `tiny` of two files without a source, its first file in the user's folder; other sets are embedded."""
+    sha256 = hashlib.sha256(CONTENT).hexdigest()
+    files = tuple(fetching.DataFile(fetching.Copy(name, len(CONTENT), sha256)) for name in ("a.csv", "b.csv"))
+    embedded = {record.name: record for record in fetching.data_sets() if record.embedded}
+    tiny = fetching.DataSet("tiny", "a test", "tables/tiny", files, "wheel")
+    # Another dict, so that the order of the real one is left alone.
+    monkeypatch.setattr(fetching, "DATA_SETS", {**embedded, "tiny": tiny})
+    folder = tmp_path / "data" / "tables" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "a.csv").write_bytes(CONTENT)
+    monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def test_list_shows_where_each_set_is(tiny, tmp_path):
+    done = data("list")
+    assert done.exit_code == 0
+    assert f"BAYESADAM_DATA: {tmp_path / 'data'}" in done.stdout
+    assert f"cache: {tmp_path / 'cache'}" in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert lines["tiny"].endswith(f"1 of 2 files: {tiny}")
+    assert lines["digits"].endswith("embedded")
+    (tiny / "b.csv").write_bytes(CONTENT)
+    assert f"  {tiny}\n" in data("list").stdout
+    for path in tiny.iterdir():
+        path.unlink()
+    assert "absent, and no public source is known" in data("list").stdout
+
+
+def test_list_knows_every_set(monkeypatch):
+    monkeypatch.delenv("BAYESADAM_DATA", raising=False)
+    done = data("list")
+    assert done.exit_code == 0
+    assert "BAYESADAM_DATA: not set" in done.stdout
+    for record in fetching.data_sets():
+        assert f"\n{record.name} " in done.stdout
+
+
+def test_fetch_prints_the_paths(tiny):
+    (tiny / "b.csv").write_bytes(CONTENT)
+    done = data("fetch", "tiny", "--quiet")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{tiny / 'a.csv'}\n{tiny / 'b.csv'}\n", "")
+
+
+def test_fetch_goes_on_after_a_failure_and_ends_with_code_1(tiny):
+    done = data("fetch", "tiny", "digits")
+    assert done.exit_code == 1
+    assert done.stdout == "digits is embedded: there is nothing to fetch\n"
+    assert done.stderr.startswith("bayesadam: b.csv of the data set 'tiny'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_fetch_into_a_folder_looks_there_alone(tiny, tmp_path):
+    done = data("fetch", "tiny", "--out", tmp_path / "mine")
+    assert done.exit_code == 1
+    assert "a.csv of the data set 'tiny'" in done.stderr
+    assert str(tmp_path / "mine") in done.stderr
+
+
+def test_verify_with_names_wants_every_file(tiny):
+    done = data("verify", "tiny")
+    assert done.exit_code == 1
+    assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
+    assert done.stderr == "missing  tiny/b.csv\n"
+    (tiny / "b.csv").write_bytes(CONTENT)
+    assert data("verify", "tiny").exit_code == 0
+    assert data("verify", "tiny", "--quiet").output == ""
+
+
+@pytest.mark.parametrize("every", [(), ("all",)])
+def test_verify_of_all_passes_over_what_was_never_fetched(tiny, every):
+    (tiny / "a.csv").unlink()
+    done = data("verify", *every)
+    assert done.exit_code == 0
+    assert done.stdout == "missing  tiny/a.csv\nmissing  tiny/b.csv\n"
+    assert data("verify", *every, "--quiet").output == ""
+    assert data("verify", "tiny").exit_code == 1
+
+
+@pytest.mark.parametrize("every", [(), ("all",)])
+def test_verify_of_all_wants_the_rest_of_what_was_begun(tiny, every):
+    done = data("verify", *every)
+    assert done.exit_code == 1
+    assert done.stdout == f"ok  {tiny / 'a.csv'}\n"
+    assert done.stderr == "missing  tiny/b.csv\n"
+
+
+def test_verify_says_what_its_code_means():
+    told = " ".join(data("verify", "--help").stdout.replace("│", " ").split())
+    assert "Ends with code 1 where a checksum is wrong, and where a file is missing of a set" in told
+
+
+def test_verify_without_names_checks_what_is_there(tiny):
+    (tiny / "b.csv").write_bytes(CONTENT)
+    assert data("verify").exit_code == 0
+    (tiny / "a.csv").write_bytes(b"other data")
+    done = data("verify", "--quiet")
+    assert done.exit_code == 1
+    expected, found = (hashlib.sha256(content).hexdigest() for content in (CONTENT, b"other data"))
+    assert done.stderr == f"wrong checksum  {tiny / 'a.csv'}: expected sha256 {expected}, found {found}\n"
+
+
+def test_an_unknown_name_is_refused_before_any_work(tiny):
+    for command in ("fetch", "verify"):
+        done = data(command, "tiny", "nonsense")
+        assert isinstance(done.exception, SettingError)
+        assert done.output == ""

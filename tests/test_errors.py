@@ -13,8 +13,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
-from bayesadam.data.images import read_idx
-from bayesadam.data.tables import read_statlog
+from bayesadam.data.loaders import read_idx, read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict import predict
 from cases import mlp

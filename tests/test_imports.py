@@ -181,8 +181,8 @@ FLOORS = (
     {"bandits", "sklearn", "trainers"},
     {"_public"},
     {""},
-    {"paper", "play"},
-    {"cli_data"},
+    {"commands", "play"},
+    {"paper"},
     {"cli"},
     {"__main__"},
 )

@@ -16,9 +16,9 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.__main__ import main
+from bayesadam.commands import plots as command
 from bayesadam.errors import FileError, SettingError
 from bayesadam.inspect import BINS, LOG_RANGE, inspect_checkpoint
-from bayesadam.paper import inspection as command
 from bayesadam.readers import explain, read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
@@ -306,7 +306,7 @@ def test_plot_draws_to_a_file_that_is_told(path: Path, monkeypatch: Any, capsys:
 
 def test_the_picture_has_the_medians_of_the_table(path: Path) -> None:
     found = inspect_checkpoint(path, n_data=500)
-    drawn = [line.get_xdata() for line in command.picture(found).axes[0].lines if len(line.get_ydata()) == 2]
+    drawn = [line.get_xdata() for line in command.inspection_picture(found).axes[0].lines if len(line.get_ydata()) == 2]
     medians = [float(x[0]) for x in drawn if len(x) == 2 and x[0] == x[1]]
     assert medians[: len(found.parameters)] == [row.snr_q50 for row in found.parameters]
 
@@ -496,7 +496,7 @@ def test_a_picture_of_many_parameters_shows_the_largest(tmp_path: Path) -> None:
     train(model, optimizer, steps=2)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     found = inspect_checkpoint(tmp_path / "c.pt")
-    figure = command.picture(found)
+    figure = command.inspection_picture(found)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert len(found.parameters) == 62
     assert len(labels) == 40

@@ -1,4 +1,4 @@
-"""How far long work has come, on standard error, where someone is looking."""
+"""A progress bar on standard error, for work of more than two seconds on a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 # Seconds of work before a bar is worth looking at.
 PATIENCE = 2.0
-# Two bars on one terminal would write over each other.
+# Two bars on one terminal would write over each other: the second only counts.
 _terminal = Lock()
 
 
 class Bar:
     """Counts steps, and draws them from the first one that ends after two seconds, if standard error is a terminal.
 
-    Gone when the work is done. While another bar is drawn this one only counts.
+    It disappears when the work is done.
     """
 
     def __init__(self, description: str, total: int | None = None) -> None:
@@ -26,26 +26,24 @@ class Bar:
         self.done, self.started = 0, time.monotonic()
         self._drawn: Any = None
 
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
+    def step(self, amount: int = 1) -> None:
+        """One more is done, or several."""
+        self.done += amount
         if self._drawn is None and time.monotonic() - self.started >= PATIENCE and sys.stderr.isatty():
             self._draw()
         if self._drawn is not None:
             self._drawn.update(self._drawn.task_ids[0], completed=self.done)
 
     def _draw(self) -> None:
-        if not _terminal.acquire(blocking=False):
-            return
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         except ImportError:
-            # A courtesy: the work goes on without it.
-            _terminal.release()
+            return
+        if not _terminal.acquire(blocking=False):
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # What the user prints meanwhile stays where it was sent.
+        # What the user prints meanwhile goes where it would have gone.
         own: Any = {"redirect_stdout": sys.stdout.isatty(), "transient": True}
         self._drawn = Progress(*columns, console=Console(stderr=True), **own)
         self._drawn.add_task(self.description, total=self.total)

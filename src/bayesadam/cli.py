@@ -1,46 +1,24 @@
-"""The command line. A command parses its options here and does its work in `bayesadam.paper`.
+"""The command line. A command parses its options here, and its work is a function elsewhere.
 
-Nothing here imports torch before a command has begun, so that help, errors in options and completion are immediate.
+Nothing here imports torch before a command has begun: the names that an option takes are read from their registry when
+its help, its check or its completion needs them.
 """
 
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from bayesadam._extras import require
 from bayesadam._version import __version__
-from bayesadam.cli_data import app as data_app
-from bayesadam.errors import SettingError
-
-# The names that options take. Those who do the work have them too, and a test holds both together.
-REGRESSION_METHODS = (
-    *("gp", "badam", "mc-dropout", "bbb", "vadam"),
-    *("map", "laplace-diagonal", "laplace-full", "swag", "ivon", "ensemble"),
-)
-PRUNING_METHODS = ("badam", "mc-dropout", "bbb", "vadam", "swag", "ivon", "laplace-diagonal")
-PROBLEMS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census", "wheel")
-AGENTS = (
-    *("hybrid", "badam", "badam-map", "mc-dropout", "bbb", "vadam", "greedy", "uniform"),
-    *("epsilon-greedy", "ivon", "neural-linear", "linear", "bootstrap"),
-)
-EXPERIMENTS = ("regression", "pruning", "bandits")
-RANKINGS = ("snr", "snr-posterior", "magnitude", "saliency")
-SCOPES = ("global", "layer")
-MERGING_METHODS = ("fisher", "gradient-matching", "kronecker")
-COMPRESSIONS = ("8bit", "factored")
-STRUCTURES = ("diagonal", "kronecker")
-IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
-ACTIVATIONS = ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")
-BANDIT_SETTINGS = ("paper", "tuned")
-ENGINES = ("local", "ray")
-DEVICES = ("cpu", "cuda")
+from bayesadam.errors import BayesAdamError, SettingError
 
 _FILES = "On a file of yours (no model and no data needed)"
 _LOOK = "To look at"
@@ -48,7 +26,7 @@ _PAPER = "The paper's experiments, and data"
 
 
 class _Group(TyperGroup):
-    """Lists its commands panel by panel, and ends Ctrl-C in one line and exit code 130, which differs in typer's versions."""
+    """Lists its commands panel by panel, and ends Ctrl-C in one line and exit code 130, in every version of typer."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -68,82 +46,114 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from None
 
 
-# Plain help: rich's would take longer to import than all else. An error of ours is one line, printed by `main`; any other is
-# a bug, whose plain traceback belongs in a report.
-_LOOKS: Any = {
-    "no_args_is_help": True,
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-    "context_settings": {"max_content_width": 120},
-}
+class _Command(TyperCommand):
+    """Puts the names that an option takes into its help, when that is shown."""
 
+    def get_help(self, ctx: Any) -> str:
+        for param in self.params:
+            metavar = param.metavar or ""
+            if metavar.startswith("NAMES "):
+                param.metavar, listed = "NAMES", ", ".join(names(metavar.removeprefix("NAMES ")))
+                param.help = f"{param.help}, separated by commas: {listed}."  # type: ignore[attr-defined]
+            elif ":" in metavar:
+                param.metavar = "|".join(names(metavar))
+        return super().get_help(ctx)
+
+
+# Plain help: rich's would take longer to import than all else. An error of ours is one line, printed by `main`; any
+# other is a bug, whose plain traceback belongs in a report.
+_LOOKS: Any = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+_LOOKS |= {"context_settings": {"max_content_width": 120}}
 app = typer.Typer(name="bayesadam", cls=_Group, **_LOOKS)
 paper = typer.Typer(name="paper", cls=_Group, help="The paper's experiments: Figure 1, Figure 2, Table 1.", **_LOOKS)
+data_app = typer.Typer(name="data", help="The paper's data sets: list them, fetch them, verify them.", **_LOOKS)
 app.add_typer(paper, rich_help_panel=_PAPER)
-app.add_typer(data_app, name="data", rich_help_panel=_PAPER)
+app.add_typer(data_app, rich_help_panel=_PAPER)
 
 
-def _among(names: Sequence[str]) -> Any:
-    """Completes a list of names, the last of which is being typed."""
+def names(source: str) -> tuple[str, ...]:
+    """The names in a registry, a tuple or a Literal, by module and attribute; or words, separated by spaces.
+
+    >>> names("bayesadam.data.loaders:IMAGE_SETS"), names(":cpu cuda")
+    (('mnist', 'fashion-mnist', 'digits'), ('cpu', 'cuda'))
+    """
+    module, _, name = source.partition(":")
+    if not module:
+        return tuple(name.split())
+    found = getattr(import_module(module), name)
+    return get_args(found) or tuple(found)
+
+
+def _one_of(source: str, what: str) -> Any:
+    """An option that takes one of the `names`: listed in its help, completed by the shell, and all others refused."""
+
+    def known(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+        # Completion does not wait for the registry of an option that is not being completed.
+        if value is not None and not ctx.resilient_parsing and value not in names(source):
+            raise SettingError(f"{param.opts[0]} must be one of {', '.join(names(source))}, got {value!r}")
+        return value
+
+    return Option(metavar=source, help=what, callback=known, autocompletion=lambda: list(names(source)))
+
+
+def _list_of(source: str, what: str) -> Any:
+    """An option that takes several of the `names`, and gives them as a tuple; None where it is left out."""
+
+    def known(param: typer.CallbackParam, value: str | None) -> Any:
+        if value is None:
+            return None
+        option, given, listed = param.opts[0], _split(value), ", ".join(names(source))
+        # A wheel has its δ after a colon.
+        unknown = [name for name in given if name.partition(":")[0] not in names(source)]
+        if not given:
+            raise SettingError(f"{option} names nothing: leave it out for the default, or give some of {listed}")
+        if unknown:
+            raise SettingError(f"{option} has no {', '.join(unknown)}: choose from {listed}, separated by commas")
+        return given
 
     def complete(incomplete: str) -> list[str]:
         before, comma, _ = incomplete.rpartition(",")
-        given = before.split(",")
-        found = [before + comma + name for name in names if name not in given]
+        found = [before + comma + name for name in names(source) if name not in before.split(",")]
         return [text for text in found if text.startswith(incomplete)]
 
-    return complete
+    return Option(metavar=f"NAMES {source}", help=what, callback=known, autocompletion=complete)
 
 
-def _list_of(what: str, names: Sequence[str], default: str) -> Any:
-    listed = ", ".join(names)
-    return Option(help=f"{what}, separated by commas: {listed}. By default {default}.", autocompletion=_among(names))
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _one_of(names: Sequence[str], what: str) -> Any:
-    """An option that takes one of the names: listed in its help, completed by the shell, and all others refused."""
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; what was left out stands for its default."""
+    return {name: value for name, value in options.items() if value is not None}
 
-    def known(param: typer.CallbackParam, value: str | None) -> str | None:
-        if value is not None and value not in names:
-            raise SettingError(f"{param.opts[0]} must be one of {', '.join(names)}, got {value!r}")
-        return value
 
-    return Option(metavar="|".join(names), help=what, callback=known, autocompletion=lambda: list(names))
+def _out(metavar: str, help: str) -> Any:
+    return Option("--out", "-o", metavar=metavar, help=help)
 
 
 Seed = Annotated[int, Option(help="Fixes every random number: same seed, same results.")]
-# Of commands that draw no random number: accepted by all, so that one set of options serves several.
-UnusedSeed = Annotated[int, Option("--seed", hidden=True)]
-Out = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the results go: a folder, made if absent.")]
-OutFile = Annotated[
-    Path,
-    Option(
-        "--out", "-o", metavar="PATH", help="Where the result goes: a folder, or a file's name, which has an ending."
-    ),
-]
+Out = Annotated[Path, _out("DIR", "Where the results go: a folder, made if absent.")]
+OutFile = Annotated[Path, _out("PATH", "Where the result goes: a folder, or a file's name, which has an ending.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the paths written, one per line.")]
-Device = Annotated[str | None, _one_of(DEVICES, "Where to compute; by default on cuda where there is one.")]
+Device = Annotated[str | None, _one_of(":cpu cuda", "Where to compute; by default on cuda where there is one.")]
 Jobs = Annotated[int, Option(min=1, help="Parallel processes, on a CPU.")]
-Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
-]
-_OptimizerFile = Option(help="The optimiser's state, where it has a file of its own.")
-_InOrder = Option("--groups-in-order", help="Vouch that every parameter group was filled in the model's order.")
-_WeightsKey = Option(
-    metavar="KEY",
-    help="Which weights, where the file holds several: model.ema. Repeated for several networks, in the optimiser's order.",
-)
-_OptimizerKey = Option(metavar="KEY", help="Which optimiser's state, where the file holds several: optimizer_states.0.")
+Json = Annotated[bool, Option("--json", help='Print what was found, or {"error": …}, as one JSON object alone.')]
+NData = Annotated[float | None, Option(metavar="N", help="Training examples, where the checkpoint does not say.")]
+_Saved = typer.Argument(metavar="CHECKPOINT", help="What the trainer saved: weights and optimiser state.")
+Checkpoint = Annotated[Path, _Saved]
+
+
+_IN_ORDER = "Vouch that every parameter group was filled in the model's order."
+_WEIGHTS_KEY = "Which weights, where the file holds several: model.ema. Repeat it for several networks."
 
 
 def _checkpoint_options(
-    optimizer_file: Annotated[Path | None, _OptimizerFile] = None,
-    optimizer: Annotated[
-        str, Option(help="The optimiser that wrote the state; identified by its keys if absent.")
-    ] = "",
-    groups_in_order: Annotated[bool, _InOrder] = False,
-    weights_key: Annotated[list[str] | None, _WeightsKey] = None,
-    optimizer_key: Annotated[str | None, _OptimizerKey] = None,
+    optimizer_file: Annotated[Path | None, Option(help="The optimiser's state, where it is another file.")] = None,
+    optimizer: Annotated[str, Option(help="What wrote the state; identified by its keys if absent.")] = "",
+    groups_in_order: Annotated[bool, Option("--groups-in-order", help=_IN_ORDER)] = False,
+    weights_key: Annotated[list[str] | None, Option(metavar="KEY", help=_WEIGHTS_KEY)] = None,
+    optimizer_key: Annotated[str | None, Option(metavar="KEY", help="Which optimiser's state, of several.")] = None,
 ) -> Any:
     """The options of every command that reads a checkpoint."""
     from bayesadam.readers import CheckpointOptions
@@ -152,7 +162,7 @@ def _checkpoint_options(
     return CheckpointOptions(optimizer_file, optimizer or None, None, groups_in_order, weights, optimizer_key)
 
 
-def _reads_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
+def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose argument `options` is given on the command line by the options of `_checkpoint_options`.
 
     Of several checkpoints each has a state of its own, so that no option names its file.
@@ -170,45 +180,22 @@ def _reads_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+    return app.command(cls=_Command, rich_help_panel=_FILES)(run)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _of_the_paper(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of `bayesadam paper`, which still runs without that word, hidden and with a hint."""
 
+    @wraps(command)
+    def hinting(**given: Any) -> None:
+        command(**given)
+        if not given["quiet"]:
+            name = command.__name__
+            typer.echo(f"bayesadam: {name} is now `bayesadam paper {name}`; the short name goes on working", err=True)
 
-def _chosen(option: str, text: str | None, known: Sequence[str]) -> dict[str, Any]:
-    """The names given to an option, by its own; nothing where it was left out, which stands for its default."""
-    if text is None:
-        return {}
-    names = _names(text)
-    # A wheel has its δ after a colon.
-    unknown = [name for name in names if name.partition(":")[0] not in known]
-    if not names:
-        raise SettingError(
-            f"--{option} names nothing: leave it out for the default, or give some of {', '.join(known)}, separated by commas"
-        )
-    if unknown:
-        raise SettingError(
-            f"--{option} has no {', '.join(unknown)}: choose from {', '.join(known)}, separated by commas"
-        )
-    return {option: names}
-
-
-def _changes(texts: list[str]) -> dict[str, Any]:
-    """`name=value` by name: values are Python's numbers, tuples, True, False and None, all else is text."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not (name and equals and value):
-            raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
-        if name in found:
-            raise SettingError(f"--set {name} is given twice")
-        try:
-            found[name] = literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+    app.command(hidden=True, cls=_Command)(hinting)
+    paper.command(cls=_Command)(command)
+    return command
 
 
 def _device(asked: str | None) -> str:
@@ -236,33 +223,18 @@ def bayesadam(version: Annotated[bool, _Version] = False) -> None:
     """
 
 
-_NData = Option(
-    metavar="N", help="Training examples; without them only the order of the signal-to-noise ratios means something."
-)
-_Below = Option(min=0, help="Count the weights with a ratio below this; by default 1, where N is known.")
-_Json = Option("--json", help='Print what was found, or {"error": …}, as one JSON object and nothing else.')
-_Why = Option("--why", help="Say how the file was read: container, keys, optimiser, rule of matching.")
-_Plot = Option("--plot", help="Draw the ratios parameter by parameter: to --out, or to NAME-snr.png here.")
-_MayWrite = Option(
-    "--out",
-    "-o",
-    metavar="PATH",
-    help="Write metrics.json and the picture to this folder, or the picture to this .png; without it nothing is written.",
-)
-_Record = Option("--out", "-o", metavar="DIR", help="Write metrics.json to this folder; without it nothing is written.")
-
-
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+@_on_a_file
 def inspect(
     checkpoint: Checkpoint,
-    n_data: Annotated[float | None, _NData] = None,
-    snr: Annotated[float | None, _Below] = None,
-    plot: Annotated[bool, _Plot] = False,
-    as_json: Annotated[bool, _Json] = False,
-    why: Annotated[bool, _Why] = False,
+    n_data: Annotated[float | None, Option(metavar="N", help="Training examples; the order needs none.")] = None,
+    snr: Annotated[
+        float | None, Option(min=0, help="Count the weights with a ratio below this; 1 if N is known.")
+    ] = None,
+    plot: Annotated[bool, Option("--plot", help="Draw the ratios: to --out, or to NAME-snr.png here.")] = False,
+    json: Json = False,
+    why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, matching.")] = False,
     seed: Seed = 0,
-    out: Annotated[Path | None, _MayWrite] = None,
+    out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
     *,
     options: Any,
@@ -272,21 +244,18 @@ def inspect(
     CHECKPOINT is what a trainer saved, or a posterior of ours: what Posterior.save or `bayesadam export` wrote.
     """
     require("matplotlib")
-    from bayesadam.paper.inspection import run_inspect
+    from bayesadam.commands.files import run_inspect
 
-    settings: Any = {"plot": plot, "json": as_json, "why": why, "n_data": n_data, "snr": snr}
-    run_inspect(seed=seed, out=out, quiet=quiet, path=checkpoint, options=options, **settings)
+    shown: Any = {"plot": plot, "json": json, "why": why, "n_data": n_data, "snr": snr}
+    run_inspect(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **shown)
 
 
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+@_on_a_file
 def doctor(
     checkpoint: Checkpoint,
-    n_data: Annotated[
-        float | None, Option(metavar="N", help="Training examples: the prior that weight decay implies needs them.")
-    ] = None,
-    as_json: Annotated[bool, _Json] = False,
-    out: Annotated[Path | None, _Record] = None,
+    n_data: NData = None,
+    json: Json = False,
+    out: Annotated[Path | None, _out("DIR", "Write metrics.json to this folder.")] = None,
     quiet: Quiet = False,
     *,
     options: Any,
@@ -295,27 +264,23 @@ def doctor(
 
     To read before a posterior is trusted. Ends with code 1 where no posterior can be read.
     """
-    require("matplotlib")
-    from bayesadam.paper.inspection import run_doctor
+    from bayesadam.commands.files import run_doctor
 
-    if not run_doctor(out=out, quiet=quiet, path=checkpoint, options=options, n_data=n_data, json=as_json):
+    if not run_doctor(out=out, quiet=quiet, checkpoint=checkpoint, options=options, n_data=n_data, json=json):
         raise typer.Exit(1)
 
 
-_Ranking = _one_of(RANKINGS, "By |μ|/σ, the same with a prior (which a file has not), by |θ|, or by ½ θ² v̂.")
-_Scope = _one_of(SCOPES, "All weights compete, or the same share is removed from each parameter.")
-_Exclude = Option(help='Parameters to leave whole, separated by commas: names, patterns such as "*.norm*", biases.')
+_Ranking = _one_of("bayesadam.pruning:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
+_Scope = _one_of("bayesadam.pruning.masks:Scope", "All weights compete, or each parameter loses the same share.")
 
 
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+@_on_a_file
 def prune(
     checkpoint: Checkpoint,
     fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
     ranking: Annotated[str, _Ranking] = "snr",
     scope: Annotated[str, _Scope] = "global",
-    exclude: Annotated[str, _Exclude] = "",
-    seed: UnusedSeed = 0,
+    exclude: Annotated[str, Option(help='Leave whole, separated by commas: names, "*.norm*", biases.')] = "",
     out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
     *,
@@ -325,22 +290,17 @@ def prune(
 
     All else in the file stays as it was; without --out it goes to out/prune/pruned.*.
     """
-    from bayesadam.paper.saved_file import run_prune
+    from bayesadam.commands.files import run_prune
 
-    settings: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _names(exclude)}
-    run_prune(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
-
-
-_Prior = Option(min=0, help="δ of the prior; by default N × the weight decay.")
-_N = Option(metavar="N", help="Training examples, where the checkpoint does not say.")
+    chosen: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _split(exclude)}
+    run_prune(out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+@_on_a_file
 def sample(
     checkpoint: Checkpoint,
-    n_data: Annotated[float | None, _N] = None,
-    prior_precision: Annotated[float | None, _Prior] = None,
+    n_data: NData = None,
+    prior_precision: Annotated[float | None, Option(min=0, help="δ; by default N × the weight decay.")] = None,
     seed: Seed = 0,
     out: OutFile = Path("out/sample"),
     quiet: Quiet = False,
@@ -351,33 +311,21 @@ def sample(
 
     The draw is a safetensors file; without --out it is out/sample/sample.safetensors.
     """
-    from bayesadam.paper.saved_file import run_sample
+    from bayesadam.commands.files import run_sample
 
-    settings: Any = {"n_data": n_data, "prior_precision": prior_precision}
-    run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
-
-
-_Base = Option(help="The network before fine-tuning, for gradient matching: a checkpoint or weights alone.")
-_Method = _one_of(
-    MERGING_METHODS,
-    "By default gradient-matching with a base, else fisher; kronecker needs eigenbases, such as SOAP's.",
-)
-_Count = Option(
-    "--weight",
-    metavar="NUMBER",
-    help="How much a checkpoint is to count, given once for each in their order; 1 each by default.",
-)
-_Merged = typer.Argument(
-    metavar="CHECKPOINT",
-    help="What the trainers saved: weights and optimiser state, in one file or next to each other.",
-)
+    chosen: Any = {"n_data": n_data, "prior_precision": prior_precision}
+    run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+_Method = _one_of("bayesadam.merging.plan:Method", "By default gradient-matching with a base, else fisher.")
+_Merged = typer.Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and optimiser state.")
+_Count = Option("--weight", metavar="NUMBER", help="How much a checkpoint counts, once for each; 1 each by default.")
+
+
+@_on_a_file
 def merge(
     checkpoints: Annotated[list[Path], _Merged],
-    base: Annotated[Path | None, _Base] = None,
+    base: Annotated[Path | None, Option(help="The network before fine-tuning, for gradient matching.")] = None,
     method: Annotated[str | None, _Method] = None,
     weight: Annotated[list[float] | None, _Count] = None,
     out: OutFile = Path("out/merge"),
@@ -389,27 +337,23 @@ def merge(
 
     Weighted by their second moments, as a safetensors file; without --out it is out/merge/merged.safetensors.
     """
-    from bayesadam.paper.merging import run_merge
+    from bayesadam.commands.files import run_merge
 
-    settings: Any = {"base": base, "method": method, "weights": weight or None}
-    run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **settings)
-
-
-_Compress = _one_of(
-    COMPRESSIONS, "8bit takes a quarter of the bytes; factored next to none, and is much coarser; float32 if absent."
-)
-_Structure = _one_of(STRUCTURES, "kronecker is for a SOAP's state.")
+    chosen: Any = {"base": base, "method": method, "weights": weight or None}
+    run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **chosen)
 
 
-@app.command(rich_help_panel=_FILES)
-@_reads_checkpoint
+_Compress = _one_of("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
+_Structure = _one_of("bayesadam.commands.files:EXPORTED", "kronecker is for the state of a SOAP.")
+
+
+@_on_a_file
 def export(
     checkpoint: Checkpoint,
-    n_data: Annotated[float | None, _N] = None,
+    n_data: NData = None,
     batch_size: Annotated[int | None, Option(min=1, help="Examples behind one gradient.")] = None,
     compress: Annotated[str | None, _Compress] = None,
     structure: Annotated[str, _Structure] = "diagonal",
-    seed: UnusedSeed = 0,
     out: OutFile = Path("out/export"),
     quiet: Quiet = False,
     *,
@@ -419,10 +363,10 @@ def export(
 
     Without --out it is out/export/posterior.safetensors.
     """
-    from bayesadam.paper.saved_file import run_export
+    from bayesadam.commands.files import run_export
 
-    settings: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
-    run_export(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **settings)
+    chosen: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
+    run_export(out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -433,7 +377,7 @@ def demo(seed: Seed = 0, out: Out = Path("out/demo"), quiet: Quiet = False) -> N
     """
     # Before any training, so that a missing package costs no time.
     require("matplotlib")
-    from bayesadam.paper.demo import run_demo
+    from bayesadam.commands.demo import run_demo
 
     run_demo(seed=seed, out=out, quiet=quiet)
 
@@ -453,24 +397,9 @@ def play(
     run_play(port=port, open_browser=open_browser, quiet=quiet)
 
 
-def _of_the_paper(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of `bayesadam paper`, which still runs without that word, hidden and with a hint."""
-
-    @wraps(command)
-    def hinting(**given: Any) -> None:
-        command(**given)
-        if not given["quiet"]:
-            name = command.__name__
-            typer.echo(f"bayesadam: {name} is now `bayesadam paper {name}`; the short name goes on working", err=True)
-
-    app.command(hidden=True)(hinting)
-    paper.command()(command)
-    return command
-
-
 @_of_the_paper
 def regression(
-    methods: Annotated[str | None, _list_of("Which methods", REGRESSION_METHODS, "all")] = None,
+    methods: Annotated[str | None, _list_of("bayesadam.paper.regression:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the 200 training points.")] = 20_000,
     seeds: Annotated[int, Option("--seeds", min=1, help="Data sets and networks for each method.")] = 10,
     gap: Annotated[bool, Option("--gap", help="Train with a hole in the middle of the range.")] = False,
@@ -481,25 +410,21 @@ def regression(
     quiet: Quiet = False,
 ) -> None:
     """Figure 1: the paper's toy regression with every method."""
-    chosen = _chosen("methods", methods, REGRESSION_METHODS)
     require("matplotlib")
     from bayesadam.paper.regression import RegressionSettings, run_regression
 
-    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **chosen)
+    settings = RegressionSettings(n_seeds=seeds, epochs=epochs, gap=gap, **_given(methods=methods))
     run_regression(seed=seed, out=out, quiet=quiet, settings=settings.quick() if quick else settings, jobs=jobs)
-
-
-_Sparse = Option("--sparse", help="Networks trained to be pruned, instead; --methods and --activation do not count.")
 
 
 @_of_the_paper
 def pruning(
-    data: Annotated[str, _one_of(IMAGE_SETS, "Which images.")] = "mnist",
-    methods: Annotated[str | None, _list_of("Which methods", PRUNING_METHODS, "all")] = None,
+    data: Annotated[str, _one_of("bayesadam.data.loaders:IMAGE_SETS", "Which images.")] = "mnist",
+    methods: Annotated[str | None, _list_of("bayesadam.paper.pruning:TITLES", "Methods, by default all")] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = 100,
     seeds: Annotated[int, Option("--seeds", min=1, help="Networks for each method.")] = 3,
-    activation: Annotated[str, _one_of(ACTIVATIONS, "Of the hidden units.")] = "relu",
-    sparse: Annotated[bool, _Sparse] = False,
+    activation: Annotated[str, _one_of("bayesadam.engine.network:ACTIVATIONS", "Of the hidden units.")] = "relu",
+    sparse: Annotated[bool, Option("--sparse", help="Networks trained to be pruned, in their own ways.")] = False,
     device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -507,58 +432,65 @@ def pruning(
     quiet: Quiet = False,
 ) -> None:
     """Figure 2: accuracy after pruning, with every method."""
-    chosen = _chosen("methods", methods, PRUNING_METHODS)
     require("matplotlib")
-    from bayesadam.paper import pruning as experiment
+    from bayesadam.paper.pruning import PruningSettings, SparseSettings, run_pruning
 
-    where = _device(device)
-    asked: Any = {"data": data, "n_seeds": seeds, "epochs": epochs}
-    own: Any = {} if sparse else {"activation": activation, **chosen}
-    settings = experiment.SparseSettings(**asked) if sparse else experiment.PruningSettings(**asked, **own)
-    shared: Any = {"device": where, "jobs": jobs if where == "cpu" else 1}
-    experiment.run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, **shared)
+    where, shared = _device(device), {"data": data, "n_seeds": seeds, "epochs": epochs}
+    own: Any = {**shared, "activation": activation, **_given(methods=methods)}
+    settings = SparseSettings(**shared) if sparse else PruningSettings(**own)  # type: ignore[arg-type]
+    jobs = jobs if where == "cpu" else 1
+    run_pruning(seed=seed, out=out, quiet=quiet, settings=settings, device=where, jobs=jobs)
 
 
-_SETTINGS = "The agents': those that the paper states, or tuned ones, the same for all problems."
-_Problems = _list_of("Which problems (wheel:0.95 is the wheel with δ = 0.95)", PROBLEMS, "the paper's")
-_Set = Option("--set", metavar="NAME=VALUE", help="Change one of the settings, such as epsilon=0.02; repeatable.")
+_Settings = _one_of("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
+_Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
+_Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
+_Engine = _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells over a Ray cluster.")
 
 
 @_of_the_paper
 def bandits(
     problems: Annotated[str | None, _Problems] = None,
-    agents: Annotated[str | None, _list_of("Which agents", AGENTS, "the paper's")] = None,
+    agents: Annotated[str | None, _list_of("bayesadam.bandits:AGENTS", "Agents, by default the paper's")] = None,
     runs: Annotated[int, Option(min=1, help="Runs of each cell.")] = 10,
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
-    settings: Annotated[str, _one_of(BANDIT_SETTINGS, _SETTINGS)] = "tuned",
+    settings: Annotated[str, _Settings] = "tuned",
     change: Annotated[list[str] | None, _Set] = None,
-    engine: Annotated[str, _one_of(ENGINES, "ray distributes the cells over a Ray cluster.")] = "local",
+    engine: Annotated[str, _Engine] = "local",
     device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
     quiet: Quiet = False,
 ) -> None:
     """Table 1: Thompson sampling on the bandit problems."""
-    chosen = _chosen("problems", problems, PROBLEMS) | _chosen("agents", agents, AGENTS)
     require("matplotlib")
     from bayesadam.paper.bandits import BanditSettings, run_bandits
 
-    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=_changes(change or []), **chosen)
+    # Values are Python's numbers, tuples, True, False and None, all else is text.
+    changes: dict[str, Any] = {}
+    for text in change or []:
+        name, _, value = (part.strip() for part in text.partition("="))
+        if not (name and value):
+            raise SettingError(f"--set takes name=value, such as epsilon=0.02, got {text!r}")
+        if name in changes:
+            raise SettingError(f"--set {name} is given twice")
+        try:
+            changes[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[name] = value
+    chosen = _given(problems=problems, agents=agents)
+    asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
     run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
-
-
-_Quick = Option("--quick", help="Few epochs, seeds and rounds, on embedded data and what is on this machine.")
-_Only = _list_of("What to run where missing", EXPERIMENTS, "all")
 
 
 @_of_the_paper
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds the runs, and the page; made if absent.")],
-    quick: Annotated[bool, _Quick] = False,
-    only: Annotated[str | None, _Only] = None,
-    settings: Annotated[
-        str | None, _one_of(BANDIT_SETTINGS, f"{_SETTINGS} By default those of a run in DIR, or tuned.")
-    ] = None,
+    quick: Annotated[
+        bool, Option("--quick", help="Few epochs, seeds and rounds, on the data of this machine.")
+    ] = False,
+    only: Annotated[str | None, _list_of("bayesadam.paper.claims:EXPERIMENTS", "What to run where missing")] = None,
+    settings: Annotated[str | None, _Settings] = None,
     device: Device = None,
     jobs: Jobs = 2,
     seed: Seed = 0,
@@ -568,10 +500,91 @@ def report(
 
     Runs in DIR are taken as they are, missing ones are run.
     """
-    chosen = _chosen("only", only, EXPERIMENTS)
     require("matplotlib")
     require("jinja2")
     from bayesadam.paper.report import ReportSettings, run_report
 
-    asked = ReportSettings(quick=quick, settings=settings, **chosen)
+    asked = ReportSettings(quick=quick, settings=settings, **_given(only=only))
     run_report(seed=seed, out=folder, quiet=quiet, settings=asked, device=_device(device), jobs=jobs)
+
+
+def _data_sets(what: str) -> Any:
+    complete: Any = lambda: [*names("bayesadam.data.fetching:DATA_SETS"), "all"]  # noqa: E731
+    return typer.Argument(metavar="NAME", help=what, autocompletion=complete)
+
+
+@data_app.command("list")
+def list_data() -> None:
+    """Show every data set, and where it was found."""
+    from bayesadam.data import data_sets, fetching, find
+
+    cache = fetching.cache_folder() or f"none: name a folder in {fetching.CACHE_VARIABLE}"
+    typer.echo(f"{fetching.DATA_VARIABLE}: {fetching.data_folder() or 'not set'}\ncache: {cache}\n")
+    widths = [
+        max(len(text) for text in column) for column in zip(*((r.name, r.title) for r in data_sets()), strict=True)
+    ]
+    for record in data_sets():
+        found = find(record.name)
+        where = " and ".join(dict.fromkeys(str(item.path.parent) for item in found.values()))
+        if record.embedded:
+            where = "embedded"
+        elif found and len(found) < len(record.files):
+            where = f"{len(found)} of {len(record.files)} files: {where}"
+        elif not found:
+            where = "absent" if all(file.urls for file in record.files) else "absent, and no public source is known"
+        typer.echo(f"{record.name:{widths[0]}}  {record.title:{widths[1]}}  {where}")
+
+
+@data_app.command("fetch")
+def fetch_data(
+    sets: Annotated[list[str], _data_sets("Data sets, or `all`; `bayesadam data list` shows them.")],
+    out: Annotated[Path | None, _out("DIR", "A folder to bring them to, for use as BAYESADAM_DATA.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Bring data sets to this machine.
+
+    What BAYESADAM_DATA or the cache has is checked, the rest is downloaded.
+    """
+    from bayesadam.data import data_set, data_sets, fetch
+
+    failed = False
+    # Every name is checked before any work.
+    for record in data_sets() if sets == ["all"] else [data_set(name) for name in sets]:
+        try:
+            paths = fetch(record.name, folder=out, progress=not quiet)
+        except BayesAdamError as error:
+            typer.echo(f"bayesadam: {error}", err=True)
+            failed = True
+            continue
+        if record.embedded and not quiet:
+            typer.echo(f"{record.name} is embedded: there is nothing to fetch")
+        for path in paths:
+            typer.echo(path)
+    if failed:
+        raise typer.Exit(1)
+
+
+@data_app.command("verify")
+def verify_data(
+    sets: Annotated[list[str] | None, _data_sets("Data sets that must be there; by default those begun.")] = None,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only what is wrong.")] = False,
+) -> None:
+    """Compare the files on this machine with their published checksums.
+
+    Ends with code 1 where a checksum is wrong, and where a file is missing of a set that was named or begun.
+    """
+    from bayesadam.data import data_set, data_sets, verify
+
+    failed, every = False, sets in (None, [], ["all"])
+    for record in data_sets() if every else [data_set(name) for name in sets or ()]:
+        checks = verify(record.name)
+        needed = not every or any(check.status != "missing" for check in checks)
+        for check in checks:
+            wrong = check.status == "wrong checksum" or (check.status == "missing" and needed)
+            failed |= wrong
+            where = f"{check.data_set}/{check.file}" if check.path is None else str(check.path)
+            hashes = f": expected sha256 {check.expected}, found {check.found}"
+            if wrong or not quiet:
+                typer.echo(f"{check.status}  {where}{hashes * (check.status == 'wrong checksum')}", err=wrong)
+    if failed:
+        raise typer.Exit(1)

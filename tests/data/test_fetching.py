@@ -3,7 +3,6 @@
 import errno
 import gzip
 import hashlib
-import importlib
 import io
 import os
 import subprocess
@@ -17,14 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from bayesadam.data import fetch, find, locate, registry, verify
-from bayesadam.data.registry import Copy, DataFile, DataSet
+from bayesadam.data import fetch, fetching, find, locate, verify
+from bayesadam.data.fetching import Copy, DataFile, DataSet
 from bayesadam.errors import DataError, SettingError
 from processes import PATIENCE, SOURCE, eventually, run_python
 
 TESTS = str(Path(__file__).parents[1])
-# The package has a function of the same name.
-fetching = importlib.import_module("bayesadam.data.fetching")
 
 CONTENT = b"a,b,c\n" * 50_000
 PACKED = gzip.compress(CONTENT, mtime=0)
@@ -102,7 +99,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def tiny(cache, server, monkeypatch) -> Path:
     """The set `tiny` with two sources, /first and /second; gives the path it would be cached at."""
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(f"{server.url}/first", f"{server.url}/second"))
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", record(f"{server.url}/first", f"{server.url}/second"))
     return cache / "tiny.csv"
 
 
@@ -185,7 +182,7 @@ def zipped() -> bytes:
 
 @pytest.mark.parametrize(("path", "answer"), [("/tiny.csv.gz", PACKED), ("/other.zip", zipped())])
 def test_a_packed_source_is_unpacked_before_the_check(cache, server, monkeypatch, path, answer):
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(server.url + path))
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", record(server.url + path))
     server.answers = {path: [answer]}
     assert locate("tiny")["tiny.csv"].read_bytes() == CONTENT
     assert [file.name for file in cache.iterdir()] == ["tiny.csv"]
@@ -198,7 +195,7 @@ def test_a_packed_source_is_unpacked_before_the_check(cache, server, monkeypatch
     ids=["a page", "nothing", "half", "another file"],
 )
 def test_a_packed_source_that_is_not_is_refused(cache, server, monkeypatch, path, answer):
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(server.url + path))
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", record(server.url + path))
     server.answers = {path: [answer]}
     with pytest.raises(DataError, match=r"not a \.(gz|zip) file|wrong checksum"):
         locate("tiny")
@@ -270,7 +267,7 @@ def test_without_a_network_the_error_names_file_place_and_embedded_set(cache, mo
     closed = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     port = closed.server_address[1]
     closed.server_close()
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", record(f"http://127.0.0.1:{port}/tiny.csv"))
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", record(f"http://127.0.0.1:{port}/tiny.csv"))
     with pytest.raises(DataError, match="refused") as caught:
         locate("tiny")
     for part in ("tiny.csv", "'tiny'", "BAYESADAM_DATA (not set)", str(cache), "embedded set 'wheel'"):
@@ -278,7 +275,7 @@ def test_without_a_network_the_error_names_file_place_and_embedded_set(cache, mo
 
 
 def test_without_a_source_the_error_says_so(cache, monkeypatch):
-    monkeypatch.setitem(registry.DATA_SETS, "tiny", record())
+    monkeypatch.setitem(fetching.DATA_SETS, "tiny", record())
     with pytest.raises(DataError, match=r"put it there by hand.*no public source is known"):
         locate("tiny")
 
@@ -312,6 +309,7 @@ def test_the_name_appears_only_when_the_file_is_whole(tiny, server):
     assert 0 < size < len(CONTENT)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
     """A limit on the size of files, which the kernel enforces in the middle of the download."""
     server.answers = {"/first": [CONTENT], "/second": [CONTENT]}
@@ -321,9 +319,9 @@ def test_a_full_disk_is_one_clear_error_and_no_half_file(tiny, server):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         import {Path(__file__).stem} as tests
-        from bayesadam.data import locate, registry
+        from bayesadam.data import fetching, locate
         from bayesadam.errors import DataError
-        registry.DATA_SETS["tiny"] = tests.record("{server.url}/first", "{server.url}/second")
+        fetching.DATA_SETS["tiny"] = tests.record("{server.url}/first", "{server.url}/second")
         try:
             locate("tiny")
         except DataError as error:
@@ -354,6 +352,7 @@ def test_a_cache_that_cannot_be_made_is_named(tiny, tmp_path):
         locate("tiny")
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_at_once(tiny, server):
     # Neither is answered before both have asked.
     server.before_answer = threading.Barrier(2, timeout=PATIENCE).wait
@@ -362,8 +361,8 @@ def test_two_processes_fetch_at_once(tiny, server):
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import {Path(__file__).stem} as tests
-        from bayesadam.data import fetch, registry
-        registry.DATA_SETS["tiny"] = tests.record("{server.url}/first")
+        from bayesadam.data import fetch, fetching
+        fetching.DATA_SETS["tiny"] = tests.record("{server.url}/first")
         print(*fetch("tiny", progress=False))
     """
     results = []
@@ -427,9 +426,14 @@ def test_a_damaged_file_in_the_cache_is_fetched_anew(tiny, server):
     assert tiny.read_bytes() == CONTENT
 
 
-def test_progress_is_shown_on_standard_error_alone(tiny, server, capsys):
+def test_a_bar_counts_the_bytes_where_progress_is_wanted(tiny, server, monkeypatch, capsys):
     server.answers = {"/first": [CONTENT]}
+    steps = []
+    monkeypatch.setattr(fetching.Bar, "step", lambda bar, amount: steps.append((bar.description, bar.total, amount)))
+    fetch("tiny", progress=False)
+    assert steps == []
+    tiny.unlink()
     fetch("tiny")
-    captured = capsys.readouterr()
-    assert "tiny/tiny.csv" in captured.err
-    assert captured.out == ""
+    assert {step[:2] for step in steps} == {("tiny/tiny.csv, bytes", len(CONTENT))}
+    assert sum(amount for *_, amount in steps) == len(CONTENT)
+    assert capsys.readouterr().out == ""

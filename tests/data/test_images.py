@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bayesadam.data import find, load_images, load_split, registry
-from bayesadam.data.registry import Copy, DataFile, DataSet
+from bayesadam.data import fetching, find, load_images, load_split
+from bayesadam.data.fetching import Copy, DataFile, DataSet
 from bayesadam.errors import BayesAdamError, DataError, FileError, SettingError
 from floats import approx, assert_close
 
@@ -39,7 +39,7 @@ def small(tmp_path, monkeypatch):
         content = idx(array)
         (folder / name).write_bytes(content)
         files.append(DataFile(Copy(name, len(content), hashlib.sha256(content).hexdigest())))
-    monkeypatch.setitem(registry.DATA_SETS, "mnist", DataSet("mnist", "small", "mnist", tuple(files), "digits"))
+    monkeypatch.setitem(fetching.DATA_SETS, "mnist", DataSet("mnist", "small", "mnist", tuple(files), "digits"))
     monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
     return folder, arrays
@@ -99,10 +99,10 @@ def test_images_and_labels_must_belong_together(small):
     name = "t10k-labels-idx1-ubyte.gz"
     content = idx(arrays[name][:3])
     (folder / name).write_bytes(content)
-    record = registry.DATA_SETS["mnist"]
+    record = fetching.DATA_SETS["mnist"]
     changed = DataFile(Copy(name, len(content), ""))
     files = tuple(changed if file.name == name else file for file in record.files)
-    registry.DATA_SETS["mnist"] = DataSet("mnist", "small", "mnist", files, "digits")
+    fetching.DATA_SETS["mnist"] = DataSet("mnist", "small", "mnist", files, "digits")
     with pytest.raises(DataError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):
         load_split("mnist", "test")
 
@@ -142,7 +142,7 @@ def present(name: str, *files: str) -> None:
         found = find(name)
     except BayesAdamError as error:
         pytest.skip(str(error))
-    absent = [file.name for file in registry.data_set(name).files if file.name not in found]
+    absent = [file.name for file in fetching.data_set(name).files if file.name not in found]
     if any(file in absent for file in files) or (absent and not files):
         pytest.skip(f"{name}: no {', '.join(absent)}")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bayesadam.data import find, load_table
-from bayesadam.data.registry import data_set
-from bayesadam.data.tables import (
+from bayesadam.data.fetching import data_set
+from bayesadam.data.loaders import (
     read_adult,
     read_census,
     read_covertype,

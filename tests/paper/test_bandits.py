@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -45,7 +45,8 @@ def test_the_best_of_each_column_is_bold_and_the_papers_numbers_stand_next_to_th
         }
         for problem, agent, value, lost in (("mushroom", "badam", 0.9, False), ("mushroom", "greedy", 0.2, True))
     }
-    text = bandits.markdown(cells, BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
+    settings = asdict(BanditSettings(problems=("mushroom",), agents=("badam", "greedy"), runs=2))
+    text = "\n".join(table.markdown() for table in bandits.tables(bandits.by_problem(cells), settings))
     assert "| Badam | **.800 ± .100** (.700) |" in text
     assert "| Greedy | .100 ± .100 (.000, 1 lost) |" in text
     assert "| *in the paper* | .740 ± .090 |" in text

@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 import bayesadam as ba
 from bayesadam.cli import app
+from bayesadam.commands.running import Ledger
 from bayesadam.data import Images
 from bayesadam.engine.network import member
 from bayesadam.paper import pruning
-from bayesadam.paper.methods import Network, Training
-from bayesadam.paper.methods.optimum import diagonal_ggn
+from bayesadam.paper.methods import Network, Training, diagonal_ggn
 from bayesadam.paper.pruning import FRACTIONS, PruningSettings, curves_of, problem_of
-from bayesadam.paper.work import Ledger
 from floats import approx, assert_close
 
 QUICK = Training(epochs=2, batch_size=16, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99999))

@@ -12,10 +12,13 @@ from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.engine.network import flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules import IVON, RULES
 from bayesadam.engine.stack import Stack, train
-from bayesadam.play.bands import (
+from bayesadam.play.learners import (
     _SIGNALS,
     LENGTHSCALES,
+    PANELS,
     Kernel,
+    Panel,
+    Request,
     curvature_of,
     gp_bands,
     kronecker_posterior,
@@ -23,8 +26,6 @@ from bayesadam.play.bands import (
     posterior_at,
     reach_of,
 )
-from bayesadam.play.learners import PANELS, Panel
-from bayesadam.play.request import Request
 from bayesadam.posterior import Mixture, Posterior
 from floats import approx, assert_close
 
@@ -263,7 +264,7 @@ def test_a_learner_resumes_with_what_it_knows_when_something_it_depends_on_has_c
     assert bool(learner.left) == (name in LISTENS_TO[kind])
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", ["badam", "bbb", "ensemble"])
 @pytest.mark.parametrize("change", [{"width": 9}, {"units": "relu"}, {"restart": True}, {"points": ((1.0, 1.0),)}])
 def test_another_shape_or_other_data_restart_repeatably(kind, change):
     learner, other = learner_of(kind), learner_of(kind)
@@ -278,6 +279,7 @@ def test_another_shape_or_other_data_restart_repeatably(kind, change):
     assert torch.equal(learner.stack.weights, other.stack.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_training_fits_and_ends(kind):
     learner = learner_of(kind, budget=500)

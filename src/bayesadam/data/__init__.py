@@ -1,9 +1,7 @@
 """Data sets: what there is, where it is, and how to load it."""
 
-from bayesadam.data.fetching import FileCheck, fetch, find, locate, verify
-from bayesadam.data.images import Images, load_images, load_split
-from bayesadam.data.registry import DataSet, data_set, data_sets
-from bayesadam.data.tables import Table, load_table
+from bayesadam.data.fetching import DataSet, FileCheck, data_set, data_sets, fetch, find, locate, verify
+from bayesadam.data.loaders import Images, Table, load_images, load_split, load_table
 from bayesadam.data.toy import ToyData, toy_function, toy_grid, toy_points
 
 __all__ = [

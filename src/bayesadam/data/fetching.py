@@ -1,6 +1,6 @@
-"""Finds a data set's files: the folder BAYESADAM_DATA, then the user's cache, then their public source.
+"""Every data set with its files and checksums, found in BAYESADAM_DATA, in the user's cache, or at a public source.
 
-Every folder is laid out alike, as `DataSet.folder` says. A download is checked against its checksum before it takes its
+Every folder is laid out alike, as `DataSet.folder` says. A download is checked against its sha256 before it takes its
 name, so a file in the cache is whole.
 """
 
@@ -12,34 +12,84 @@ import os
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam.data.registry import Copy, DataFile, DataSet, data_set
+from bayesadam._progress import Bar
 from bayesadam.errors import DataError, FileError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
 
-# Rounds over the sources that may yet answer, and the seconds before the second round; each later wait is twice as long.
+# Rounds over the sources that may yet answer, and the seconds before the second; each later wait is twice as long.
 ROUNDS = 3
 FIRST_WAIT = 0.5
 TIMEOUT = 20.0
-# Answers that a second try may change.
+# HTTP answers that a second try may change.
 _PASSING = {408, 425, 429}
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
+class Copy:
+    """One form of a file in a folder: as published, or packed."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file that a loader reads: as published, and compressed, where such a copy is known.
+
+    `urls` are the public sources of `published`, the first choice first. One that ends in .gz or .zip, where the file's
+    own name does not, delivers it packed.
+    """
+
+    published: Copy
+    packed: Copy | None = None
+    urls: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The published name."""
+        return self.published.name
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """Every form that may be in a folder."""
+        return (self.published,) if self.packed is None else (self.published, self.packed)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set: its folder below that of all data sets, and its files; an embedded set has none.
+
+    `instead` is the embedded set nearest to it, which errors recommend where this one is absent.
+    """
+
+    name: str
+    title: str
+    folder: str = ""
+    files: tuple[DataFile, ...] = ()
+    instead: str = ""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it needs no file."""
+        return not self.files
+
+
+@dataclass(frozen=True)
 class Found:
-    """A file of a data set on this machine, and the form in which it lies there."""
+    """A file of a data set on this machine, and the form in which it is there."""
 
     copy: Copy
     path: Path
@@ -47,9 +97,9 @@ class Found:
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` says of one file, by its published name; `path` is None where it is missing.
+    """What `verify` found for one file, by its published name; `path` is None where it is missing.
 
-    `expected` is the sha256 of the form that is there, or of the published file where none is; `found` that of the file.
+    `expected` is the sha256 of the form that is there, or of the published file where none is; `found` the file's own.
     """
 
     data_set: str
@@ -58,6 +108,112 @@ class FileCheck:
     expected: str
     found: str | None = None
     path: Path | None = None
+
+
+# Folder and name, bytes, sha256.
+_COPIES = """
+mnist/train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
+mnist/train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
+mnist/t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
+mnist/t10k-labels-idx1-ubyte.gz 4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
+fashion-mnist/train-images-idx3-ubyte.gz 26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
+fashion-mnist/train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
+fashion-mnist/t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
+fashion-mnist/t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
+bandits/mushroom/agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
+bandits/mushroom/agaricus-lepiota.data.gz 29462 bf2157cb0f7aca0b2ce5537471c6b9636380b20e322a5aa97af985ba45affffa
+bandits/financial/raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
+bandits/financial/raw_stock_contexts.gz 309822 5a23e986d9fa77ed80abef9153cd590bd3c9c777ccabc5e432c67e215f7a8805
+bandits/jester/jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
+bandits/jester/jester-data-1.csv.xz 2719700 168e8e87e4617422e7e3142366d31ceadf7fc44a08a31a544dd77ad0afc5d0cc
+bandits/statlog/shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
+bandits/statlog/shuttle.trn.gz 313387 7e5b6c9db2350161b89b562a6b73c3ec2eea2c1d6f632bf568401236ad49b751
+bandits/adult/adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
+bandits/adult/adult.data.gz 408969 c7a2b4716a97f930123e0baf879188d701e798172631a654fc703d4b082907f3
+bandits/adult/adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
+bandits/adult/adult.test.gz 205254 8a2c1bffa6e7ce5abfa43881ae5e87c4311ebc2b3cd526c9c40a43f19f06f799
+bandits/covertype/covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
+bandits/covertype/covtype.data.xz 7036792 bbaed4fe81a7ac1b4ce6d3df1bcf79f1e11fefcc2336dbcdecf2ca69fe7cf26d
+bandits/census/USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
+"""
+_KNOWN = {
+    path: Copy(path.rpartition("/")[2], int(n), digest)
+    for path, n, digest in map(str.split, _COPIES.strip().splitlines())
+}
+
+
+_TITLES = {
+    "mnist": "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
+    "fashion-mnist": "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
+    "mushroom": "UCI Mushroom: 8,124 mushrooms, edible or not",
+    "financial": "The Showdown's stocks: 3,713 days of price changes of 21 stocks",
+    "jester": "Jester: ratings of 40 jokes by the 19,181 users who rated them all",
+    "statlog": "UCI Statlog (Shuttle): 43,500 states of a shuttle's radiators in 7 classes",
+    "adult": "UCI Adult: 45,222 complete rows of a census, 14 occupations",
+    "covertype": "UCI Covertype: 581,012 patches of forest in 7 classes",
+    "census": "UCI US Census 1990: 2,458,285 people, 9 kinds of occupation",
+}
+# A source that ends in "/" has every file under its published name. Jester's authors have a spreadsheet, which is not
+# this file; UCI has statlog as .Z, which Python cannot unpack.
+_SOURCES = """
+mnist https://ossci-datasets.s3.amazonaws.com/mnist/
+mnist https://storage.googleapis.com/cvdf-datasets/mnist/
+fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
+fashion-mnist http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/
+mushroom https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/
+mushroom https://storage.googleapis.com/bandits_datasets/mushroom.data
+financial https://storage.googleapis.com/bandits_datasets/
+financial https://raw.githubusercontent.com/andrewk1/pytorch-deep-bayesian-bandits/0d8ea13c232434736ecfdd4051f9685d9f734af7/bandits/data/selected_datasets/
+jester https://raw.githubusercontent.com/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip
+statlog https://storage.googleapis.com/bandits_datasets/
+adult https://archive.ics.uci.edu/ml/machine-learning-databases/adult/
+covertype https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz
+covertype https://storage.googleapis.com/bandits_datasets/
+census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
+census https://storage.googleapis.com/bandits_datasets/
+"""
+
+
+def _record(name: str, title: str) -> DataSet:
+    """A set by the name of its folder."""
+    sources = [url for known, url in map(str.split, _SOURCES.strip().splitlines()) if known == name]
+    files, folder = [], ""
+    for path, copy in _KNOWN.items():
+        if path.split("/")[-2] == name and path.rpartition(".")[0] not in _KNOWN:
+            packed = _KNOWN.get(f"{path}.gz") or _KNOWN.get(f"{path}.xz")
+            urls = tuple(url + copy.name if url.endswith("/") else url for url in sources)
+            files.append(DataFile(copy, packed, urls))
+            folder = path.rpartition("/")[0]
+    return DataSet(name, title, folder, tuple(files), "wheel" if folder.startswith("bandits/") else "digits")
+
+
+_RECORDS = (
+    *(_record(name, title) for name, title in _TITLES.items()),
+    DataSet("digits", "scikit-learn's 1,797 handwritten digits of 8 × 8 pixels"),
+    DataSet("wheel", "the wheel bandit, drawn by the simulation"),
+    DataSet("toy", "the paper's toy regression, drawn from a generator"),
+)
+DATA_SETS: dict[str, DataSet] = {record.name: record for record in _RECORDS}
+
+
+def data_sets() -> tuple[DataSet, ...]:
+    """The record of every data set, embedded ones last.
+
+    >>> [record.name for record in data_sets() if record.embedded]
+    ['digits', 'wheel', 'toy']
+    """
+    return tuple(DATA_SETS.values())
+
+
+def data_set(name: str) -> DataSet:
+    """The record of one data set.
+
+    >>> data_set("mnist").folder
+    'mnist'
+    """
+    if name not in DATA_SETS:
+        raise SettingError(f"no data set is called {name!r}: choose from {', '.join(DATA_SETS)}")
+    return DATA_SETS[name]
 
 
 def data_folder() -> Path | None:
@@ -72,7 +228,7 @@ def data_folder() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """The folder downloads go to: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
+    """The folder for downloads: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -82,56 +238,66 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folders: Collection[Path] | None = None) -> dict[str, Found]:
-    """The files of a data set in some folders, by default the usual ones, by published name; nothing is read or fetched."""
+def find(name: str, folders: Collection[Path | None] | None = None) -> dict[str, Found]:
+    """The files of a data set in some folders, by default the usual ones, by published name; nothing is fetched."""
     record, found = data_set(name), dict[str, Found]()
-    for file, folder in product(record.files, _folders() if folders is None else folders):
+    for file, folder in product(record.files, (data_folder(), cache_folder()) if folders is None else folders):
         for copy in file.copies:
-            path = folder / record.folder / copy.name
-            if path.is_file():
-                # The first that is there counts: setdefault keeps it.
+            if folder is not None and (path := folder / record.folder / copy.name).is_file():
                 found.setdefault(file.name, Found(copy, path))
     return found
 
 
 def locate(name: str, files: Collection[str] | None = None, *, progress: bool = False) -> dict[str, Path]:
-    """Where the wanted files of a data set are, by published name; what is in neither folder is downloaded to the cache.
+    """Where the wanted files of a data set are, by published name; missing ones are downloaded to the cache.
 
     Raises:
         DataError: a file has the wrong size, or is absent and cannot be downloaded.
     """
-    record, present = data_set(name), find(name)
-
-    def path(file: DataFile) -> Path:
+    record, present, paths = data_set(name), find(name), {}
+    for file in record.files:
+        if files is not None and file.name not in files:
+            continue
         found = present.get(file.name)
-        return _download(record, file, cache_folder(), progress) if found is None else _sized(record, found)
-
-    return {file.name: path(file) for file in record.files if files is None or file.name in files}
+        if found is None:
+            paths[file.name] = _download(record, file, cache_folder(), progress)
+            continue
+        # A truncated file is caught without reading it.
+        size = found.path.stat().st_size
+        if size != found.copy.n_bytes:
+            raise DataError(
+                f"{found.path} has {size:,} bytes, expected {found.copy.n_bytes:,}: it is truncated or another file; "
+                f"remove it, then `bayesadam data fetch {record.name}`"
+            )
+        paths[file.name] = found.path
+    return paths
 
 
 def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
-    """Bring every file of a data set to this machine, check it against its checksum, and say where it is.
+    """Bring every file of a data set to this machine, check it against its checksum, and return the paths.
 
     A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
-    has no files. The files are brought to `folder`, for use as BAYESADAM_DATA; by default they are looked for in the
-    usual places, and the cache takes those that are in neither.
+    has no files.
+
+    Args:
+        folder: where the files go, for use as BAYESADAM_DATA; by default the usual folders are searched, and the cache
+            takes what is in neither.
+        progress: whether a bar shows a long download on a terminal.
     """
-    record = data_set(name)
+    record, users = data_set(name), data_folder()
     target = cache_folder() if folder is None else Path(folder)
-    paths, users = [], data_folder()
+    paths = []
     for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             damage = f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
             raise DataError(f"{damage}: replace it, or remove it to have it fetched")
-        if check.status == "ok" and check.path is not None:
-            paths.append(check.path)
-        else:
-            paths.append(_download(record, file, target, progress))
+        whole = check.path if check.status == "ok" else None
+        paths.append(whole or _download(record, file, target, progress))
     return tuple(paths)
 
 
 def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck]:
-    """Read every file of a data set, as `find` does, and compare its sha256 with the published one; nothing is fetched."""
+    """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
     record, present, checks = data_set(name), find(name, folders), []
     for file in record.files:
         found = present.get(file.name)
@@ -144,53 +310,44 @@ def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck
     return checks
 
 
-def _folders() -> tuple[Path, ...]:
-    return tuple(folder for folder in (data_folder(), cache_folder()) if folder is not None)
-
-
-def _sized(record: DataSet, found: Found) -> Path:
-    """The path, if the size is right: a truncated file is caught without reading it."""
-    size = found.path.stat().st_size
-    if size != found.copy.n_bytes:
-        raise DataError(
-            f"{found.path} has {size:,} bytes, expected {found.copy.n_bytes:,}: it is truncated or another file; "
-            f"remove it, then `bayesadam data fetch {record.name}`"
-        )
-    return found.path
-
-
 def _sha256(path: Path) -> str:
     try:
-        digest = hashlib.sha256()
         with path.open("rb") as handle:
+            digest = hashlib.sha256()
             while chunk := handle.read(_CHUNK):
                 digest.update(chunk)
-        return digest.hexdigest()
+            return digest.hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-class _UnansweredError(Exception):
-    """A source did not deliver, and may yet."""
+class _FailedError(Exception):
+    """A source did not deliver; `final` says that a second try would not help."""
 
-
-class _RefusedError(_UnansweredError):
-    """A source answered, and asking it again would not help."""
+    def __init__(self, reason: str, *, final: bool = True) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
     """Download one file into `folder`; it has its name only once it is whole."""
+    named = data_folder()
+    looked = [f"{DATA_VARIABLE} (not set)" if named is None else str(named / record.folder)]
+    looked += [] if folder is None else [str(folder / record.folder)]
+    absent = (
+        f"{file.name} of the data set {record.name!r} is in none of {', '.join(looked)}: put it there by hand, "
+        f"or use the embedded set {record.instead!r}, which needs no file"
+    )
     if not file.urls:
-        raise DataError(f"{_absent(record, file, folder)}; no public source is known")
+        raise DataError(f"{absent}; no public source is known")
     try:
         require("pooch")
     except MissingExtraError as error:
-        raise DataError(f"{_absent(record, file, folder)}; to download it, {error}") from error
+        raise DataError(f"{absent}; to download it, {error}") from error
     if folder is None:
-        raise DataError(f"{_absent(record, file, folder)}; to download it, name a folder in {CACHE_VARIABLE}")
+        raise DataError(f"{absent}; to download it, name a folder in {CACHE_VARIABLE}")
     target = folder / record.folder / file.name
-    reasons = dict.fromkeys(file.urls, "")
-    waiting = list(file.urls)
+    reasons, waiting = dict.fromkeys(file.urls, ""), list(file.urls)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for number in range(ROUNDS):
@@ -198,14 +355,20 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
                 time.sleep(FIRST_WAIT * 2 ** (number - 1))
             for url in tuple(waiting):
                 try:
-                    with replacing(target) as temporary, _bar(f"{record.name}/{file.name}", progress) as bar:
-                        _get(url, temporary, bar)
+                    with replacing(target) as temporary:
+                        _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else None)
                         _unpack(url, temporary, file)
-                        _check(temporary, file)
+                        digest = _sha256(temporary)
+                        if digest != file.published.sha256:
+                            size, wanted = temporary.stat().st_size, file.published
+                            raise _FailedError(
+                                f"wrong checksum: {size:,} bytes of sha256 {digest}, expected {wanted.n_bytes:,} of "
+                                f"{wanted.sha256}"
+                            )
                     return target
-                except _UnansweredError as error:
+                except _FailedError as error:
                     reasons[url] = str(error)
-                    if isinstance(error, _RefusedError):
+                    if error.final:
                         waiting.remove(url)
     except DataError:
         raise
@@ -214,10 +377,10 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
     except OSError as error:
         raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
     answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-    raise DataError(f"{_absent(record, file, folder)}; no source delivered it ({answers})")
+    raise DataError(f"{absent}; no source delivered it ({answers})")
 
 
-def _get(url: str, target: Path, bar: Callable[..., object]) -> None:
+def _get(url: str, target: Path, bar: str | None) -> None:
     # It comes with pooch.
     requests = require("requests")
     # A server that packs what it sends would have it unpacked on arrival, .gz files included.
@@ -225,24 +388,26 @@ def _get(url: str, target: Path, bar: Callable[..., object]) -> None:
     try:
         with requests.get(url, **asked) as answer, target.open("wb") as file:
             answer.raise_for_status()
-            bar(total=int(answer.headers.get("content-length", 0)) or None)
-            for chunk in answer.iter_content(_CHUNK):
-                file.write(chunk)
-                bar(advance=len(chunk))
+            with Bar(bar or "", int(answer.headers.get("content-length", 0)) or None) as shown:
+                for chunk in answer.iter_content(_CHUNK):
+                    file.write(chunk)
+                    if bar:
+                        shown.step(len(chunk))
     except requests.RequestException as error:
         answer = error.response if isinstance(error, requests.HTTPError) else None
         if answer is not None and 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
-            raise _RefusedError(f"HTTP {answer.status_code} {answer.reason}") from error
-        raise _UnansweredError(_first_cause(error)) from error
+            raise _FailedError(f"HTTP {answer.status_code} {answer.reason}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None or cause.__context__ is not None:
+            cause = cause.__cause__ or cause.__context__ or cause
+        raise _FailedError(str(cause) or type(cause).__name__, final=False) from error
 
 
 def _unpack(url: str, path: Path, file: DataFile) -> None:
-    """Put the packed file's content in its place, where the source delivers it packed."""
+    """Replace a packed file by its content, where the source delivers it packed."""
     packing = PurePosixPath(url).suffix
     if packing not in (".gz", ".zip") or file.name.endswith(packing):
         return
-    # One byte more than expected shows a wrong file, whatever it would unpack to.
-    limit = file.published.n_bytes + 1
     try:
         with ExitStack() as stack:
             if packing == ".gz":
@@ -251,47 +416,8 @@ def _unpack(url: str, path: Path, file: DataFile) -> None:
                 archive = stack.enter_context(zipfile.ZipFile(path))
                 largest = max(archive.infolist(), key=lambda member: member.file_size)
                 stream = stack.enter_context(archive.open(largest))
-            content = stream.read(limit)
+            # One byte more than expected shows a wrong file, whatever it would unpack to.
+            content = stream.read(file.published.n_bytes + 1)
     except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-        raise _RefusedError(f"not a {packing} file ({error})") from error
+        raise _FailedError(f"not a {packing} file ({error})") from error
     path.write_bytes(content)
-
-
-def _check(path: Path, file: DataFile) -> None:
-    digest = _sha256(path)
-    if digest != file.published.sha256:
-        raise _RefusedError(
-            f"wrong checksum: {path.stat().st_size:,} bytes of sha256 {digest}, "
-            f"expected {file.published.n_bytes:,} of {file.published.sha256}"
-        )
-
-
-def _absent(record: DataSet, file: DataFile, folder: Path | None) -> str:
-    """What is missing, where it was looked for, and what to do."""
-    named = data_folder()
-    data = f"{DATA_VARIABLE} (not set)" if named is None else str(named / record.folder)
-    places = [data] if folder is None else [data, str(folder / record.folder)]
-    return (
-        f"{file.name} of the data set {record.name!r} is in none of {', '.join(places)}: put it there by hand, "
-        f"or use the embedded set {record.instead!r}, which needs no file"
-    )
-
-
-def _first_cause(error: BaseException) -> str:
-    """What went wrong, without the layers that passed it on."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__ or error
-    return str(error) or type(error).__name__
-
-
-@contextmanager
-def _bar(name: str, shown: bool) -> Iterator[Callable[..., object]]:
-    """What is told the total and each advance in bytes; with `shown`, rich draws it on standard error."""
-    if not shown:
-        yield lambda **_: None
-        return
-    rich = require("rich.progress")
-    console = require("rich.console").Console(stderr=True)
-    kinds = (rich.BarColumn, rich.DownloadColumn, rich.TransferSpeedColumn, rich.TimeRemainingColumn)
-    with rich.Progress("{task.description}", *(kind() for kind in kinds), console=console) as bars:
-        yield partial(bars.update, bars.add_task(name, total=None))

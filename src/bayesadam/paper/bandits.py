@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from bayesadam._extras import require
 from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
-from bayesadam.bandits.simulation import Playing, Simulation, in_turn
+from bayesadam.bandits.simulation import Playing, in_turn
+from bayesadam.commands import plots
+from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, text
 from bayesadam.errors import BayesAdamError, SettingError
-from bayesadam.paper import plots
-from bayesadam.paper.reporting.numbers import Sample, fixed, mean_error, percent
-from bayesadam.paper.run import Run, new_table, require_known, text
-from bayesadam.paper.work import resumed, run_parts
+from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TITLES = {
@@ -46,7 +46,7 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
         ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
     )
 }
-# What a lost run is, in a few words; see `Simulation`.
+# What a lost run is, in a few words; see `bayesadam.bandits.Simulation`.
 LOST = "lost are runs that earned no more than the best single arm"
 ENGINES = ("local", "ray")
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
@@ -71,11 +71,9 @@ class BanditSettings:
     def __post_init__(self) -> None:
         require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
         require_known("agents", self.agents, AGENTS)
-        known = {name for agent in self.agents for name in agent_settings(agent, self.settings).names()}
-        unknown = sorted(set(self.changes) - known)
-        if unknown:
-            choices = ", ".join(sorted(known))
-            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {choices}")
+        known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
+        if unknown := sorted(set(self.changes) - set(known)):
+            raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")
         for agent in self.agents:
             self.of(agent)
 
@@ -83,10 +81,6 @@ class BanditSettings:
         """The settings of an agent, with those changes that concern it."""
         own = agent_settings(agent, self.settings)
         return replace(own, **{name: value for name, value in self.changes.items() if name in own.names()})
-
-    def cells(self) -> list[str]:
-        """`problem/agent`, column by column."""
-        return [f"{problem}/{agent}" for problem in self.problems for agent in self.agents]
 
 
 Cell = dict[str, Any]
@@ -100,24 +94,21 @@ def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder
     return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
 
 
-def plain(found: Simulation) -> Cell:
-    """A finished cell as plain data."""
-    runs = len(found.reward_ratio)
-    return {
-        "reward_ratio": found.reward_ratio.tolist(),
-        "regret_ratio": found.regret_ratio.tolist(),
-        "lost": found.lost.tolist(),
-        "rounds": found.rounds,
-        "seconds": round(found.seconds, 3),
-        "points": found.points.tolist(),
-        "regret_mean": [float(f"{value:.6g}") for value in found.regret.mean(axis=0)],
-        "regret_sd": [float(f"{value:.6g}") for value in found.regret.std(axis=0, ddof=min(1, runs - 1))],
-    }
-
-
 def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int) -> Iterator[tuple[str, Cell]]:
+    """Finished cells as plain data."""
     for number, found in in_turn([partial(begin, name) for name in names], at_once):
-        yield names[number], plain(found)
+        regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
+        yield (
+            names[number],
+            {
+                **{name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")},
+                "rounds": found.rounds,
+                "seconds": round(found.seconds, 3),
+                "points": found.points.tolist(),
+                "regret_mean": [float(f"{value:.6g}") for value in regret[0]],
+                "regret_sd": [float(f"{value:.6g}") for value in regret[1]],
+            },
+        )
 
 
 def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
@@ -158,88 +149,61 @@ def worst(cell: Cell) -> str:
     >>> worst({"reward_ratio": [0.9, -0.01], "lost": [False, True]})
     '−.010, 1 lost'
     """
-    lost = _lost(cell)
-    return fixed(min(cell["reward_ratio"])) + (f", {lost} lost" if lost else "")
+    lost = sum(cell.get("lost", ()))
+    return fixed(min(value for value in cell["reward_ratio"] if value is not None)) + (f", {lost} lost" if lost else "")
 
 
-def _lost(cell: Cell) -> int:
-    return sum(cell.get("lost", ()))
-
-
-def markdown(cells: Mapping[str, Cell], settings: BanditSettings) -> str:
+def tables(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> list[Table]:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold; then regret."""
-    found = by_problem(cells)
-    head = ["| | " + " | ".join(settings.problems) + " |", "|---" * (len(settings.problems) + 1) + "|"]
-    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in agents.items()} for p, agents in found.items()}
-    best = {p: max(sample.mean for sample in agents.values()) for p, agents in ours.items()}
-    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in settings.problems if p in _COLUMNS}
-
-    def line(title: str, cells: Mapping[str, str]) -> str:
-        return " | ".join([f"| {title}", *(cells.get(problem, "") for problem in settings.problems)]) + " |"
-
-    def bold(shown: str, *, best: bool) -> str:
-        return f"**{shown}**" if best else shown
-
-    lines, regret = [], []
-    for agent in settings.agents:
-        title, own = TITLES.get(agent, agent), {p: agents[agent] for p, agents in found.items() if agent in agents}
-        means = {p: bold(mean_error(ours[p][agent]), best=ours[p][agent].mean == best[p]) for p in own}
-        lines.append(line(title, {p: f"{means[p]} ({worst(cell)})" for p, cell in own.items()}))
-        if agent in PAPER:
-            papers = {p: (bold(fixed(m), best=m == published.get(p)), fixed(sd)) for p, (m, sd) in PAPER[agent].items()}
-            lines.append(line("*in the paper*", {p: " ± ".join(pair) for p, pair in papers.items()}))
-        shares = {p: Sample.of(cell["regret_ratio"]) for p, cell in own.items()}
-        regret.append(line(title, {p: _regret(sample) for p, sample in shares.items()}))
-    changed = ", ".join(f"{name}={value}" for name, value in settings.changes.items())
-    played = f"{settings.runs} runs, settings `{settings.settings}`" + (f" with {changed}" if changed else "")
-    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})."
-    source = "The paper's are means ± standard deviations."
-    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)."
-    return "\n".join([first, source, "", *head, *lines, "", second, "", *head, *regret, ""])
+    problems = [problem for problem in settings["problems"] if problem in results]
+    agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
+    ours = {p: {a: Sample.of(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
+    best = {p: max((s.mean for s in samples.values() if s.values), default=None) for p, samples in ours.items()}
+    published = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
+    rewards, regrets = [], []
+    for agent in agents:
+        shown, paper, regret = [], [], []
+        for p in problems:
+            cell, (mean, sd) = results[p].get(agent), PAPER.get(agent, {}).get(p, (None, None))
+            sample = ours[p].get(agent, Sample(()))
+            bold, star = ("**" if a == b else "" for a, b in ((sample.mean, best[p]), (mean, published.get(p))))
+            shown.append(f"{bold}{mean_error(sample)}{bold} ({worst(cell)})" if cell and sample.values else MISSING)
+            paper.append(f"{star}{fixed(mean)}{star} ± {fixed(sd)}" if mean is not None else "")
+            share = Sample.of(cell["regret_ratio"] if cell else ())
+            error = f" ± {percent(share.standard_error)}" if len(share.values) > 1 else ""
+            regret.append(f"{percent(share.mean)}{error} ({percent(max(share.values, default=None))})")
+        title = TITLES.get(agent, agent)
+        rewards += [(title, *shown), *([("*in the paper*", *paper)] if any(paper) else [])]
+        regrets.append((title, *regret))
+    changed = ", ".join(f"{name}={value}" for name, value in (settings.get("changes") or {}).items())
+    played = f"{settings['runs']} runs, settings `{settings['settings']}`" + (f" with {changed}" if changed else "")
+    first = f"Total reward over the optimum's, mean ± standard error of {played} (the worst run; {LOST})"
+    second = "Regret in % of Uniform's expected regret, mean ± standard error (the worst run)"
+    note, columns = "The paper's are means ± standard deviations.", ("agent", *problems)
+    return [Table(first, columns, rewards, note), Table(second, columns, regrets)]
 
 
-def _regret(sample: Sample) -> str:
-    error = f" ± {percent(sample.standard_error)}" if len(sample.values) > 1 else ""
-    return f"{percent(sample.mean)}{error} ({percent(max(sample.values))})"
-
-
-def table(cells: Mapping[str, Cell], settings: BanditSettings) -> Table:
-    """Problem by problem: mean reward over the optimum's, the worst run, how many were lost, and the paper's mean."""
-    title = "Total reward over the optimum's, mean ± standard error"
-    view = new_table(title, ("problem", "agent", "reward", "worst run", "lost", "the paper's"), n_left=2)
-    for problem, agents in by_problem(cells).items():
-        for number, agent in enumerate(settings.agents):
-            cell, paper = agents[agent], PAPER.get(agent, {}).get(problem)
-            reward = Sample.of(cell["reward_ratio"])
-            view.add_row(
-                "" if number else problem,
-                TITLES.get(agent, agent),
-                mean_error(reward),
-                fixed(min(reward.values)),
-                str(_lost(cell)),
-                "" if paper is None else fixed(paper[0], 2),
-                end_section=agent == settings.agents[-1],
-            )
-    return view
+def panel(axes: Axes, problem: str, agents: Mapping[str, Cell]) -> None:
+    """Cumulative regret on one problem, mean and one standard deviation over the runs."""
+    for agent, cell in agents.items():
+        shade = plots.colour(agent)
+        mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
+        axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
+        axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
+    axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
+    axes.locator_params(axis="x", nbins=4)
 
 
 def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs, one panel per problem."""
-    found = by_problem(cells)
+    """One panel per problem, with one legend."""
     columns = min(3, len(settings.problems))
     rows = -(-len(settings.problems) // columns)
-    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
     with plots.house_style():
+        title = f"Regret, mean and one standard deviation of {settings.runs} runs"
         figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4, title)
         panels = figure.subplots(rows, columns, squeeze=False)
-        for axes, problem in zip(panels.flat, settings.problems, strict=False):
-            for agent in settings.agents:
-                cell, shade, label = found[problem][agent], plots.colour(agent), TITLES.get(agent, agent)
-                mean, sd = np.array(cell["regret_mean"]), np.array(cell["regret_sd"])
-                axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=label)
-                axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-            axes.set(title=problem, xlabel="rounds", ylabel="cumulative regret")
-            axes.locator_params(axis="x", nbins=5)
+        for axes, (problem, agents) in zip(panels.flat, by_problem(cells).items(), strict=False):
+            panel(axes, problem, agents)
         for axes in panels.flat[len(settings.problems) :]:
             axes.set_axis_off()
         panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -250,12 +214,10 @@ def run_bandits(
     *, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str, engine: str = "local"
 ) -> tuple[Path, ...]:
     """The `bandits` command: results go to `metrics.json` as they arrive."""
-    if engine not in ENGINES:
-        raise SettingError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
         run, ledger = resumed(run, "problems", "agents")
-        names = settings.cells()
+        names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
         unfinished = out / "unfinished"
         begin = partial(start, seed=seed, settings=settings, device=device)
         if engine == "local":
@@ -266,12 +228,13 @@ def run_bandits(
         together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
         done = run_parts(run, ledger, names, work, **together)
         ordered = {name: done[name] for name in names}
-        run.show(table(ordered, settings))
-        files = {"table1.md": text(markdown(ordered, settings)), "regret.png": plots.png(picture(ordered, settings))}
+        found = tables(by_problem(ordered), asdict(settings))
+        run.show(*found)
+        files = {
+            "table1.md": text("\n".join(table.markdown() for table in found)),
+            "regret.png": plots.png(picture(ordered, settings)),
+        }
         paths = run.finish(files, by_problem(ordered))
         ledger.close()
-        for state in unfinished.glob("*.safetensors"):
-            state.unlink()
-        if unfinished.is_dir() and not any(unfinished.iterdir()):
-            unfinished.rmdir()
+        rmtree(unfinished, ignore_errors=True)
         return paths

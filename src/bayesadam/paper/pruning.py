@@ -9,23 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
+from bayesadam.commands import plots
+from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, seeds_of
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
-from bayesadam.errors import SettingError
-from bayesadam.paper import plots
-from bayesadam.paper.methods import Data, Network, Problem, Training
-from bayesadam.paper.methods.base import posteriors, trained
-from bayesadam.paper.methods.optimum import diagonal_ggn
-from bayesadam.paper.run import Run, new_table, require_known, seeds_of
-from bayesadam.paper.work import resumed, run_parts
+from bayesadam.paper import percent
+from bayesadam.paper.methods import Data, Network, Problem, Training, diagonal_ggn, posteriors, trained
 from bayesadam.posterior import Posterior
 from bayesadam.pruning import path_scores, weight_scores
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FRACTIONS = (
@@ -34,12 +31,9 @@ FRACTIONS = (
 )
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 PAPER = ("badam", "mc-dropout", "bbb", "vadam")
-BEYOND = ("swag", "ivon", "laplace-diagonal")
 TITLES = plots.METHOD_TITLES
-_STYLES = {"snr": "-", "magnitude": "--", "path-snr": (0, (1, 1))}
-_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#6A5ACD", "#8C564B")
-# Below the square root of the smallest float32, so that a weight the data say nothing of ranks last.
-_LEAST_CURVATURE = 1e-30
+STYLES: Mapping[str, Any] = {"snr": "-", "magnitude": "--", "path-snr": ":"}
+_SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class PruningSettings:
     """
 
     data: str = "mnist"
-    methods: tuple[str, ...] = (*PAPER, *BEYOND)
+    methods: tuple[str, ...] = tuple(TITLES)
     n_seeds: int = 3
     epochs: int = 100
     hidden: tuple[int, ...] = (400, 400)
@@ -65,8 +59,6 @@ class PruningSettings:
 
     def __post_init__(self) -> None:
         require_known("methods", self.methods, TITLES)
-        if self.n_seeds < 1:
-            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
 
 
 @dataclass(frozen=True)
@@ -117,6 +109,12 @@ class Curve:
     method: str
     ranking: str
     accuracy: tuple[tuple[float, ...], ...]
+    fractions: tuple[float, ...] = FRACTIONS
+
+    @property
+    def title(self) -> str:
+        """Such as `Badam, snr`."""
+        return f"{TITLES.get(self.method, self.method)}, {self.ranking}"
 
     def mean(self) -> list[float]:
         """Over the seeds."""
@@ -124,38 +122,26 @@ class Curve:
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
-    """All seeds on the same images, which lie on the device once; nothing is held out."""
+    """All seeds on the same images, which are on the device once; the test images count as held out."""
     parts = (part.to(device) for part in (images.train_x, images.train_y, images.test_x, images.test_y))
     x, y, x_test, y_test = (part.expand(len(seeds), *part.shape) for part in parts)
     return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
 
 
-def curves_of(method: str, problem: Problem) -> list[Curve]:
-    """Train one method on every seed at once, and prune by each ranking that it has."""
-    # MC dropout has no posterior over weights.
-    rankings = {"badam": ("snr", "magnitude", "path-snr"), "mc-dropout": ("magnitude",)}
-    return _curves(method, problem, _TRAINERS[method](problem), rankings.get(method, ("snr", "magnitude")))
-
-
 def _from_adam(problem: Problem) -> list[Posterior]:
     """Read off Adam's state, as the paper has it: no prior."""
-    found, optimum = [], problem.optimum
-    for index in range(len(problem.seeds)):
-        model, state = problem.network.build(member(optimum.params, index)), optimum.state_dict(index)
-        found.append(Posterior.from_state_dict(model, state, len(problem.data), prior_precision=0.0))
-    return found
+    states = map(problem.optimum.state_dict, range(len(problem.seeds)))
+    pairs = zip(problem.networks(), states, strict=True)
+    return [Posterior.from_state_dict(*pair, len(problem.data), prior_precision=0.0) for pair in pairs]
 
 
 def _usual(problem: Problem) -> Problem:
-    """The problem with Adam's usual β, for the methods that do not read its state."""
+    """With Adam's usual β, for the methods that do not read its state."""
     return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
 
 
-def _from_rule(rule: type[Rule], *, lr: float | None = None, **own: Any) -> Callable[[Problem], list[Posterior]]:
-    def found(problem: Problem) -> list[Posterior]:
-        return list(posteriors(problem, trained(_usual(problem), rule, lr=lr, **own)))
-
-    return found
+def _from_rule(problem: Problem, rule: type[Rule], **own: Any) -> list[Posterior]:
+    return list(posteriors(problem, trained(_usual(problem), rule, **own)))
 
 
 def _from_ggn(problem: Problem) -> list[Posterior]:
@@ -163,7 +149,8 @@ def _from_ggn(problem: Problem) -> list[Posterior]:
     curvature = diagonal_ggn(problem.network, stack.params, problem.data.x[0])
     for index in range(len(problem.seeds)):
         mean, total = ({name: t.cpu() for name, t in member(part, index).items()} for part in (stack.params, curvature))
-        variance = {name: t.clamp(min=_LEAST_CURVATURE).reciprocal() for name, t in total.items()}
+        # Below the square root of the smallest float32, so that a weight without curvature ranks last.
+        variance = {name: t.clamp(min=1e-30).reciprocal() for name, t in total.items()}
         found.append(Posterior.from_moments(problem.network.build(mean), mean, variance, len(problem.data)))
     return found
 
@@ -171,25 +158,27 @@ def _from_ggn(problem: Problem) -> list[Posterior]:
 _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
     "badam": _from_adam,
     "mc-dropout": lambda problem: _from_adam(_usual(problem)),
-    "bbb": _from_rule(BayesByBackprop),
-    # δ = N/600.
-    "vadam": lambda problem: _from_rule(Vadam, prior_precision=len(problem.data) / 600)(problem),
-    "swag": _from_rule(SWAG),
-    "ivon": _from_rule(IVON, lr=0.1, initial_hessian=0.1),
+    "bbb": lambda problem: _from_rule(problem, BayesByBackprop),
+    "vadam": lambda problem: _from_rule(problem, Vadam, prior_precision=len(problem.data) / 600),
+    "swag": lambda problem: _from_rule(problem, SWAG),
+    "ivon": lambda problem: _from_rule(problem, IVON, lr=0.1, initial_hessian=0.1),
     "laplace-diagonal": _from_ggn,
 }
 
 
-def _curves(method: str, problem: Problem, posteriors: Sequence[Posterior], rankings: Sequence[str]) -> list[Curve]:
-    found = []
-    example = torch.zeros(1, problem.data.x.shape[-1])
+def curves_of(method: str, problem: Problem) -> list[Curve]:
+    """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has."""
+    own = _TRAINERS.get(method, _from_adam)(problem)
+    rankings = {"mc-dropout": ("magnitude",)}.get(method, ("snr", "magnitude"))
+    if _TRAINERS.get(method, _from_adam) is _from_adam:
+        rankings = (*rankings, "path-snr")
+    found, example = [], torch.zeros(1, problem.data.x.shape[-1])
     for ranking in rankings:
         scores = [
-            path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking)
-            for p in posteriors
+            path_scores(p, example_input=example) if ranking == "path-snr" else weight_scores(p, ranking) for p in own
         ]
         stacked = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}
-        weights = {name: torch.stack([p.mean[name] for p in posteriors]) for name in scores[0]}
+        weights = {name: torch.stack([p.mean[name] for p in own]) for name in scores[0]}
         found.append(Curve(method, ranking, pruned_accuracy(problem, weights, stacked)))
     return found
 
@@ -202,106 +191,108 @@ def pruned_accuracy(
     device = problem.data.x.device
     weights = {name: t.to(device) for name, t in weights.items()}
     flat = torch.cat([scores[name].to(device).flatten(1) for name in weights], dim=1)
-    places = flat.argsort(dim=1, stable=True).argsort(dim=1)
-    sizes = [t[0].numel() for t in weights.values()]
-    split = zip(weights, torch.split(places, sizes, dim=1), strict=True)
-    place = {name: part.view_as(weights[name]) for name, part in split}
+    order = flat.argsort(dim=1, stable=True).argsort(dim=1)
+    parts = zip(weights, torch.split(order, [t[0].numel() for t in weights.values()], dim=1), strict=True)
+    rank = {name: part.view_as(weights[name]) for name, part in parts}
     x, y = problem.data.x_held_out[0], problem.data.y_held_out[0]
     found = []
     for fraction in FRACTIONS:
         removed = round(fraction * flat.shape[1])
-        pruned = {name: t * (place[name] >= removed) for name, t in weights.items()}
+        pruned = {name: t * (rank[name] >= removed) for name, t in weights.items()}
         right = forward(problem.network, pruned, x).argmax(dim=-1) == y
         found.append(right.double().mean(dim=1))
     return tuple(tuple(row) for row in torch.stack(found, dim=1).tolist())
 
 
-def _rows(names: Sequence[str], curves: Callable[[str], list[Curve]]) -> Iterator[tuple[str, Any]]:
-    """The curves of each name as plain data, by ranking."""
+def fit_part(names: Sequence[str], *, seed: int, settings: Any, device: str) -> Iterator[tuple[str, Any]]:
+    """The curves of each method or recipe as plain data, by ranking."""
+    images = load_images(settings.data)
+    size, seeds = (images.train_x.shape[1], images.n_classes), seeds_of(seed, settings.n_seeds)
     for name in names:
-        yield name, {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves(name)}
+        training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
+        if isinstance(settings, SparseSettings):
+            recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+            network = Network(size[0], recipe.hidden, size[1], dropout=0.2, input_dropout=recipe.input_dropout)
+            longer = recipe.longer * settings.epochs
+            training = replace(training, epochs=longer, sparsity=recipe.sparsity, schedule="cosine")
+        else:
+            network = Network(size[0], settings.hidden, size[1], settings.activation, settings.dropout)
+        curves = curves_of(name, problem_of(images, network, training, seeds, device))
+        yield name, {curve.ranking: [list(row) for row in curve.accuracy] for curve in curves}
 
 
-def table(curves: Sequence[Curve], titles: Mapping[str, str]) -> Table:
+def table(curves: Sequence[Curve], n_seeds: int) -> Table:
     """Mean accuracy in percent at some of the fractions."""
-    title, fractions = "Test accuracy in % after pruning this fraction, mean over the seeds", (f"{f:g}" for f in SHOWN)
-    view = new_table(title, ("method", "ranking", *fractions), n_left=2)
+    fractions = [f for f in SHOWN if any(f in curve.fractions for curve in curves)]
+    means = [dict(zip(curve.fractions, curve.mean(), strict=True)) for curve in curves]
+    best = {f: max(mean[f] for mean in means if f in mean) for f in fractions}
+    rows = []
+    for curve, mean in zip(curves, means, strict=True):
+        bold = ["**" if mean.get(f) == best[f] else "" for f in fractions]
+        cells = (f"{b}{percent(mean.get(f))}{b}" for f, b in zip(fractions, bold, strict=True))
+        rows.append((curve.title, *cells))
+    title = f"Test accuracy in % after pruning this share of all weights, mean of {n_seeds} seeds"
+    note = "Magnitude is the paper's baseline with Σ = 1; path scores are ours. The paper prints no numbers."
+    return Table(title, ("method, ranking", *(f"{100 * f:g} %" for f in fractions)), rows, note)
+
+
+def panel(axes: Axes, curves: Sequence[Curve], *, error: bool = False) -> None:
+    """Accuracy against the fraction pruned, or, on logarithmic scales, the error against the fraction left."""
+    methods = list(dict.fromkeys(curve.method for curve in curves))
     for curve in curves:
-        name, mean = titles.get(curve.method, curve.method), dict(zip(FRACTIONS, curve.mean(), strict=True))
-        view.add_row(name, curve.ranking, *(f"{100 * mean[f]:.2f}" for f in SHOWN))
-    return view
+        own = _SHADES[methods.index(curve.method) % len(_SHADES)]
+        style: Any = {"color": plots.COLOURS.get(curve.method, own), "linestyle": STYLES.get(curve.ranking, "-")}
+        x, y = ([100 * f for f in curve.fractions], [100 * a for a in curve.mean()])
+        if error:
+            x, y = [100 - f for f in x], [max(100 - a, 0.1) for a in y]
+        axes.plot(x, y, linewidth=1.5, label=curve.title, **style)
+    if error:
+        axes.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
+        axes.set(xscale="log", yscale="log", xlim=(100, 0.1))
+    else:
+        axes.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(0, 100), title="Accuracy")
+    axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
 
 
-def picture(curves: Sequence[Curve], titles: Mapping[str, str], title: str, *, since: float = 0.0) -> Figure:
-    """Accuracy against the fraction pruned, from `since` on, and the error, on a log scale, against what is left."""
-    palette = dict(zip(titles, _SHADES, strict=False))
+def picture(curves: Sequence[Curve], title: str) -> Figure:
+    """Both panels, with one legend."""
     with plots.house_style():
         figure = plots.new_figure(11.5, 4.6, title)
         left, right = figure.subplots(1, 2)
-        for curve in curves:
-            shade = plots.COLOURS.get(curve.method, palette.get(curve.method, plots.MUTED))
-            label = f"{titles.get(curve.method, curve.method)}, {curve.ranking}"
-            style: Any = {"color": shade, "linestyle": _STYLES[curve.ranking], "linewidth": 1.5, "label": label}
-            accuracy = curve.mean()
-            left.plot([100 * f for f in FRACTIONS], [100 * a for a in accuracy], **style)
-            right.plot([100 * (1 - f) for f in FRACTIONS], [max(100 * (1 - a), 0.1) for a in accuracy], **style)
-        left.set(xlabel="weights pruned, %", ylabel="test accuracy, %", xlim=(100 * since, 100), title="Accuracy")
-        right.set(xlabel="weights left, % (log)", ylabel="test error, % (log)", title="Error")
-        right.set(xscale="log", yscale="log", xlim=(100, 0.1))
-        for axes in (left, right):
-            axes.grid(visible=True, color=plots.FAINT, linewidth=0.5)
+        panel(left, curves)
+        panel(right, curves, error=True)
         right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def method_curves(name: str, *, seed: int, settings: PruningSettings, device: str) -> list[Curve]:
-    """One method of the figure, whole in itself, so that a process of its own can do it."""
-    images = load_images(settings.data)
-    network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, settings.activation, settings.dropout)
-    training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-    return curves_of(name, problem_of(images, network, training, seeds_of(seed, settings.n_seeds), device))
-
-
-def recipe_curves(name: str, *, seed: int, settings: SparseSettings, device: str) -> list[Curve]:
-    """One recipe of the second figure."""
-    images = load_images(settings.data)
-    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-    dropout: Any = {"dropout": 0.2, "input_dropout": recipe.input_dropout}
-    network = Network(images.train_x.shape[1], recipe.hidden, images.n_classes, **dropout)
-    epochs, betas = settings.epochs * recipe.longer, (0.9, settings.beta2)
-    sparse: Any = {"sparsity": recipe.sparsity, "schedule": "cosine"}
-    training = Training(epochs, settings.batch_size, settings.lr, 0.0, betas, **sparse)
-    problem = problem_of(images, network, training, seeds_of(seed, settings.n_seeds), device)
-    return _curves(name, problem, _from_adam(problem), ("snr", "magnitude", "path-snr"))
 
 
 def run_pruning(
     *, seed: int, out: Path, quiet: bool, settings: PruningSettings | SparseSettings, device: str, jobs: int = 1
 ) -> tuple[Path, ...]:
     """The `pruning` command, and with `SparseSettings` `pruning --sparse`."""
-    curves: Callable[[str], list[Curve]]
+    recorded, of_seeds = asdict(settings), f"mean of {settings.n_seeds} seeds"
     if isinstance(settings, SparseSettings):
-        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, mean of {settings.n_seeds} seeds"
-        curves = partial(recipe_curves, seed=seed, settings=settings, device=device)
-        titles, recorded = {recipe.name: recipe.name for recipe in RECIPES}, {**asdict(settings), "sparse": True}
-        file, draw = "figure2-sparse.png", partial(picture, titles=titles, title=title, since=0.8)
+        title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, {of_seeds}"
+        names, file, recorded = (
+            tuple(recipe.name for recipe in RECIPES),
+            "figure2-sparse.png",
+            recorded | {"sparse": True},
+        )
     else:
         units = f"{settings.activation} units, {settings.epochs} epochs"
-        title = f"Pruning {settings.data} networks, {units}, mean of {settings.n_seeds} seeds"
-        curves = partial(method_curves, seed=seed, settings=settings, device=device)
-        titles, recorded = {name: TITLES[name] for name in settings.methods}, asdict(settings)
-        file, draw = "figure2.png", partial(picture, titles=TITLES, title=title)
+        title = f"Pruning {settings.data} networks, {units}, {of_seeds}"
+        names, file = settings.methods, "figure2.png"
     run = Run("pruning", seed, out, recorded, device=device, quiet=quiet)
     with run.prepared():
         # Here, so that missing data are reported, or fetched, before anything is trained.
         load_images(settings.data, progress=not quiet)
         run, ledger = resumed(run, "methods")
-        rows = run_parts(run, ledger, list(titles), partial(_rows, curves=curves), jobs=jobs)
-        found = [Curve(name, ranking, tuple(map(tuple, r))) for name in titles for ranking, r in rows[name].items()]
-        run.show(table(found, titles))
+        work = partial(fit_part, seed=seed, settings=settings, device=device)
+        rows = run_parts(run, ledger, names, work, jobs=jobs)
+        found = [Curve(name, ranking, tuple(map(tuple, r))) for name in names for ranking, r in rows[name].items()]
+        run.show(table(found, settings.n_seeds))
         results: dict[str, dict[str, Any]] = {}
         for curve in found:
             results.setdefault(curve.method, {})[curve.ranking] = {"fractions": FRACTIONS, "accuracy": curve.accuracy}
-        paths = run.finish({file: plots.png(draw(found))}, results)
+        paths = run.finish({file: plots.png(picture(found, title))}, results)
         ledger.close()
         return paths

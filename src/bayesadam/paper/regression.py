@@ -10,18 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from rich.table import Table
 
 from bayesadam import scores
+from bayesadam.commands import plots, running
+from bayesadam.commands.running import Failure, Run, Table, generator, require_known, seeds_of, text
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
-from bayesadam.errors import BayesAdamError, SettingError
-from bayesadam.paper import plots
+from bayesadam.errors import BayesAdamError
+from bayesadam.paper import Sample, digits
 from bayesadam.paper.methods import METHODS, Data, Fitted, Network, Problem, Training
-from bayesadam.paper.run import Run, generator, new_table, require_known, seeds_of, text
-from bayesadam.paper.work import Failure, resumed, run_parts
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # As in the paper's figure, then the others.
@@ -48,11 +49,8 @@ def training_intervals(*, gap: bool) -> tuple[tuple[float, float], ...]:
 class RegressionSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
-    Attributes:
-        n_seeds: data sets and networks for each method.
-        n_held_out: points outside the training set that calibrate.
-        n_test: points that score, in range and outside.
-        gap: train with a hole in the middle of the range.
+    There are `n_seeds` data sets and networks for each method; `n_held_out` points calibrate, `n_test` in range and
+    as many outside give the scores, and with a `gap` there are no training points in the middle of the range.
     """
 
     methods: tuple[str, ...] = tuple(TITLES)
@@ -67,8 +65,6 @@ class RegressionSettings:
 
     def __post_init__(self) -> None:
         require_known("methods", self.methods, TITLES)
-        if self.n_seeds < 1:
-            raise SettingError(f"n_seeds must be at least 1, got {self.n_seeds}")
 
     def quick(self) -> RegressionSettings:
         """Two seeds and few epochs: the same command in under a minute."""
@@ -131,57 +127,63 @@ def groups(methods: Sequence[str]) -> list[tuple[str, ...]]:
     return [shared, *alone] if shared else alone
 
 
-def table(rows: Mapping[str, Row]) -> Table:
+def table(results: Mapping[str, Any], n_seeds: int) -> Table:
     """Means over the seeds."""
-    headings = ("method", "NLL in", "NLL out", "std in", "std out", "out/in", "95 % in", "RMSE in")
-    view = new_table("Means over the seeds; std is that of the function, without noise", headings)
-    for method, row in rows.items():
-        mean = {name: sum(values) / len(values) for name, values in row["scores"].items()}
-        ratio = mean["std_out"] / mean["std_in"] if mean["std_in"] else float("nan")
-        scored = (f"{mean[name]:.3g}" for name in ("nll_in", "nll_out", "std_in", "std_out"))
-        others = f"{ratio:.2f}", f"{mean['coverage95_in']:.3f}", f"{mean['rmse_in']:.4f}"
-        view.add_row(TITLES[method], *scored, *others)
-    return view
+    columns = {"nll_in": "NLL in", "nll_out": "NLL out", "coverage95_in": "95 % coverage", "rmse_in": "RMSE in"}
+    columns |= {"std_in": "std in", "std_out": "std out"}
+    rows = []
+    for method, found in results.items():
+        means = {name: Sample.of(found[name]).mean for name in columns}
+        growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
+        rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
+    note = (
+        "NLL is the mean negative log-likelihood of new points, lower is better. “std” is the function's standard "
+        "deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, where no "
+        "method has seen data. The paper prints no numbers for this figure."
+    )
+    return Table(f"Scores, mean of {n_seeds} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
-def picture(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> Figure:
-    """One panel per method, the same axes in each: the data, the mean, one and two standard deviations."""
-    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
-    grid = toy_grid()
-    columns = min(5, len(curves))
-    rows = -(-len(curves) // columns)
-    title = "Toy regression: mean, one and two standard deviations (noise included)"
-    shared: Any = {"truth": grid.y.squeeze(1), "points": (train.x.squeeze(1), train.y.squeeze(1)), "bands": (1, 2)}
-    with plots.house_style():
-        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
-        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes, (method, row) in zip(panels.flat, curves.items(), strict=False):
-            for interval in training_intervals(gap=settings.gap):
-                axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
-            plots.predictive_panel(axes, grid.x.squeeze(1), row["mean"], row["total_std"], method=method, **shared)
-            axes.set(title=TITLES[method], xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
-        panels[0, 0].locator_params(axis="x", nbins=4)
-        for axes in panels.flat[len(curves) - columns : len(curves)]:
-            axes.tick_params(labelbottom=True)
-        for axes in panels.flat[len(curves) :]:
-            axes.set_axis_off()
-    return figure
-
-
-def saved_curves(curves: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
+def saved_curves(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) -> dict[str, Any]:
     """What the figure shows, as numbers: the first seed's data, and each method's mean and deviations on the grid."""
     train, *_ = drawn(seeds_of(seed, 1)[0], settings)
     grid = toy_grid()
 
-    def plain(values: list[float]) -> list[float | None]:
-        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    def plain(values: Any) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in torch.as_tensor(values).flatten()]
 
-    return {
-        "x": plain(grid.x.flatten().tolist()),
-        "truth": plain(grid.y.flatten().tolist()),
-        "train": {"x": plain(train.x.flatten().tolist()), "y": plain(train.y.flatten().tolist())},
-        "methods": {method: {name: plain(row[name]) for name in SHOWN} for method, row in curves.items()},
-    }
+    methods = {method: {name: plain(row[name]) for name in SHOWN} for method, row in rows.items()}
+    points = {"x": plain(train.x), "y": plain(train.y)}
+    return {"x": plain(grid.x), "truth": plain(grid.y), "train": points, "methods": methods}
+
+
+def panel(axes: Axes, curves: Mapping[str, Any], method: str, *, gap: bool) -> None:
+    """One method of the figure, out of `saved_curves`: the data, the mean, one and two standard deviations."""
+    for interval in training_intervals(gap=gap):
+        axes.axvspan(*interval, color=plots.FAINT, alpha=0.35, linewidth=0)
+    own, points = curves["methods"][method], (curves["train"]["x"], curves["train"]["y"])
+    x, truth, mean, std = (
+        np.array(values, dtype=float) for values in (curves["x"], curves["truth"], own["mean"], own["total_std"])
+    )
+    plots.predictive_panel(axes, x, mean, std, method=method, truth=truth, points=points, bands=(1, 2))
+    axes.set(title=TITLES.get(method, method), xlim=TEST_INTERVAL, ylim=(-1.6, 2.6))
+    axes.locator_params(axis="x", nbins=4)
+
+
+def picture(curves: Mapping[str, Any], *, gap: bool) -> Figure:
+    """One panel per method, the same axes in each."""
+    methods = list(curves["methods"])
+    columns = min(5, len(methods))
+    rows = -(-len(methods) // columns)
+    with plots.house_style():
+        title = "Toy regression: mean, one and two standard deviations (noise included)"
+        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
+        panels = figure.subplots(rows, columns, squeeze=False)
+        for axes, method in zip(panels.flat, methods, strict=False):
+            panel(axes, curves, method, gap=gap)
+        for axes in panels.flat[len(methods) :]:
+            axes.set_axis_off()
+    return figure
 
 
 def run_regression(
@@ -190,16 +192,21 @@ def run_regression(
     """The `regression` command."""
     run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
-        run, ledger = resumed(run, "methods")
+        run, ledger = running.resumed(run, "methods")
         work = partial(fit_group, seed=seed, settings=settings)
-        found = run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
+        found = running.run_parts(run, ledger, settings.methods, work, groups=groups, jobs=jobs)
         failed = {name: result.reason for name, result in found.items() if isinstance(result, Failure)}
         if len(failed) == len(found):
             raise BayesAdamError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
         ordered = {name: found[name] for name in TITLES if name in found and name not in failed}
-        run.show(table(ordered), *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()))
-        saved = text(json.dumps(saved_curves(ordered, seed, settings), allow_nan=False))
-        files = {"figure1.png": plots.png(picture(ordered, seed, settings)), "curves.json": saved}
-        paths = run.finish(files, {method: row["scores"] for method, row in ordered.items()})
+        results = {method: row["scores"] for method, row in ordered.items()}
+        run.show(
+            table(results, settings.n_seeds),
+            *(f"left out: {TITLES[name]}: {reason}" for name, reason in failed.items()),
+        )
+        curves = saved_curves(ordered, seed, settings)
+        figure = plots.png(picture(curves, gap=settings.gap))
+        files = {"figure1.png": figure, "curves.json": text(json.dumps(curves, allow_nan=False))}
+        paths = run.finish(files, results)
         ledger.close()
         return paths

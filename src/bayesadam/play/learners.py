@@ -1,11 +1,12 @@
-"""Anytime learners: each takes steps one by one and can be asked for its bands at any time.
+"""What a page of `bayesadam play` shows: learners that take steps one by one and have bands at any time.
 
-A request can end a training or resume it from what was learnt. The networks, rules and draws are the engine's; the noise of
-an observation is known here, the slider's, and not estimated.
+A request can end a training or resume it from what was learnt. The networks, rules and draws are the engine's; the
+noise of an observation is the slider's, and not estimated.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -17,23 +18,14 @@ from bayesadam.engine.network import Network, forward, member
 from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam, optimizer_state_dict
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
-from bayesadam.play.bands import (
-    LENGTHSCALES,
-    Bands,
-    Kernel,
-    best_signal,
-    curvature_of,
-    gp_bands,
-    kronecker_posterior,
-    linearised_bands,
-    posterior_at,
-    reach_of,
-)
-from bayesadam.play.request import Request
 from bayesadam.posterior import Posterior
+from bayesadam.readers.recorder import Recorder
 
-# The learning rate falls geometrically from the first to the second over a learner's steps. A change of the data sets it
-# back to this share of the way, where what was learnt is not lost and can still move.
+# Where the Gaussian process looks for its lengthscale and its signal's standard deviation, in units of the plane.
+LENGTHSCALES = tuple(torch.logspace(math.log10(0.3), math.log10(3.0), 11, dtype=torch.float64).tolist())
+_SIGNALS = torch.logspace(math.log10(0.3), math.log10(3.0), 9, dtype=torch.float64)
+# The learning rate falls geometrically from the first to the second over a learner's steps. A change of the data sets
+# it back to this share of the way, where what was learnt is not lost and can still move.
 _RATES = (1e-2, 1e-3)
 _WARM = 0.4
 _WEIGHT_DECAY = 1e-4
@@ -41,6 +33,132 @@ _LARGEST_BATCH = 32
 # Steps whose rows are drawn at once, and functions behind a sampled band.
 _BLOCK = 32
 _DRAWS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of one page: the points, and the sliders' values.
+
+    A newer request of the same `page` supersedes the older. N is the user's to say, as in the paper's
+    pseudo-observations; `units` is the activation of the hidden layers; `restart` forgets what the networks learnt.
+    """
+
+    page: str
+    points: tuple[tuple[float, float], ...]
+    n_data: float
+    prior_precision: float
+    noise: float
+    dropout: float
+    width: int
+    units: str = "tanh"
+    restart: bool = False
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """The points as inputs and targets, (n, 1) each."""
+        both = torch.tensor(self.points, dtype=torch.float32).reshape(-1, 2)
+        return both[:, :1], both[:, 1:]
+
+    def shares_points(self, other: Request) -> bool:
+        """Whether at least half of the points are common to both: what was learnt is then worth keeping."""
+        common = len(set(self.points) & set(other.points))
+        return 2 * common >= max(len(self.points), len(other.points))
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """Mean and standard deviation of f at every point of a grid, (g,) each; the noise is not in them."""
+
+    mean: Tensor
+    std: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Whether every number can be drawn."""
+        return bool((torch.isfinite(self.mean) & torch.isfinite(self.std)).all())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """k(a, b) = s² exp(−(a − b)²/2ℓ²), and the log marginal likelihood that chose it."""
+
+    lengthscale: float
+    signal: float
+    evidence: float
+
+
+def best_signal(x: Tensor, y: Tensor, noise: float, lengthscale: float) -> Kernel:
+    """The signal of greatest marginal likelihood among a fixed few, at inputs and targets (n,), σ and ℓ given.
+
+    log p(y) = −½ Σ (qᵀy)²/λ − ½ Σ log λ − n/2 log 2π, with λ = s² e + σ² and q, e the eigenpairs of the unit kernel:
+    one decomposition serves every signal.
+    """
+    a, b = x.double(), y.double()
+    eigenvalues, vectors = torch.linalg.eigh(_unit_kernel(a, a, lengthscale))
+    spectrum = _SIGNALS.square()[:, None] * eigenvalues.clamp(min=0) + noise**2
+    fit = ((vectors.T @ b).square() / spectrum).sum(dim=1)
+    evidence = -0.5 * (fit + spectrum.log().sum(dim=1) + len(b) * math.log(2 * math.pi))
+    best = int(evidence.argmax())
+    return Kernel(lengthscale, float(_SIGNALS[best]), float(evidence[best]))
+
+
+def gp_bands(x: Tensor, y: Tensor, grid: Tensor, noise: float, kernel: Kernel) -> Bands:
+    """The exact Gaussian process on a grid: mean k* K⁻¹ y, variance k** − k* K⁻¹ k*ᵀ, K = k + σ²."""
+    a, b, at = x.double(), y.double(), grid.double()
+    variance = kernel.signal**2
+    gram = variance * _unit_kernel(a, a, kernel.lengthscale) + noise**2 * torch.eye(len(a), dtype=torch.float64)
+    cross = variance * _unit_kernel(a, at, kernel.lengthscale)
+    factor = torch.linalg.cholesky(gram)
+    mean = cross.T @ torch.cholesky_solve(b[:, None], factor).squeeze(1)
+    explained = torch.linalg.solve_triangular(factor, cross, upper=False).square().sum(dim=0)
+    return Bands(mean.float(), (variance - explained).clamp(min=0).sqrt().float())
+
+
+def _unit_kernel(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
+    return torch.exp(-0.5 * ((a[:, None] - b[None, :]) / lengthscale).square())
+
+
+def reach_of(posterior: Posterior, x: Tensor) -> float:
+    """mean_n Σ J_n² at the inputs x, (n, 1): the variance of f under weights of unit variance."""
+    ones = {name: torch.ones_like(theta) for name, theta in posterior.mode.items()}
+    unit = Posterior.from_moments(posterior.model, posterior.mode, ones, 1.0).replace(noise_variance=1.0)
+    return float(unit.predict(x, likelihood="regression", novelty=False).variance.mean())
+
+
+def curvature_of(read: Posterior) -> float:
+    """Σ B^(2p−1) v̂ᵖ over all weights: the total curvature of an example, in the units it was read in."""
+    settings = read.settings
+    total = sum(float(c.sum(dtype=torch.float64)) for c in read.structure.curvatures(settings.power))
+    return total * settings.weight / (settings.scale * settings.n_data)
+
+
+def posterior_at(read: Posterior, reach: float, n_data: float, prior_precision: float, noise: float) -> Posterior:
+    """The posterior of precision s N c + δ, c = v̂ᵖ, at the sliders' values; nothing is trained.
+
+    c has the units of the loss it was read from, and Adam's √v̂ shrinks as training goes on. s takes both out: the total
+    curvature of an example, Σ s c, is the Gauss-Newton matrix's, mean_n Σ J_n²/σ², with `reach` = mean_n Σ J_n².
+    """
+    scale = reach / (noise**2 * max(curvature_of(read), 1e-30))
+    return read.replace(n_data=n_data, prior_precision=prior_precision, scale=scale, noise_variance=noise**2)
+
+
+def kronecker_posterior(model: nn.Module, x: Tensor, *, keep: int = 25) -> Posterior:
+    """The Kronecker-factored posterior of the Gauss-Newton matrix at a network's weights, for inputs x, (n, 1).
+
+    The gradient of ½(f − y)² at a residual of 1 is J, whose squares are the matrix's: the recorder gets `keep` single
+    inputs with that residual, spread evenly over the sorted ones.
+    """
+    inputs = x[x.squeeze(1).argsort()[torch.arange(keep) * len(x) // keep]].unsqueeze(1)
+    with torch.no_grad():
+        targets = model(inputs) - 1
+    batches = zip(inputs, targets, strict=True)
+    recorder = Recorder.from_batches(model, batches, lambda f, y: 0.5 * (f - y).square().mean(), keep=keep)
+    return Posterior.from_recorder(model, recorder, len(x), structure="kronecker")
+
+
+def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:
+    """f ~ N(f(x; θ), J Σ Jᵀ) on a grid (g,)."""
+    found = posterior.predict(grid[:, None], likelihood="regression", novelty=False)
+    return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
 
 
 class Learner(ABC):
@@ -56,13 +174,12 @@ class Learner(ABC):
 
     def step(self) -> None:
         """One step of training."""
-        self.advance()
+        self._advance()
         self.left -= 1
         self.taken += 1
 
     @abstractmethod
-    def advance(self) -> None:
-        """The work of one step."""
+    def _advance(self) -> None: ...
 
     @abstractmethod
     def bands(self, grid: Tensor) -> Bands:
@@ -78,13 +195,12 @@ class GaussianProcess(Learner):
         """Look for the kernel of greatest marginal likelihood when points or noise have changed."""
         key = (request.points, request.noise)
         if key != self._key:
-            x, y = columns(request)
+            x, y = request.columns()
             self._x, self._y, self._noise, self._key = x.squeeze(1), y.squeeze(1), request.noise, key
             self._tried: list[Kernel] = []
             self.left, self.taken = len(LENGTHSCALES), 0
 
-    def advance(self) -> None:
-        """The next lengthscale, with its best signal."""
+    def _advance(self) -> None:
         self._tried.append(best_signal(self._x, self._y, self._noise, LENGTHSCALES[len(self._tried)]))
 
     @property
@@ -120,13 +236,13 @@ class RuleLearner(Learner):
             or request.restart
             or network.shapes() != self.stack.network.shapes()
             or network.activation != self.stack.network.activation
-            or not _alike(self.request.points, request.points)
+            or not request.shares_points(self.request)
         )
         changed = restart or key != self._key
         self.request, self._key = request, key
         if not changed:
             return
-        self.x, self.y = columns(request)
+        self.x, self.y = request.columns()
         seeds = range(self.panel.networks)
         self._rows, self._prepared = Streams(seeds, "rows"), 0
         if restart:
@@ -139,16 +255,14 @@ class RuleLearner(Learner):
         self.left = max(self.left, round((1 - _WARM) * self.panel.budget))
         self.taken = 0
 
-    def advance(self) -> None:
-        """One step of the rule."""
+    def _advance(self) -> None:
         if not self._prepared:
             n, size = len(self.x), self.batch_size
             rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(len(self._rows), _BLOCK, n)
             done, left, budget = self.stack.done, self.left, self.panel.budget
             falling = _RATES[1] / _RATES[0]
-            self.stack.prepare(
-                rows.transpose(0, 1), lambda at: _RATES[0] * falling ** (1 - (left - (at - done)) / budget)
-            )
+            rate = lambda at: _RATES[0] * falling ** (1 - (left - (at - done)) / budget)  # noqa: E731
+            self.stack.prepare(rows.transpose(0, 1), rate)
             self._prepared = _BLOCK
         self.stack.run(1)
         self._prepared -= 1
@@ -186,10 +300,9 @@ class BadamLearner(RuleLearner):
 
     _read: tuple[Posterior, float] | None = None
 
-    def advance(self) -> None:
-        """One step of Adam."""
+    def _advance(self) -> None:
         self._read = None
-        super().advance()
+        super()._advance()
 
     @property
     def batch_size(self) -> int:
@@ -209,10 +322,7 @@ class BadamLearner(RuleLearner):
         stack, request = self.stack, self.request
         if self._read is None:
             self._read = self.read(stack.network.build(member(stack.params, 0)))
-        read, reach = self._read
-        return posterior_at(
-            read, reach, n_data=request.n_data, prior_precision=request.prior_precision, noise=request.noise
-        )
+        return posterior_at(*self._read, request.n_data, request.prior_precision, request.noise)
 
     def bands(self, grid: Tensor) -> Bands:
         """The network linearised round its weights."""
@@ -242,10 +352,6 @@ class Panel:
     budget: int = 1200
     networks: int = 1
 
-    def describe(self) -> dict[str, str | bool]:
-        """What the page must know of it."""
-        return {"method": self.method, "title": self.title, "exact": self.learner is GaussianProcess}
-
 
 # In the order in which a page wants to hear from them.
 PANELS = (
@@ -257,14 +363,3 @@ PANELS = (
     Panel("kronecker", "Kronecker", KroneckerLearner),
     Panel("ensemble", "Ensemble of 5", EnsembleLearner, networks=5),
 )
-
-
-def columns(request: Request) -> tuple[Tensor, Tensor]:
-    """The points as inputs and targets, (n, 1) each."""
-    both = torch.tensor(request.points, dtype=torch.float32).reshape(-1, 2)
-    return both[:, :1], both[:, 1:]
-
-
-def _alike(before: tuple[tuple[float, float], ...], after: tuple[tuple[float, float], ...]) -> bool:
-    """Whether at least half of the points are common to both: what was learnt is then a start worth having."""
-    return 2 * len(set(before) & set(after)) >= max(len(before), len(after))

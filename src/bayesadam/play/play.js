@@ -5,7 +5,6 @@ const KEYS = { n_data: "n", prior_precision: "d", noise: "s", dropout: "o", widt
 const SVG = "http://www.w3.org/2000/svg";
 const UNIT = 100; // user units a unit of the plane
 const REACH = { mouse: 13, pen: 13, touch: 22 }; // CSS pixels within which a point is meant
-const RETRIES = 5;
 const page = Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 
 const config = await (await fetch("/config")).json();
@@ -238,7 +237,7 @@ function readHash() {
 
 // --- requests: the newest request wins, but not before the one under way has said its first word ------------
 
-let flight = null, waiting = false, restart = false, tries = 0;
+let flight = null, waiting = false, restart = false;
 
 function changed() {
   if (state.follow) state.n_data = Math.max(1, state.points.length);
@@ -266,13 +265,7 @@ async function fetchBands() {
     const answer = await fetch("/bands", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: own.abort.signal,
     });
-    if (answer.status === 503 && tries < RETRIES) {
-      tries += 1;
-      flight = null;
-      return void setTimeout(send, 1000 * (parseFloat(answer.headers.get("Retry-After")) || 1));
-    }
     if (!answer.ok) throw new Error((await answer.json()).error);
-    tries = 0;
     await hear(answer.body, own);
   } catch (error) {
     if (error.name !== "AbortError") tell(error instanceof TypeError ? "The server has stopped: start bayesadam play again." : error.message);

@@ -1,4 +1,4 @@
-"""The server behind `bayesadam play`: this machine only, a bounded number of requests, and no answer but a clean one."""
+"""The server of `bayesadam play`, for this machine only: the page, what it may request, the bands as they train."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import os
 import select
 import socket
-import socketserver
 import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Generator, Mapping
-from contextlib import closing, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -21,19 +22,19 @@ from typing import Any
 import torch
 
 from bayesadam._version import __version__
-from bayesadam.errors import SettingError
+from bayesadam.data.toy import Interval, toy_points
+from bayesadam.errors import BayesAdamError, SettingError
 from bayesadam.play import learners
-from bayesadam.play.request import MOST_BYTES, Request, RequestError, describe, examples, parse
-from bayesadam.play.session import Sessions
+from bayesadam.play.learners import GaussianProcess, Learner, Request
 
 HOST = "127.0.0.1"
-# Connections open at a time, trainings under way or waiting; seconds for a whole request to arrive, for one write, and for
-# more of a request that was refused.
-MOST_CONNECTIONS = 32
-MOST_STREAMS = 8
-READ_SECONDS = 5.0
-WRITE_SECONDS = 10.0
-DRAIN_SECONDS = 0.2
+X_INTERVAL, Y_INTERVAL = (-3.0, 3.0), (-2.0, 2.0)
+GRID = torch.linspace(*X_INTERVAL, 201)
+UNITS = ("tanh", "relu")
+MOST_POINTS, MOST_BYTES, MOST_SESSIONS = 200, 32 * 1024, 8
+# How long Badam trains before it first answers; how long a learner trains at a time, at first and after some turns.
+FIRST_SECONDS = 0.06
+TURN_SECONDS = (0.15, 0.45)
 
 _ASSETS: Mapping[str, tuple[str, str]] = {
     "/": ("page.html", "text/html; charset=utf-8"),
@@ -42,235 +43,290 @@ _ASSETS: Mapping[str, tuple[str, str]] = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
-    "Connection": "close",
 }
-_DRAINED_BLOCKS = 16
-_FULL = b'{"error": "too many connections at once: try again in a second"}\n'
 
 
-class _Refused(Exception):
-    """A request that gets an error of HTTP and one line of JSON."""
+# --- what a page may request ------------------------------------------------------------------------------------------
 
-    def __init__(self, status: HTTPStatus, error: str, **headers: str) -> None:
-        super().__init__(error)
-        self.status, self.headers = status, headers
+
+class RequestError(BayesAdamError):
+    """A request that cannot be answered; the message says what would be accepted."""
+
+
+@dataclass(frozen=True)
+class Slider:
+    """One slider: its key in a request, the page's name for it, its range, both ends included, and where it starts.
+
+    Equal ways along a `logarithmic` one are equal factors; a `whole` one has only whole numbers.
+    """
+
+    name: str
+    label: str
+    low: float
+    high: float
+    default: float
+    logarithmic: bool
+    whole: bool
+    about: str
+
+
+_BOTH = "Badam, Kronecker at once; BBB, Vadam retrain"
+SLIDERS = (
+    Slider("n_data", "N", 1, 10_000, 40, True, True, f"data counted: {_BOTH}"),
+    Slider("prior_precision", "δ", 0.01, 1000, 5, True, False, f"prior precision: {_BOTH}"),
+    Slider("noise", "σ", 0.02, 0.5, 0.1, True, False, "noise of an observation, known to all methods"),
+    Slider("dropout", "dropout", 0.01, 0.6, 0.1, False, False, "share of units switched off: MC dropout retrains"),
+    Slider("width", "width", 5, 100, 50, False, True, "units in each of two layers: every network restarts"),
+)
+
+
+def parse(body: bytes) -> Request:
+    """A request out of the bytes of a POST; sliders that are not named stand at their defaults.
+
+    >>> parse(b'{"page": "a", "points": [[0, 1]], "width": 20}').width
+    20
+    """
+    try:
+        found = json.loads(body)
+        points = tuple((float(x), float(y)) for x, y in found["points"])
+        values = {slider.name: float(found.get(slider.name, slider.default)) for slider in SLIDERS}
+        page, units, restart = str(found["page"]), found.get("units", UNITS[0]), bool(found.get("restart"))
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise RequestError(f"send a JSON object with page and points, pairs of numbers: {error!s:.120}") from None
+    if len(points) > MOST_POINTS:
+        raise RequestError(f"at most {MOST_POINTS} points, got {len(points)}: remove some, or clear the plane")
+    for x, y in points:
+        if not (X_INTERVAL[0] <= x <= X_INTERVAL[1] and Y_INTERVAL[0] <= y <= Y_INTERVAL[1]):
+            raise RequestError(f"points must lie in {X_INTERVAL} × {Y_INTERVAL}, got ({x:g}, {y:g})")
+    for slider in SLIDERS:
+        value = values[slider.name]
+        if not slider.low <= value <= slider.high or (slider.whole and value != int(value)):
+            kind = "a whole number" if slider.whole else "a number"
+            raise RequestError(f"{slider.name} must be {kind} from {slider.low:g} to {slider.high:g}, got {value:g}")
+    if units not in UNITS:
+        raise RequestError(f"units must be one of {', '.join(UNITS)}, got {units!r:.40}")
+    return Request(page, points, width=int(values.pop("width")), units=units, restart=restart, **values)
+
+
+def examples() -> dict[str, list[tuple[float, float]]]:
+    """Named sets of points: the paper's toy problem, the same with a hole, a cubic, and a handful.
+
+    >>> {name: len(points) for name, points in examples().items()}
+    {'paper': 40, 'gap': 40, 'cubic': 20, 'few': 5}
+    """
+
+    def pairs(x: torch.Tensor, y: torch.Tensor) -> list[tuple[float, float]]:
+        across, up = x.flatten().clamp(*X_INTERVAL), y.flatten().clamp(*Y_INTERVAL)
+        return [(round(a, 3), round(b, 3)) for a, b in zip(across.tolist(), up.tolist(), strict=True)]
+
+    def toy(*intervals: Interval) -> list[tuple[float, float]]:
+        found = toy_points(40, generator=torch.Generator().manual_seed(0), intervals=intervals)
+        # The plane of the paper's toy problem, stretched onto the page's.
+        return pairs((found.x - 0.35) * 3.0 / 0.85, (found.y - 0.4) * 1.5)
+
+    x = torch.linspace(-2, 2, 20)
+    cubic = 0.2 * x**3 + 0.1 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+    few = [(-1.5, -0.6), (-0.7, 0.5), (0.1, 0.2), (0.8, -0.5), (1.6, 0.8)]
+    return {"paper": toy((0.0, 0.5)), "gap": toy((-0.3, 0.1), (0.6, 1.0)), "cubic": pairs(x, cubic), "few": few}
+
+
+def describe() -> dict[str, Any]:
+    """What a page must know to build itself."""
+    panels = [{"method": p.method, "title": p.title, "exact": p.learner is GaussianProcess} for p in learners.PANELS]
+    plane: Any = {"x": X_INTERVAL, "y": Y_INTERVAL, "grid": len(GRID), "most_points": MOST_POINTS, "units": UNITS}
+    return {**plane, "sliders": [asdict(s) for s in SLIDERS], "panels": panels, "examples": examples()}
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+Message = dict[str, Any]
+
+
+class Session:
+    """The learners of one page; one request at a time, the newest: it waits until the older has let go.
+
+    `turns` is held by the learner that trains now, of all pages: such small networks gain nothing from running in
+    parallel.
+    """
+
+    def __init__(self, turns: threading.Lock) -> None:
+        self._turns, self._mine = turns, threading.Lock()
+        self._current = threading.Event()
+        self._learners: tuple[Learner, ...] = tuple(panel.learner(panel) for panel in learners.PANELS)
+
+    def answer(self, request: Request, gone: Callable[[], bool]) -> Generator[Message, None, None]:
+        """Bands, one message a learner and turn, then how it ended: `"done"`, or `"superseded"` by a newer request.
+
+        Between steps, `gone` says whether the page has hung up.
+        """
+        began, stop = time.perf_counter(), threading.Event()
+        older, self._current = self._current, stop
+        older.set()
+        with self._mine:
+            if request.points:
+                for message in self._messages(request, lambda: stop.is_set() or gone()):
+                    yield message
+                    if stop.is_set():
+                        break
+            ended = "superseded" if stop.is_set() else "done"
+            yield {"type": ended, "seconds": round(time.perf_counter() - began, 3)}
+
+    def cancel(self) -> None:
+        """End the request under way."""
+        self._current.set()
+
+    def _messages(self, request: Request, stopped: Callable[[], bool]) -> Iterator[Message]:
+        """Badam at once, then all in turns."""
+        spent = dict.fromkeys((learner.panel.method for learner in self._learners), 0.0)
+        pending = list(self._learners)
+        first, seconds = True, TURN_SECONDS[0]
+        while pending and not stopped():
+            for learner in list(pending):
+                limit = FIRST_SECONDS if first and learner is self._learners[0] else seconds
+                with self._turns:
+                    began = time.perf_counter()
+                    message = _turn(learner, request if first else None, began + limit, stopped)
+                    spent[learner.panel.method] += time.perf_counter() - began
+                if message is None:
+                    return
+                failed = message["type"] == "failed"
+                if failed:
+                    anew = learner.panel.learner(learner.panel)
+                    self._learners = tuple(anew if own is learner else own for own in self._learners)
+                if failed or not learner.left:
+                    pending.remove(learner)
+                yield message | {"seconds": round(spent[learner.panel.method], 3)}
+            first, seconds = False, min(1.5 * seconds, TURN_SECONDS[1])
+
+
+def _turn(learner: Learner, request: Request | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
+    """Take up the request, where it is new, train until the deadline, and report the bands; None if stopped."""
+    failed = {"type": "failed", "method": learner.panel.method}
+    try:
+        if request is not None:
+            learner.accept(request)
+        while learner.left:
+            learner.step()
+            if time.perf_counter() >= deadline or stopped():
+                break
+        if stopped():
+            return None
+        bands = learner.bands(GRID)
+    except (BayesAdamError, ArithmeticError, RuntimeError) as error:
+        return {**failed, "error": f"{error!s:.200}"}
+    if not bands.finite:
+        said = "its numbers are no longer finite: move the sliders from their ends, or restart the training"
+        return {**failed, "error": said}
+    curves = {name: [round(value, 4) for value in getattr(bands, name).tolist()] for name in ("mean", "std")}
+    return {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left, **curves}
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, up to a number, and none that dawdles."""
+    """Listens on 127.0.0.1, port 0 being any free one; a thread a connection, and a session each for the last pages."""
 
     daemon_threads = True
     # On Windows the option would let two programs listen at one port.
     allow_reuse_address = os.name != "nt"
-    request_queue_size = 64
 
     def __init__(self, port: int = 0) -> None:
-        self.sessions = Sessions()
-        self.streams = threading.BoundedSemaphore(MOST_STREAMS)
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._arriving: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
+        self._turns, self._lock = threading.Lock(), threading.Lock()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise SettingError(
-                f"cannot listen on {HOST}:{port} ({error.strerror or error}): pass another --port, or --port 0 for any "
-                "free one"
-            ) from None
+            told = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
+            raise SettingError(f"{told}: pass another --port, or --port 0 for any free one") from None
+        self.port = int(self.server_address[1])
+        self.url = f"http://{HOST}:{self.port}/"
 
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return int(self.server_address[1])
-
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://{HOST}:{self.port}/"
-
-    def server_bind(self) -> None:
-        """Bind without asking any name server who we are, as the standard library's would."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = HOST, self.port
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, if there is a place; one line and the door otherwise."""
-        if not self._places.acquire(blocking=False):
-            _turn_away(request)
-            self.shutdown_request(request)
-            return
+    def session(self, page: str) -> Session:
+        """The page's session, made if need be; the oldest of too many ends, and restarts if it comes back."""
         with self._lock:
-            self._arriving[request] = time.monotonic() + READ_SECONDS
-        super().process_request(request, client_address)
+            session = self._sessions.pop(page, None) or Session(self._turns)
+            self._sessions[page] = session
+            while len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)[1].cancel()
+            return session
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread's work; the place is free again afterwards, whatever happened."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.arrived(request)
-            self._places.release()
-
-    def arrived(self, request: socket.socket) -> None:
-        """The whole request has been read: it is no longer dawdling."""
+    def cancel(self) -> None:
+        """End every request under way."""
         with self._lock:
-            self._arriving.pop(request, None)
-
-    def service_actions(self) -> None:
-        """Twice a second: hang up on requests that have not arrived in time, however slowly they drip."""
-        now = time.monotonic()
-        with self._lock:
-            late = [request for request, deadline in self._arriving.items() if deadline < now]
-            for request in late:
-                del self._arriving[request]
-        for request in late:
-            with suppress(OSError):
-                request.shutdown(socket.SHUT_RD)
+            for session in self._sessions.values():
+                session.cancel()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is the browser's affair; anything else is a bug, told here and not to the page."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        """A connection that broke is the browser's affair; anything else is a bug."""
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request. Everything is checked before anything is done."""
+    """One request a connection. Everything is checked before anything is done."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
-    server_version = f"bayesadam/{__version__}"
-    sys_version = ""
-    timeout = READ_SECONDS
-    # Streamed lines must leave at once: the page draws them as they come.
-    disable_nagle_algorithm = True
-
-    def parse_request(self) -> bool:
-        """As the standard library does, but one request a connection: an idle one would hold a thread."""
-        good = super().parse_request()
-        self.close_connection = True
-        return good
+    server_version, sys_version = f"bayesadam/{__version__}", ""
 
     def do_GET(self) -> None:
-        """Whose request it is, then the work; what goes wrong becomes a status and one line of JSON."""
-        try:
-            self._check_origin()
-            if self.command != "POST":
-                self.server.arrived(self.connection)
-            allowed = "POST" if self._path == "/bands" else "GET, HEAD"
-            if self._path not in (*_ASSETS, "/config", "/bands"):
-                raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {self._path!r:.60}; the page is at /")
-            if self.command not in allowed.split(", "):
-                said = f"{self.command} is not for {self._path:.60}, {allowed} is"
-                raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, said, Allow=allowed)
-            if self._path == "/bands":
-                self._bands()
-            elif self._path == "/config":
-                panels = [panel.describe() for panel in learners.PANELS]
-                told = {**describe(), "panels": panels, "examples": examples(), "version": __version__}
-                self._send_json(HTTPStatus.OK, told)
-            else:
-                name, kind = _ASSETS[self._path]
-                self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
-        except _Refused as refused:
-            self._send_json(refused.status, {"error": str(refused)}, refused.headers)
-            self._drain()
+        """The page, its parts, and what it must know."""
+        path = self.path.partition("?")[0]
+        if not self._from_the_page():
+            return
+        if path == "/config":
+            self._send(HTTPStatus.OK, "application/json", json.dumps(describe()).encode())
+        elif path in _ASSETS:
+            name, kind = _ASSETS[path]
+            self._send(HTTPStatus.OK, kind, (files("bayesadam.play") / name).read_bytes())
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"nothing at {path!r:.60}; the page is at /")
 
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
+    def do_POST(self) -> None:
+        """Bands for a set of points: lines of JSON as they are ready; a page that hangs up ends the training."""
+        if not self._from_the_page():
+            return
+        length = self.headers.get("Content-Length", "")
+        if self.path != "/bands":
+            self._refuse(HTTPStatus.NOT_FOUND, f"nothing at {self.path!r:.60}; requests go to /bands")
+        elif self.headers.get_content_type() != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
+        elif not (length.isascii() and length.isdigit()) or int(length) > MOST_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a Content-Length of at most {MOST_BYTES} bytes")
+        else:
+            try:
+                request = parse(self.rfile.read(int(length)))
+            except RequestError as error:
+                self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+                return
+            self._send(HTTPStatus.OK, "application/x-ndjson", None)
+            with closing(self.server.session(request.page).answer(request, self._hung_up)) as messages:
+                for message in messages:
+                    self.wfile.write(json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
-    def _bands(self) -> None:
-        """Bands for a set of points, line by line as they are ready."""
-        request = self._request()
-        if not self.server.streams.acquire(blocking=False):
-            busy = f"{MOST_STREAMS} trainings are under way: try again in a second"
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, busy, **{"Retry-After": "1"})
-        try:
-            self._stream(self.server.sessions.of(request.page).answer(request, self._hung_up))
-        finally:
-            self.server.streams.release()
-
-    def _request(self) -> Request:
-        if self.headers.get_content_type() != "application/json":
-            raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
-        if "Transfer-Encoding" in self.headers:
-            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length, not a Transfer-Encoding")
-        lengths = self.headers.get_all("Content-Length", [])
-        if not lengths:
-            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
-        if len(lengths) != 1 or not (lengths[0].isascii() and lengths[0].isdigit() and len(lengths[0]) < 16):
-            raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length must be one whole number")
-        if int(lengths[0]) > MOST_BYTES:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request is at most {MOST_BYTES} bytes")
-        try:
-            body = self.rfile.read(int(lengths[0]))
-        except TimeoutError:
-            body = b""
-        if len(body) < int(lengths[0]):
-            raise _Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {READ_SECONDS:g} seconds")
-        self.server.arrived(self.connection)
-        try:
-            return parse(body)
-        except RequestError as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-
-    def _drain(self) -> None:
-        """Read a little of what was not wanted: closing on unread bytes would take the answer away from the sender."""
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(DRAIN_SECONDS)
-            for _ in range(_DRAINED_BLOCKS):
-                if not self.connection.recv(65536):
-                    return
-
-    def _check_origin(self) -> None:
-        """Only this page: a name that was made to point at 127.0.0.1, or another site's script, is turned away."""
+    def _from_the_page(self) -> bool:
+        """Whether this page asks: a name made to point at 127.0.0.1, or another site's script, is refused."""
         own = {f"{name}:{self.server.port}" for name in (HOST, "localhost")}
-        if self.headers.get_all("Host", []) not in [[name] for name in own]:
-            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, f"this server answers to {self.server.url} only")
         origin = self.headers.get("Origin")
-        if origin is not None and origin not in {f"http://{name}" for name in own}:
-            raise _Refused(HTTPStatus.FORBIDDEN, f"requests come from {self.server.url} only, not from other pages")
+        if self.headers.get("Host") in own and (origin is None or origin.removeprefix("http://") in own):
+            return True
+        self._refuse(HTTPStatus.FORBIDDEN, f"this server answers to {self.server.url} only")
+        return False
 
-    def _stream(self, messages: Generator[Mapping[str, Any], None, None]) -> None:
-        """Newline-delimited JSON, one chunk a message; a page that hung up ends the training with a broken pipe."""
-        self._send_head(HTTPStatus.OK, "application/x-ndjson", {"Transfer-Encoding": "chunked"})
-        with closing(messages):
-            for message in messages:
-                line = json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-        self.wfile.write(b"0\r\n\r\n")
+    def _refuse(self, status: HTTPStatus, error: str) -> None:
+        self._send(status, "application/json", json.dumps({"error": error}).encode() + b"\n")
 
-    def _send_json(self, status: HTTPStatus, found: Mapping[str, Any], headers: Mapping[str, str] = {}) -> None:
-        self._send(status, "application/json", json.dumps(found).encode() + b"\n", headers)
-
-    def _send(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] = {}) -> None:
-        self._send_head(status, kind, {**headers, "Content-Length": str(len(body))})
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _send_head(self, status: HTTPStatus, kind: str, headers: Mapping[str, str]) -> None:
-        self.connection.settimeout(WRITE_SECONDS)
+    def _send(self, status: HTTPStatus, kind: str, body: bytes | None) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, **_HEADERS, **headers}.items():
+        for name, value in {"Content-Type": kind, **_HEADERS}.items():
             self.send_header(name, value)
+        if body is not None:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses itself (bad request lines, unknown methods), as JSON too."""
-        self.close_connection = True
-        status = HTTPStatus(code)
-        # A request line that could not be read has set none of these.
-        self.command = getattr(self, "command", None) or ""
-        self.request_version = "HTTP/1.1"
-        self._send_json(status, {"error": f"{status.phrase}: {message or explain or ''!s:.120}"})
+        self.wfile.write(body or b"")
 
     def _hung_up(self) -> bool:
         """Whether the other end has closed: there is something to read, and it is nothing."""
@@ -280,28 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return True
 
-    @property
-    def _path(self) -> str:
-        return self.path.partition("?")[0]
-
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal is the user's."""
-
-
-def _turn_away(request: socket.socket) -> None:
-    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Length: {len(_FULL)}\r\nRetry-After: 1\r\n"
-    kind = "Content-Type: application/json\r\nConnection: close\r\n\r\n"
-    with suppress(OSError):
-        request.setblocking(False)
-        request.send((head + kind).encode() + _FULL)
-
-
-def _warm_up() -> None:
-    """One tiny answer: what torch imports at its first step, and libraries choose, is then not in the first click's time."""
-    request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
-    for message in Sessions().of("warm").answer(request, gone=bool):
-        if message["type"] == "bands" and message["method"] == learners.PANELS[-1].method:
-            return
 
 
 def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
@@ -309,7 +345,11 @@ def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
     # Networks this small lose by being spread over cores.
     torch.set_num_threads(1)
     with Server(port) as server:
-        _warm_up()
+        # One tiny answer, so that torch's imports at its first step are not in the first click's time.
+        request = parse(b'{"page": "warm", "points": [[0, 0], [1, 1]], "width": 5}')
+        for message in Session(threading.Lock()).answer(request, gone=bool):
+            if message.get("method") == learners.PANELS[-1].method:
+                break
         print(server.url if quiet else f"Playing at {server.url}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
@@ -319,4 +359,4 @@ def run_play(*, port: int, open_browser: bool, quiet: bool) -> None:
             if not quiet:
                 print("\nStopped.", flush=True)
         finally:
-            server.sessions.cancel()
+            server.cancel()

@@ -1,4 +1,4 @@
-"""The look that all pictures share: one style, one colour per method, and the panels that more than one picture uses."""
+"""The look that all pictures share, one style and one colour per method, and the picture of `bayesadam inspect`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from bayesadam._plots import FAINT as FAINT
 from bayesadam._plots import INK as INK
 from bayesadam._plots import MUTED as MUTED
+from bayesadam.inspect import BINS, LOG_RANGE, Inspection, ParameterReport
 
 # Okabe and Ito's palette, safe for the colour-blind; one colour per method, the same in every picture.
 COLOURS: Mapping[str, str] = {
@@ -39,6 +40,9 @@ METHOD_TITLES = {
     "ivon": "IVON",
     "laplace-diagonal": "Laplace, diagonal GGN",
 }
+
+# More rows than this cannot be read; the picture of an inspection shows the largest parameters.
+_ROWS = 40
 
 _STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
@@ -70,7 +74,7 @@ def colour(method: str) -> str:
 
 @contextmanager
 def house_style(changes: Mapping[Any, Any] = {}) -> Iterator[None]:
-    """Our style inside, with some changes, whatever the user's; theirs again outside."""
+    """Our style inside, with some changes, whatever the user's is; theirs again outside."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**_STYLE, **changes})
@@ -122,29 +126,50 @@ def predictive_panel(
     axes.plot(x, mean, color=shade, linewidth=1.8, label="mean")
 
 
-def strip_panel(
-    axes: Axes, groups: Mapping[str, ArrayLike], *, marked: Mapping[str, ArrayLike], labels: tuple[str, str]
-) -> None:
-    """Two strips of dots per group on a logarithmic axis, unmarked above marked, and the group's median as a bar.
+def inspection_picture(inspection: Inspection) -> Figure:
+    """A histogram of log₁₀ |μ|/σ, or of log₁₀ σ, for each parameter, and its number of weights and dead weights."""
+    largest = {row.name for row in sorted(inspection.parameters, key=lambda row: -row.weights)[:_ROWS]}
+    shown = [row for row in inspection.parameters if row.name in largest]
+    few = f", the {len(shown)} largest parameters" if len(shown) < len(inspection.parameters) else ""
+    title = f"{Path(inspection.source).name}: {inspection.weights:,} weights, read as {inspection.optimizer}{few}"
+    with house_style():
+        figure = new_figure(11, 1.6 + 0.34 * max(len(shown), 3), title)
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+        _draw_histograms(left, shown, inspection)
+        right.barh(range(len(shown)), [row.weights for row in shown], height=0.62, color=FAINT)
+        for number, row in enumerate(shown):
+            dead = f", {row.dead / row.weights:.1%} dead" if row.dead else ""
+            right.text(max(row.weights, 0.5), number, f" {row.weights:,}{dead}", va="center", fontsize=7.5)
+        right.set(xscale="log", xlim=(0.5, 100 * max(2, *(row.weights for row in shown))), xlabel="weights")
+        right.set(title="Weights, and the share with v = 0")
+        for axes in (left, right):
+            axes.tick_params(axis="y", length=0, labelleft=axes is left)
+            axes.spines["left"].set_visible(False)
+    return figure
 
-    Numbers that are not positive are not drawn; `labels` are those of an unmarked and a marked dot.
-    """
-    jitter = np.random.default_rng(0)
+
+def _draw_histograms(axes: Axes, shown: Sequence[ParameterReport], inspection: Inspection) -> None:
+    edges = 10 ** np.linspace(*LOG_RANGE, BINS + 1)
+    histograms = np.array([row.histogram for row in shown], dtype=float)
+    histograms /= histograms.max(axis=1, keepdims=True).clip(min=1)
+    for number, (row, heights) in enumerate(zip(shown, histograms, strict=True)):
+        if heights.any():
+            # Upwards is towards smaller numbers: the first parameter is on top.
+            base, shade = number + 0.4, colour("snr")
+            axes.stairs(base - 0.8 * heights, edges, baseline=base, fill=True, color=shade, alpha=0.75)
+            axes.plot([row.quantiles[1]] * 2, [number - 0.4, number + 0.4], color=INK, linewidth=1.4)
+    axes.plot([], [], color=INK, linewidth=1.4, label="median")
+    if inspection.threshold:
+        line: Any = {"color": colour("magnitude"), "linewidth": 1}
+        axes.axvline(inspection.threshold, linestyle=(0, (4, 3)), label=f"|μ|/σ = {inspection.threshold:g}", **line)
     axes.set_xscale("log")
-    for row, (name, values) in enumerate(groups.items()):
-        numbers, mark = np.asarray(values).ravel(), np.asarray(marked[name]).ravel()
-        if numbers.size > 1:
-            axes.plot([np.median(numbers)] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.8, zorder=4)
-        alpha = 0.8 if numbers.size <= 100 else 0.35
-        style: Any = {"alpha": alpha, "markersize": 2.2, "markeredgewidth": 0, "zorder": 3}
-        for which, shade, side in ((~mark, colour("badam"), -1), (mark, MUTED, 1)):
-            axes.plot(numbers[which], row + side * jitter.uniform(0.04, 0.34, which.sum()), "o", color=shade, **style)
-    axes.set_yticks(range(len(groups)), list(groups))
-    # The empty row below the last is the legend's.
-    axes.set_ylim(len(groups) + 0.3, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    for shade, label in zip((colour("badam"), MUTED), labels, strict=True):
-        axes.plot([], [], "o", color=shade, markersize=4, markeredgewidth=0, label=label)
-    axes.plot([], [], color=INK, linewidth=1.6, label="median of all")
-    axes.legend(loc="lower left", ncols=3, columnspacing=1.2, handletextpad=0.4)
+    # Tails too thin to be seen are not worth the room.
+    occupied = np.flatnonzero(histograms.max(axis=0) > 0.01)
+    if occupied.size:
+        axes.set_xlim(edges[max(occupied[0] - 3, 0)], edges[min(occupied[-1] + 4, BINS)])
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    scale = "N = 1: only the order counts" if inspection.n_data is None else f"N = {inspection.n_data:,.0f}"
+    title = "Signal-to-noise ratio of the weights" if inspection.has_weights else "Standard deviation of the weights"
+    axes.set(title=title, xlabel=f"{inspection.quantity}  ({scale})")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)

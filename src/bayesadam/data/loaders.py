@@ -1,42 +1,112 @@
-"""The tables behind the bandits: contexts as numbers, neither scaled nor shuffled, and labels counted from 0.
+"""Images and tables as arrays: MNIST and its likes, scikit-learn's digits, and the tables behind the bandits.
 
-A categorical column becomes one column of zeros and ones for each value that occurs in it, in sorted order.
+The tables' contexts are numbers, neither scaled nor shuffled, and their labels are counted from 0. A categorical column
+becomes one column of zeros and ones for each value that occurs in it, in sorted order.
 """
 
 from __future__ import annotations
 
 import gzip
 import lzma
+import math
 import re
+import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from bayesadam.data.fetching import locate
-from bayesadam.data.registry import data_set
-from bayesadam.errors import DataError, MissingFileError, SettingError
+from bayesadam._extras import require
+from bayesadam.data.fetching import data_set, find, locate
+from bayesadam.errors import DataError, FileError, MissingFileError, SettingError
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
+Split = Literal["train", "test"]
 Numbers = npt.NDArray[Any]
-Labels = npt.NDArray[np.int64]
 
-JESTER_JOKES = 40
-JESTER_UNRATED = 99.0
-ADULT_COLUMNS = 15
-ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)
-ADULT_OCCUPATION = 6
-ADULT_INCOME = 14
-CENSUS_COLUMNS = 69
-CENSUS_KEY = "caseid"
-CENSUS_LABEL = "dOccup"
+IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
+DIGITS_TEST = 360
+_FILES: dict[Split, tuple[str, str]] = {
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
+_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images x, float32 of shape (n, height · width) in [0, 1], and their classes y, int64 of shape (n,)."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+    @property
+    def n_classes(self) -> int:
+        """How many classes the training images have."""
+        return int(self.train_y.max()) + 1
+
+
+def load_images(name: str, *, progress: bool = False) -> Images:
+    """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
+    train = load_split(name, "train", progress=progress)
+    return Images(name, *train, *load_split(name, "test", progress=progress))
+
+
+def load_split(name: str, split: Split, *, progress: bool = False) -> tuple[Tensor, Tensor]:
+    """The images and classes of one split, `"train"` or `"test"`; the other split's files may be absent."""
+    record = data_set(name)
+    if name not in IMAGE_SETS:
+        raise SettingError(f"{name!r} is not a set of images: choose from {', '.join(IMAGE_SETS)}")
+    if split not in _FILES:
+        raise SettingError(f"split must be 'train' or 'test', got {split!r}")
+    if record.embedded:
+        x, y = require("sklearn.datasets").load_digits(return_X_y=True)
+        # The same images are held out for ever: numpy never changes this old generator.
+        order = np.random.RandomState(0).permutation(len(x))
+        rows = order[:DIGITS_TEST] if split == "test" else order[DIGITS_TEST:]
+        return torch.from_numpy(x[rows]).float().div_(16), torch.from_numpy(y[rows]).long()
+    try:
+        paths = locate(name, _FILES[split], progress=progress)
+    except DataError as error:
+        if split == "train" and all(file in find(name) for file in _FILES["test"]):
+            raise DataError(f"{error}; the test pair is there: load_split({name!r}, 'test')") from error
+        raise
+    images, labels = (np.array(read_idx(paths[file])) for file in _FILES[split])
+    if images.ndim < 2 or labels.shape != images.shape[:1]:
+        raise DataError(
+            f"{paths[_FILES[split][0]]} and {paths[_FILES[split][1]]} do not belong together: "
+            f"images of shape {images.shape}, labels of shape {labels.shape}"
+        )
+    return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
+
+
+def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
+    """The array in an IDX file: two zero bytes, a type, the number of dimensions, their sizes, then the entries."""
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"no file at {path}")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise FileError(f"{path} is damaged: {error}") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX_TYPES:
+        raise FileError(f"{path} is not an IDX file: it starts with {raw[:4]!r}")
+    dims, body = raw[3], 4 + 4 * raw[3]
+    shape = struct.unpack(f">{dims}I", raw[4:body]) if len(raw) >= body else ()
+    dtype = np.dtype(_IDX_TYPES[raw[2]])
+    if len(shape) != dims or len(raw) - body != math.prod(shape) * dtype.itemsize:
+        raise FileError(f"{path} is truncated: {len(raw)} bytes do not hold an array of shape {shape}")
+    return np.frombuffer(raw, dtype, offset=body).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +115,13 @@ class Table:
 
     Attributes:
         contexts: (rows, features). Of jester, the ratings of 40 jokes in [−10, 10].
-        labels: (rows,), from 0 to n_labels − 1, whether or not each occurs: 1 for an edible mushroom, the occupation, the
-            class. None, and `n_labels` 0, for financial and jester.
+        labels: (rows,), from 0 to n_labels − 1, whether or not each occurs: 1 for an edible mushroom, the occupation,
+            the class. None, and `n_labels` 0, for financial and jester.
     """
 
     name: str
     contexts: Numbers
-    labels: Labels | None = None
+    labels: npt.NDArray[np.int64] | None = None
     n_labels: int = 0
 
 
@@ -78,31 +148,28 @@ def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Tab
 
 def read_financial(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """Price changes of 21 stocks. The line of tickers is skipped: it is not in the columns' order."""
-    return Table("financial", _numbers(path, None, width=21, dtype=np.float64, skip=1).astype(dtype))
+    return Table("financial", _numbers(path, None, 21, np.float64, skip=1).astype(dtype))
 
 
 def read_jester(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """The 40 jokes with the most ratings, in order of joke number, by the users who rated them all, in file order."""
-    ratings = _numbers(path, ",", width=101, dtype=np.float64)[:, 1:]
-    rated = ratings != JESTER_UNRATED
-    jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:JESTER_JOKES])
+    ratings = _numbers(path, ",", 101, np.float64)[:, 1:]
+    rated = ratings != 99.0
+    jokes = np.sort(np.argsort(-rated.sum(axis=0), kind="stable")[:40])
     users = rated[:, jokes].all(axis=1)
     return Table("jester", ratings[np.ix_(users, jokes)].astype(dtype))
 
 
 def read_statlog(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """9 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("statlog", path, None, width=10, dtype=dtype)
+    rows = _numbers(path, None, 10, np.int32)
+    return Table("statlog", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
 def read_covertype(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """54 integer columns, then the class, 1 to 7 in the file."""
-    return _with_class_last("covertype", path, ",", width=55, dtype=dtype)
-
-
-def _with_class_last(name: str, path: str | Path, separator: str | None, width: int, dtype: npt.DTypeLike) -> Table:
-    rows = _numbers(path, separator, width, np.int32)
-    return Table(name, rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
+    rows = _numbers(path, ",", 55, np.int32)
+    return Table("covertype", rows[:, :-1].astype(dtype), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
 def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
@@ -111,30 +178,29 @@ def read_adult(data: str | Path, test: str | Path, *, dtype: npt.DTypeLike = np.
     Rows with "?" are dropped. The full stop that ends an income in `test` is dropped too: it would make two more
     values of the income, and the 94 columns of the Showdown.
     """
+    numeric, occupation, income = (0, 2, 4, 10, 11, 12), 6, 14
     rows = [
-        (*fields[:ADULT_INCOME], fields[ADULT_INCOME].removesuffix("."))
+        (*fields[:income], fields[income].removesuffix("."))
         for path in (data, test)
-        for fields in _fields(path, ",", ADULT_COLUMNS, comment="|", numbers=ADULT_NUMBERS)
+        for fields in _fields(path, ",", 15, comment="|", numbers=numeric)
         if "?" not in fields
     ]
     columns = _columns(data, rows)
-    numbers = np.stack([columns[index].astype(dtype) for index in ADULT_NUMBERS], axis=1)
-    others = [index for index in range(ADULT_COLUMNS) if index not in (*ADULT_NUMBERS, ADULT_OCCUPATION)]
-    contexts = np.concatenate([numbers, _one_hot([columns[index] for index in others], dtype)], axis=1)
-    occupations, labels = np.unique(columns[ADULT_OCCUPATION], return_inverse=True)
+    numbers = np.stack([columns[index].astype(dtype) for index in numeric], axis=1)
+    others = [column for index, column in enumerate(columns) if index not in (*numeric, occupation)]
+    contexts = np.concatenate([numbers, _one_hot(others, dtype)], axis=1)
+    occupations, labels = np.unique(columns[occupation], return_inverse=True)
     return Table("adult", contexts, labels.astype(np.int64), len(occupations))
 
 
 def read_census(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """67 categorical columns one-hot. The label is dOccup, 0 to 8; caseid is left out."""
-    header = next(_fields(path, ",", CENSUS_COLUMNS), ())
-    if not {CENSUS_KEY, CENSUS_LABEL} <= {*header}:
-        wanted = f"{CENSUS_KEY} and {CENSUS_LABEL} among them"
-        raise DataError(f"{path}, line 1: expected the names of the columns, {wanted}")
-    rows = _numbers(path, ",", CENSUS_COLUMNS, np.int32, skip=1)
-    features = [column for name, column in zip(header, rows.T, strict=True) if name not in (CENSUS_KEY, CENSUS_LABEL)]
-    labels = _classes(path, rows[:, header.index(CENSUS_LABEL)], 9, first_line=2)
-    return Table("census", _one_hot(features, dtype), labels, 9)
+    header = next(_fields(path, ",", 69), ())
+    if not {"caseid", "dOccup"} <= {*header}:
+        raise DataError(f"{path}, line 1: expected the names of the columns, caseid and dOccup among them")
+    rows = _numbers(path, ",", 69, np.int32, skip=1)
+    features = [column for name, column in zip(header, rows.T, strict=True) if name not in ("caseid", "dOccup")]
+    return Table("census", _one_hot(features, dtype), _classes(path, rows[:, header.index("dOccup")], 9, 2), 9)
 
 
 _READERS: dict[str, Callable[..., Table]] = {
@@ -148,14 +214,12 @@ _READERS: dict[str, Callable[..., Table]] = {
 }
 
 
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-
-
 @contextmanager
 def _open(path: str | Path) -> Iterator[TextIO]:
     """The text of a plain, .gz or .xz file; what is wrong with the file names it."""
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
     try:
-        with _OPENERS.get(Path(path).suffix, open)(path, "rt", encoding="ascii") as stream:
+        with openers.get(Path(path).suffix, open)(path, "rt", encoding="ascii") as stream:
             yield stream
     except DataError:
         raise
@@ -174,7 +238,7 @@ def _fields(
     comment: str = "",
     numbers: Sequence[int] = (),
 ) -> Iterator[tuple[str, ...]]:
-    """Every line below the first `skip` that is neither empty nor a comment, as `width` fields, `numbers` of them numbers."""
+    """Lines after the first `skip`, neither empty nor comments, as `width` fields; `numbers` must be numbers."""
     with _open(path) as stream:
         for number, line in enumerate(stream, start=1):
             if number <= skip or not line.strip() or (comment and line.startswith(comment)):
@@ -183,7 +247,7 @@ def _fields(
             if len(fields) != width:
                 raise DataError(f"{path}, line {number}: {len(fields)} columns, expected {width}")
             for column in numbers:
-                if not _NUMBER.fullmatch(fields[column]):
+                if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[column]):
                     raise DataError(f"{path}, line {number}, column {column + 1}: {fields[column]!r} is not a number")
             yield fields
 
@@ -215,8 +279,7 @@ def _numbers(path: str | Path, separator: str | None, width: int, dtype: npt.DTy
     raise DataError(f"cannot read {path}: {problem}")
 
 
-def _classes(path: str | Path, labels: Numbers, n_labels: int, *, first_line: int = 1) -> Labels:
-    """The labels, if each lies in 0 … n_labels − 1."""
+def _classes(path: str | Path, labels: Numbers, n_labels: int, first_line: int = 1) -> npt.NDArray[np.int64]:
     wrong = np.flatnonzero((labels < 0) | (labels >= n_labels))
     if len(wrong):
         raise DataError(f"{path}, line {wrong[0] + first_line}: no such class; there are {n_labels}")

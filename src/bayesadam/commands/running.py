@@ -1,0 +1,350 @@
+"""What every command shares: seed, folder, clock, `metrics.json`, files that are whole or absent, and resuming.
+
+A long command is divided into parts. Each finished part goes to a ledger, in this process or from several, and the same
+command resumes with the parts that are not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich.table
+import torch
+from rich.console import Console, RenderableType
+
+from bayesadam._files import replacing
+from bayesadam._progress import progress
+from bayesadam._version import __version__
+from bayesadam.errors import BayesAdamError, FileError, SettingError
+from bayesadam.gaussian.noise import stream_seed
+
+Writer = Callable[[Path], object]
+# Goes through a sequence, and may show how far it has come.
+Track = Callable[[Any, str], Any]
+# Does parts that belong together, and yields each by name when it is done, as plain data or as a `Failure`.
+Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
+
+
+def require_known(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names that are not known, and none at all."""
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise SettingError(f"{option} must be among {', '.join(known)}; got {', '.join(unknown) or 'none'}")
+
+
+def text(content: str) -> Writer:
+    """What writes the content to a path."""
+    return lambda path: path.write_text(content, encoding="utf-8")
+
+
+class Table(NamedTuple):
+    """A table for the terminal, a file or a page: rows of texts, the first a name, the others numbers.
+
+    The best number of a column has two asterisks on each side.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def __rich__(self) -> rich.table.Table:
+        view = rich.table.Table(title=self.title, title_justify="left")
+        for number, heading in enumerate(self.columns):
+            view.add_column(heading, justify="right" if number else "left")
+        for row in self.rows:
+            view.add_row(*(text.replace("**", "") for text in row))
+        return view
+
+    def markdown(self) -> str:
+        """Title, note and rows."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def seeds_of(seed: int, n_seeds: int) -> tuple[int, ...]:
+    """The seeds of a run's data sets and networks."""
+    return tuple(1000 * seed + number for number in range(n_seeds))
+
+
+def generator(seed: int, purpose: str) -> torch.Generator:
+    """A generator of its own for each purpose, so that more draws for one do not change another."""
+    return torch.Generator().manual_seed(stream_seed(seed, purpose))
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    """JSON as `metrics.json` has it: tensors as lists, and null for what is not finite.
+
+    >>> as_json({"a": (1, float("nan")), "b": torch.tensor([0.5])}).split()
+    ['{', '"a":', '[', '1,', 'null', '],', '"b":', '[', '0.5', ']', '}']
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(found), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def target(out: Path, usual: str) -> tuple[Path, str]:
+    """Where a command of one result writes it, and the name of the record beside it.
+
+    `out` is that file where it has an ending and is no folder; otherwise it is a folder for the usual names.
+
+    >>> target(Path("small/net.pt"), "pruned.pt")[1], str(target(Path("small"), "pruned.pt")[0])
+    ('net.metrics.json', 'small/pruned.pt')
+    """
+    if out.suffix and not out.is_dir():
+        return out, f"{out.stem}.metrics.json"
+    return out / usual, "metrics.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a command. Reports and paths go to standard output; with `quiet` only the paths are printed.
+
+    Attributes:
+        settings: all but the seed that determines the results, as plain data.
+        before: the seconds of earlier sessions, where the run was stopped and resumed.
+    """
+
+    command: str
+    seed: int
+    out: Path
+    settings: Mapping[str, Any]
+    device: str = "cpu"
+    quiet: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    before: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The time taken so far, over all sessions."""
+        return self.before + time.perf_counter() - self.started
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Make the folder before the work inside; if that fails, remove the folders made for it that are empty."""
+        absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
+        except OSError as error:
+            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+        try:
+            yield
+        except BaseException:
+            for folder in absent:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    def track(self, items: Any, description: str) -> Any:
+        """The items, with a progress bar on a terminal unless quiet."""
+        return items if self.quiet else progress(items, description)
+
+    def busy(self, description: str) -> AbstractContextManager[object]:
+        """A spinner on a terminal for work whose steps nobody counts, unless quiet."""
+        console = Console(stderr=True)
+        return nullcontext() if self.quiet or not console.is_terminal else console.status(description)
+
+    def show(self, *reports: RenderableType) -> None:
+        """Print tables and text, unless quiet; square brackets are text. A file or a pipe gets whole lines."""
+        if self.quiet:
+            return
+        console = Console(markup=False, highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = 10_000
+        for report in reports:
+            console.print(report, end="\n\n")
+
+    def _metrics(self, results: Mapping[str, Any]) -> Writer:
+        run = {"command": self.command, "version": __version__, "seed": self.seed, "device": self.device}
+        found = {"seconds": round(self.seconds, 3), "settings": dict(self.settings), "results": dict(results)}
+        return text(as_json(run | found) + "\n")
+
+    def so_far(self, results: Mapping[str, Any]) -> None:
+        """Write `metrics.json` alone, while there is more to come."""
+        with replacing(self.out / "metrics.json") as temporary:
+            self._metrics(results)(temporary)
+
+    def finish(
+        self, files: Mapping[str, Writer], results: Mapping[str, Any], *, name: str = "metrics.json"
+    ) -> tuple[Path, ...]:
+        """Write the files, by name, and `metrics.json`, all or none, then print and return their paths."""
+        return self.write({**files, name: self._metrics(results)})
+
+    def write(self, writers: Mapping[str, Writer]) -> tuple[Path, ...]:
+        """Write files by name, all or none, then print and return their paths."""
+        paths = tuple(self.out / name for name in writers)
+        with ExitStack() as stack:
+            # None gets its name before the last is complete.
+            temporaries = [stack.enter_context(replacing(path)) for path in paths]
+            for temporary, write in zip(temporaries, writers.values(), strict=True):
+                write(temporary)
+        for path in paths:
+            print(path)
+        return paths
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that gave no result, and why; the others' results are not lost with it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Finished parts by name, as plain data on disk, and the seconds spent; removed when all is done."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, out: Path, settings: Mapping[str, Any]) -> Ledger:
+        """The ledger of a run with these settings; other settings have another."""
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return cls(out / f"unfinished-{digest}.json")
+
+    def read(self) -> dict[str, Any]:
+        """The finished parts; none where there is no ledger or it is damaged."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write(self, finished: Mapping[str, Any], seconds: float) -> None:
+        """Replace the file, whole or not at all."""
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps({**finished, "seconds": seconds}), encoding="utf-8")
+
+    def close(self) -> None:
+        """The run is done."""
+        self.path.unlink(missing_ok=True)
+
+
+def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
+    """The run with the seconds that earlier sessions spent on it, and its ledger.
+
+    The ledger does not depend on the `choices`, settings that select parts, such as `"methods"`.
+    """
+    ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
+    return replace(run, before=float(ledger.read().get("seconds", 0.0))), ledger
+
+
+def run_parts(
+    run: Run,
+    ledger: Ledger,
+    names: Sequence[str],
+    work: Work,
+    *,
+    groups: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda left: list(zip(left, strict=True)),
+    jobs: int = 1,
+    on_part: Callable[[Mapping[str, Any]], object] = lambda done: None,
+) -> dict[str, Any]:
+    """Each name's result, from the ledger or by work; failures are not written to the ledger.
+
+    The time spent is written with every part, and when Ctrl-C or SIGTERM stops the command.
+
+    Args:
+        run: see `resumed`.
+        groups: the unfinished names as groups, each done by one process; by default each is a group of its own.
+        jobs: the number of processes, each on one core; with 1 the work is done in this one.
+        on_part: called with all finished parts after each.
+    """
+    done = {name: result for name, result in ledger.read().items() if name in names}
+    failed: dict[str, Failure] = {}
+    left = [name for name in names if name not in done]
+    with _sigterm_as_exit():
+        try:
+            with closing(_results(groups(left) if left else (), work, jobs)) as results:
+                for (name, result), _ in zip(results, run.track(left, run.command), strict=True):
+                    if isinstance(result, Failure):
+                        failed[name] = result
+                        continue
+                    done[name] = result
+                    ledger.write(done, run.seconds)
+                    on_part(done)
+        except (KeyboardInterrupt, SystemExit):
+            ledger.write(done, run.seconds)
+            raise
+    return {**done, **failed}
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the block as Ctrl-C does, and ends with the shell's exit code for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        print("bayesadam: terminated; the same command resumes with what is not finished", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generator[tuple[str, Any], None, None]:
+    """What the work yields, as it comes, from several processes group by group; these end with the generator."""
+    if min(jobs, len(groups)) <= 1:
+        for group in groups:
+            yield from work(group)
+        return
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn"), _start_worker)
+    try:
+        for future in as_completed([pool.submit(_group, work, group) for group in groups]):
+            yield from future.result()
+        pool.shutdown()
+    except BrokenProcessPool:
+        raise BayesAdamError(
+            "a worker process died, which often means that memory ran out: the same command resumes with what is not "
+            "finished; --jobs 1 works in one process"
+        ) from None
+    finally:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _group(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
+    return list(work(group))
+
+
+def _start_worker() -> None:
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Ctrl-C goes to every process of a terminal; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)

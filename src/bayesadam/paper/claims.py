@@ -1,0 +1,351 @@
+"""Finished runs of the experiments, and what they say to each claim of the paper, of which `claims.json` has the words.
+
+A check compares two samples of a run. All checks passed: the claim held. None: it did not. Some: in part. A difference
+between two methods must exceed two standard errors; a smaller one leaves the check open. A claim to be better than all
+others fails where one of them is better. A claim about the table holds only with the settings that the paper states;
+with our own alone it holds in part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bayesadam.errors import FileError
+from bayesadam.paper import Sample, above, fixed, percent
+from bayesadam.paper.bandits import PAPER, BanditSettings
+from bayesadam.paper.pruning import PruningSettings
+from bayesadam.paper.regression import RegressionSettings
+
+_PAPER: Mapping[str, Any] = {
+    "regression": RegressionSettings(),
+    "pruning": PruningSettings(),
+    "bandits": BanditSettings(),
+}
+EXPERIMENTS = tuple(_PAPER)
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """One run's `metrics.json`, with Figure 1's curves where the run saved them.
+
+    `name` is the run's folder below the report's, such as `"bandits-paper"`; `sha256` is that of the file.
+    """
+
+    experiment: str
+    name: str
+    metrics: Mapping[str, Any]
+    sha256: str
+    curves: Mapping[str, Any] | None = None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the run."""
+        return dict(self.metrics["settings"])
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """What it found."""
+        return dict(self.metrics["results"])
+
+    @property
+    def file(self) -> str:
+        """The file's path below the report's folder."""
+        return f"{self.name}/metrics.json"
+
+    def at(self, *keys: str) -> str:
+        """The position of a result in the file, as a JSON pointer."""
+        return "/".join([f"{self.file}#", "results", *(key.replace("~", "~0").replace("/", "~1") for key in keys)])
+
+    def sample(self, *keys: str) -> Sample:
+        """The numbers over seeds or runs at that position; none where it does not exist."""
+        found: Any = self.results
+        for key in keys:
+            found = found.get(key, {})
+        return Sample.of(found or (), self.at(*keys))
+
+    def accuracy(self, method: str, ranking: str, fraction: float) -> Sample:
+        """Of pruned networks, seed by seed, at one fraction; none where it was not measured."""
+        found = self.results.get(method, {}).get(ranking)
+        if found is None or fraction not in found["fractions"]:
+            return Sample(())
+        column = found["fractions"].index(fraction)
+        return Sample.of((row[column] for row in found["accuracy"]), self.at(method, ranking, "accuracy"))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every requested part is there; a bandits run writes its cells as they come."""
+        if self.experiment != "bandits":
+            return True
+        asked = [(p, a) for p in self.settings["problems"] for a in self.settings["agents"]]
+        return all(agent in self.results.get(problem, {}) for problem, agent in asked)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether it trained or played for less than the paper; fewer seeds only widen the standard errors."""
+        if self.experiment == "bandits":
+            return self.settings["rounds"] is not None
+        return bool(self.settings["epochs"] < _PAPER[self.experiment].epochs)
+
+    @property
+    def other_data(self) -> str:
+        """How its data differ from the paper's, in words; empty where they do not."""
+        if self.experiment == "pruning" and self.settings["data"] != "mnist":
+            return f"on {self.settings['data']}, not on MNIST"
+        return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
+
+    @property
+    def departures(self) -> str:
+        """All the ways in which the run differs from the paper's but its settings' name, in words."""
+        asked, paper, found = self.settings, _PAPER[self.experiment], [self.other_data]
+        if self.too_short and self.experiment == "bandits":
+            found.append(f"{asked['rounds']:,} rounds a run")
+        elif self.too_short:
+            found.append(f"{asked['epochs']:,} epochs instead of {paper.epochs:,}")
+        name, what = ("runs", "run") if self.experiment == "bandits" else ("n_seeds", "seed")
+        if asked[name] < getattr(paper, name):
+            found.append(f"{asked[name]} {what}{'s' * (asked[name] != 1)} instead of {getattr(paper, name)}")
+        changes = ", ".join(f"{name} = {value}" for name, value in (asked.get("changes") or {}).items())
+        return ", ".join(filter(None, (*found, changes and f"with {changes}")))
+
+    @property
+    def own_settings(self) -> str:
+        """The name of our own settings, where a run of the table has them; empty where it has the paper's."""
+        named = self.settings.get("settings", "paper") if self.experiment == "bandits" else "paper"
+        return "" if named == "paper" else str(named)
+
+
+def read(root: Path, name: str, experiment: str) -> Finished | None:
+    """The run in `root/name`; None where there is none.
+
+    Raises:
+        FileError: there is a `metrics.json` that is damaged, or another command's.
+    """
+    path = root / name / "metrics.json"
+    if not path.is_file():
+        return None
+    try:
+        raw = path.read_bytes()
+        metrics = json.loads(raw)
+        command = metrics["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FileError(f"{path} is not a run's metrics: remove it and run again") from None
+    if command != experiment:
+        raise FileError(f"{path} is of `bayesadam {command}`, not {experiment}: move it, or report on another folder")
+    found = Finished(experiment, name, metrics, hashlib.sha256(raw).hexdigest())
+    try:
+        # What the page shows of it must be there.
+        _ = found.complete, found.departures, [judged(claim, found) for claim in CLAIMS]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"{path} lacks what a run of {experiment} holds ({error!r}): remove it and run again") from None
+    try:
+        curves = json.loads((root / name / "curves.json").read_text(encoding="utf-8"))
+        return replace(found, curves=curves) if found.results.keys() <= curves["methods"].keys() else found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return found
+
+
+class Verdict(Enum):
+    """What a run says to a claim, in the order of the page: failed ones first."""
+
+    FAILED = "did not hold"
+    PARTLY = "held in part"
+    OPEN = "too close to tell"
+    HELD = "held"
+    SHORT = "run too short to say"
+    UNMEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: what, whether it came out as claimed (None: too close to tell), and its numbers.
+
+    `under` names the settings, where runs with several of them are judged together.
+    """
+
+    what: str
+    passed: bool | None
+    numbers: str
+    values: tuple[float, ...]
+    sources: tuple[str, ...]
+    under: str = ""
+
+
+Test = Callable[[Sample, Sample], bool | None]
+# By name: the test, how the two means are written, and the words around them.
+_TESTS: Mapping[str, tuple[Test, Callable[[float], str], str]] = {
+    "above": (above, fixed, "{} against {}"),
+    "below": (lambda ours, theirs: above(theirs, ours), fixed, "{} against {}"),
+    "at least half": (lambda ours, theirs: ours.mean >= theirs.mean / 2, "{:.1f}".format, "{} against {} times"),
+    "less than half": (lambda ours, theirs: ours.mean < theirs.mean / 2, fixed, "{} against the GP's {}"),
+    "alike": (lambda ours, theirs: 1 / 2 <= ours.mean / theirs.mean <= 2, fixed, "{} and {}"),
+    "more accurate": (above, percent, "{} against {} %"),
+    "loses less": (lambda ours, theirs: above(theirs, ours), percent, "{} against {} points"),
+    "as accurate": (lambda ours, theirs: ours.mean >= theirs.mean - 0.002, percent, "{} and {} %"),
+    # At most .02 below, two standard errors counted; open where they are too wide to tell.
+    "comparable": (lambda ours, theirs: above(ours, theirs.less(0.02)), fixed, "{} against {}"),
+    # Not below beyond two standard errors; one run alone has none.
+    "reaches": (
+        lambda ours, theirs: None if len(ours.values) < 2 else not above(theirs, ours),
+        fixed,
+        "{}, the paper {}",
+    ),
+}
+
+
+def sample_at(run: Finished, path: list[Any]) -> Sample:
+    """What a path of `claims.json` names: one score, accuracy or reward over the seeds or runs.
+
+    Figure 1: (method, score), and "growth" is the mean deviation outside over that in range. Figure 2: (method,
+    ranking, fraction), and with a second fraction the accuracy lost between them. Table 1: (problem, agent). "best
+    other" has the highest mean of those that the claim is not about.
+    """
+    if run.experiment == "regression":
+        method, score = path
+        near, far = run.sample(method, "std_in"), run.sample(method, "std_out")
+        if score == "growth":
+            return Sample.of([far.mean / near.mean] if near.values and near.mean > 0 else [], run.at(method))
+        return run.sample(method, score)
+    if run.experiment == "pruning":
+        method, ranking, first, *second = path
+        if method == "best other":
+            others = [run.accuracy(m, next(iter(found)), first) for m, found in run.results.items() if m != "badam"]
+            return max((s for s in others if s.values), key=lambda s: s.mean, default=Sample(()))
+        before = run.accuracy(method, ranking, first)
+        if not second:
+            return before
+        after = run.accuracy(method, ranking, *second)
+        return Sample(tuple(a - b for a, b in zip(before.values, after.values, strict=False)), before.source)
+    problem, agent = path
+    if agent == "best other":
+        rivals = [run.sample(problem, rival, "reward_ratio") for rival in PAPER if rival != "vadam"]
+        return max((s for s in rivals if s.values), key=lambda s: s.mean, default=Sample(()))
+    if agent == "the paper's badam":
+        mean, sd = PAPER["badam"][problem]
+        # Two values with the mean and the standard error of the paper's ten.
+        error = sd / math.sqrt(BanditSettings().runs)
+        return Sample((mean - error, mean + error), "the paper's Table 1")
+    return run.sample(problem, agent, "reward_ratio")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, in our words, its position in the paper, and the criterion by which it is judged.
+
+    Attributes:
+        comparisons: each has a name, two paths of `sample_at` and a test; "*" stands for every problem of the table.
+            Without any, these runs do not touch the claim, and the criterion says why.
+        all_others: a single method that does better refutes it.
+        most: it must hold for more than half of its checks, which count as one.
+    """
+
+    key: str
+    words: str
+    criterion: str
+    comparisons: tuple[Any, ...] = ()
+    place: str = "section 4"
+    all_others: bool = False
+    most: bool = False
+
+    @property
+    def experiment(self) -> str:
+        """Which run answers it."""
+        return {"figure1": "regression", "figure2": "pruning"}.get(self.key.partition("-")[0], "bandits")
+
+    def checks(self, run: Finished, under: str = "") -> list[Check]:
+        """Every comparison that the run has measured."""
+        found = []
+        for what, first, second, name, *required in self.comparisons:
+            test, show, words = _TESTS[name]
+            for problem in PAPER["badam"] if what == "*" else [what]:
+                ours, theirs = (sample_at(run, [problem if p == "*" else p for p in path]) for path in (first, second))
+                means, sources = (ours.mean, theirs.mean), (ours.source, theirs.source)
+                if ours.values and theirs.values:
+                    shown = words.format(*map(show, means))
+                    found.append(Check(problem, test(ours, theirs), shown, means, sources, under))
+                elif ours.values and required:
+                    shown = f"{show(ours.mean)}; the other was not measured"
+                    found.append(Check(problem, None, shown, means[:1], sources[:1], under))
+        if not self.most or not found:
+            return found
+        n, clearly = len(found), sum(check.passed is True for check in found)
+        led = [check.what for check in found if check.values[0] > check.values[1]]
+        passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
+        shown = f"ahead in {len(led)} of {n} ({', '.join(led)}), {clearly} of them beyond two standard errors"
+        where = tuple(check.sources[0] for check in found)
+        return [Check("most columns", passed, shown, (float(len(led)), float(n)), where, under)]
+
+
+CLAIMS = tuple(
+    Claim(comparisons=tuple(record.pop("checks", ())), **record)
+    for record in json.loads(files(__package__).joinpath("claims.json").read_text("utf-8"))
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim, and what one run says to it; `reservation` says how the run differs from the paper's."""
+
+    claim: Claim
+    verdict: Verdict
+    checks: tuple[Check, ...] = ()
+    reservation: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """For `report.json`."""
+        words = {name: getattr(self.claim, name) for name in ("words", "place", "criterion")}
+        found = {"verdict": self.verdict.value, "reservation": self.reservation}
+        return {"claim": self.claim.key, **words, **found, "checks": [asdict(check) for check in self.checks]}
+
+
+_PAPERS_SETTINGS = "the settings that the paper states"
+
+
+def judged(claim: Claim, run: Finished | None, papers_own: Finished | None = None) -> Judged:
+    """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone.
+
+    A run with our own settings is judged together with `papers_own`, that with the paper's, where there is one.
+    """
+    if run is None or run.experiment != claim.experiment:
+        return Judged(claim, Verdict.UNMEASURED)
+    ours = run.own_settings
+    checks = claim.checks(run, f"our settings, “{ours}”" if ours else "")
+    if ours and checks and papers_own is not None and not papers_own.too_short:
+        checks += claim.checks(papers_own, _PAPERS_SETTINGS)
+    if not checks:
+        return Judged(claim, Verdict.UNMEASURED)
+    outcomes = {check.passed for check in checks}
+    if run.other_data or run.too_short:
+        verdict = Verdict.UNMEASURED if run.other_data else Verdict.SHORT
+    elif outcomes == {None}:
+        verdict = Verdict.OPEN
+    elif True not in outcomes or (claim.all_others and False in outcomes):
+        verdict = Verdict.FAILED
+    elif outcomes == {True} and not (ours and all(check.under != _PAPERS_SETTINGS for check in checks)):
+        verdict = Verdict.HELD
+    else:
+        verdict = Verdict.PARTLY
+    return Judged(claim, verdict, tuple(checks), run.departures)
+
+
+def settings_note(run: Finished, papers_own: Finished | None) -> str:
+    """Whose settings the table has, and what the paper's own give; text in backticks is code."""
+    if not run.own_settings:
+        return "Played with the settings that the paper states."
+    lead = f"Played with our own settings, “{run.own_settings}”, not with those that the paper states."
+    reaches = next(claim for claim in CLAIMS if claim.key == "table1-reaches")
+    checks = [] if papers_own is None else reaches.checks(papers_own)
+    if not checks:
+        return f"{lead} Those were not played here: `bayesadam bandits --settings paper`."
+    reached = [check.what for check in checks if check.passed]
+    told = f"with them Badam reaches its row in {len(reached)} of {len(checks)} columns"
+    told += f" ({', '.join(reached)})" if reached else ""
+    gives = "give" if len(reached) == len(checks) else "do not give"
+    return f"{lead} The paper's own settings {gives} its table: {told}."

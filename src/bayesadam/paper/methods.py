@@ -1,0 +1,487 @@
+"""Every method of the paper, and more, behind one protocol: fit a `Problem`, get a `Fitted` that predicts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from bayesadam._extras import require
+from bayesadam._progress import Bar, progress
+from bayesadam.calibration import calibrate
+from bayesadam.engine.gradients import Slope, loss_and_slope
+from bayesadam.engine.network import Network as Network
+from bayesadam.engine.network import forward, member
+from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
+from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.streams import Blocks, Streams
+from bayesadam.errors import MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.gaussian.noise import stream_seed
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive
+from bayesadam.likelihoods import likelihood as likelihood_named
+from bayesadam.posterior import Posterior
+
+# Noise is at least this share of the held-out squared residual, however large the function's own variance.
+_LEAST_NOISE = 0.05
+N_MEMBERS = 5
+Predictor = Callable[[Tensor], Predictive]
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Data for a stack of networks, with a held-out part for calibration; every seed may have its own.
+
+    Attributes:
+        x: inputs, (s, n, inputs).
+        y: targets, (s, n, targets) numbers, or (s, n) class indices for classification.
+        x_held_out: inputs that are not trained on, (s, m, inputs).
+        y_held_out: their targets.
+        likelihood: the name of a likelihood.
+    """
+
+    x: Tensor
+    y: Tensor
+    x_held_out: Tensor
+    y_held_out: Tensor
+    likelihood: LikelihoodName
+
+    def __post_init__(self) -> None:
+        for name, x, y in (("training", self.x, self.y), ("held-out", self.x_held_out, self.y_held_out)):
+            if x.dim() != 3 or x.shape[:2] != y.shape[:2] or not x.shape[1]:
+                raise MatchError(
+                    f"the {name} data must be (stack, examples, ...), the same for inputs and targets and not empty; "
+                    f"got {tuple(x.shape)} and {tuple(y.shape)}"
+                )
+
+    def __len__(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def kind(self) -> Likelihood:
+        """The likelihood's record."""
+        return likelihood_named(self.likelihood)
+
+    def repeated(self, times: int) -> Data:
+        """Every seed's data so many times over."""
+        names = ("x", "y", "x_held_out", "y_held_out")
+        return replace(self, **{name: getattr(self, name).repeat_interleave(times, dim=0) for name in names})
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a network is trained; the defaults are the paper's for its toy problem.
+
+    Attributes:
+        epochs: passes over the data, counted in examples.
+        weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
+        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
+        schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
+    """
+
+    epochs: int = 20_000
+    batch_size: int = 100
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    sparsity: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "lr"):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+    def steps(self, n: int) -> int:
+        """The number of steps for n examples."""
+        return max(1, round(self.epochs * n / min(self.batch_size, n)))
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What every method is given.
+
+    Attributes:
+        data: one part per seed.
+        seeds: one network each.
+        draws: those behind a sampled prediction.
+        progress: whether training shows a bar on a terminal, after two seconds.
+    """
+
+    data: Data
+    network: Network
+    training: Training
+    seeds: tuple[int, ...]
+    draws: int = 100
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.seeds) != self.data.x.shape[0] or len(set(self.seeds)) != len(self.seeds):
+            raise MatchError(f"{len(self.seeds)} seeds ({self.seeds}) for {self.data.x.shape[0]} sets of data")
+
+    @cached_property
+    def optimum(self) -> Stack:
+        """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
+        return trained(self, Dropout if self.network.dropout or self.network.input_dropout else Adam)
+
+    def networks(self) -> list[nn.Sequential]:
+        """The networks at their optimum as modules."""
+        indices = range(len(self.seeds))
+        return [self.network.build(member(self.optimum.params, index)) for index in indices]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A method's result: one predictor per seed, and a posterior each where the method has one.
+
+    A predictor goes from inputs (b, inputs) to a predictive distribution.
+    """
+
+    method: str
+    predictors: tuple[Callable[[Tensor], Any], ...]
+    posteriors: tuple[Posterior, ...] = ()
+
+    def predict(self, x: Tensor) -> list[Any]:
+        """The predictive distribution of each seed's network."""
+        return [predictor(x) for predictor in self.predictors]
+
+
+Method = Callable[[Problem], Fitted]
+
+
+def fit(
+    method: str,
+    x: Tensor,
+    y: Tensor,
+    *,
+    likelihood: LikelihoodName,
+    hidden: tuple[int, ...] = (50, 50),
+    activation: str = "relu",
+    seeds: Sequence[int] = (0,),
+    held_out: float = 0.2,
+    **training: Any,
+) -> Fitted:
+    """Train one of the methods on your own data, once for each seed, all seeds as one stack.
+
+    On a terminal a bar shows how far training is, from two seconds on.
+
+    >>> x = torch.linspace(-1, 1, 100).unsqueeze(1)
+    >>> fitted = fit("badam", x, x.square(), likelihood="regression", hidden=(8,), epochs=5)
+    >>> fitted.predict(x)[0].stddev.shape
+    torch.Size([100, 1])
+
+    Args:
+        method: one of `METHODS`.
+        x: inputs, (n, inputs).
+        y: targets: (n,) or (n, targets) numbers, or (n,) class indices.
+        likelihood: such as `"regression"`.
+        hidden: widths of the hidden layers.
+        seeds: one network each; a seed also decides which examples are held out.
+        held_out: the share of the examples that calibrates and is not trained on.
+        training: settings of `Training`: epochs, batch_size, lr, weight_decay, betas.
+    """
+    if method not in METHODS:
+        raise SettingError(f"method must be one of {tuple(METHODS)}, got {method!r}")
+    n_train = round(len(x) * (1 - held_out))
+    if not 0 < n_train < len(x):
+        raise SettingError(f"held_out={held_out!r} of {len(x)} examples leaves none to train on, or none held out")
+    kind = likelihood_named(likelihood)
+    y = kind.shaped(y, x)
+    sources = [torch.Generator().manual_seed(stream_seed(seed, "held-out")) for seed in seeds]
+    orders = torch.stack([torch.randperm(len(x), generator=source) for source in sources])
+    rows, rest = orders[:, :n_train], orders[:, n_train:]
+    network = Network(x.shape[1], hidden, kind.n_outputs(y), activation)
+    data = Data(x[rows], y[rows], x[rest], y[rest], likelihood)
+    return METHODS[method](Problem(data, network, Training(**training), tuple(seeds), progress=True))
+
+
+def trained(problem: Problem, kind: type[Rule], *, lr: float | None = None, **own: Any) -> Stack:
+    """A stack trained on the problem's data by one rule, with settings of its own; `lr=None` is the rule's usual rate.
+
+    Where the rule needs the noise of a regression, log σ is learnt beside the weights, one per network, by Adam on
+    r²/(2σ²) + log σ with r² the squared error.
+    """
+    data, training, n = problem.data, problem.training, len(problem.data)
+    rule, device = kind.with_settings(**{**vars(training), **own}), data.x.device
+    index = torch.arange(len(problem.seeds), device=device)[:, None]
+    log_noise = torch.full((len(problem.seeds),), -1.0, device=device)
+    noise_state, noise_lr = adam_state(log_noise), torch.tensor(training.lr, device=device)
+    learns_noise = rule.needs_noise and data.kind.noise
+
+    def batch(rows: Tensor) -> tuple[Tensor, Slope]:
+        y = data.y[index, rows]
+
+        def slope(outputs: Tensor) -> Tensor:
+            losses, found = loss_and_slope(lambda f: data.kind.loss(f, y), outputs)
+            if learns_noise:
+                precision = torch.exp(-2 * log_noise)
+                adam_update(log_noise, 1 - losses * precision, noise_state, lr=noise_lr, betas=(0.9, 0.999))
+                stack.scale.copy_(0.5 * precision.unsqueeze(1))
+            return found
+
+        return data.x[index, rows], slope
+
+    weights = problem.optimum.weights.clone() if rule.starts_trained else None
+    stack = Stack(problem.network, rule, problem.seeds, batch, n_data=n, weights=weights, device=device)
+    steps, rate = rule.steps(training.steps(n)), lr or rule.lr or training.lr
+    schedule = cosine(rate, steps) if training.schedule == "cosine" else constant(rate)
+    rows = Blocks(n, min(training.batch_size, n), problem.seeds, steps)
+    train(stack, progress(rows, "fit") if problem.progress else rows, schedule)
+    return stack
+
+
+def posteriors(problem: Problem, stack: Stack) -> tuple[Posterior, ...]:
+    """The Gaussian of each network, where the rule has one."""
+    found = filter(None, map(stack.moments, range(len(problem.seeds))))
+    models = ((stack.network.build(mean), mean, variance) for mean, variance in found)
+    return tuple(Posterior.from_moments(*each, len(problem.data)) for each in models)
+
+
+def noise_variance(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """σ² per output from held-out residuals, E[r²] = σ² + Var[f], not below a small share of them."""
+    square = (y.reshape(mean.shape) - mean).square().mean(dim=0)
+    return (square - variance.mean(dim=0)).clamp(min=_LEAST_NOISE * square)
+
+
+def held_out_noise(problem: Problem, index: int, draw: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """σ² of one seed's held-out data given draws of f, (n, b, outputs); None where the likelihood has none."""
+    data = problem.data
+    if not data.kind.noise:
+        return None
+    draws = draw(data.x_held_out[index])
+    return noise_variance(draws.mean(dim=0), draws.var(dim=0, correction=int(len(draws) > 1)), data.y_held_out[index])
+
+
+def from_draws(kind: Likelihood, draws: Tensor, noise: Tensor | None) -> Predictive:
+    """Draws of f, (n, b, outputs), as a predictive distribution; one draw is a function that is known."""
+    if len(draws) == 1:
+        return kind.predictive(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)
+    return kind.predictive(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)
+
+
+def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
+    """Predictions from functions drawn from what a rule has learnt, with noise from the held-out part."""
+
+    def predictor(index: int) -> Predictor:
+        def draw(x: Tensor) -> Tensor:
+            streams = Streams([problem.seeds[index]], f"{name}-prediction", x.device)
+            params, masks = stack.functions(index, problem.draws, streams)
+            return forward(stack.network, params, x, masks=masks)
+
+        noise = held_out_noise(problem, index, draw)
+        return lambda x: from_draws(problem.data.kind, draw(x), noise)
+
+    return Fitted(name, tuple(map(predictor, range(len(problem.seeds)))), posteriors(problem, stack))
+
+
+def fit_rule(name: str, problem: Problem) -> Fitted:
+    """A method that predicts by functions drawn from what its rule has learnt: one of `bayesadam.engine.RULES`."""
+    if name == "mc-dropout" and not problem.network.dropout:
+        problem = replace(problem, network=replace(problem.network, dropout=0.2))
+    return sampled(name, problem, trained(problem, RULES[name]))
+
+
+def fit_badam(problem: Problem) -> Fitted:
+    """The paper's method: the posterior is read off Adam's state, calibrated, and the network linearised."""
+    data, found = problem.data, []
+    for index, network in enumerate(problem.networks()):
+        read = Posterior.from_state_dict(network, problem.optimum.state_dict(index), len(data))
+        held_out = (data.x_held_out[index], data.y_held_out[index])
+        with warnings.catch_warnings():
+            # Methods are compared by what the held-out data prefer, whichever it is.
+            warnings.simplefilter("ignore", UnusedPosteriorWarning)
+            found.append(calibrate(read.replace(prior_precision=1.0), held_out, likelihood=data.likelihood))
+    return Fitted("badam", tuple(_linearised(p, problem) for p in found), tuple(found))
+
+
+def fit_laplace_diagonal(problem: Problem) -> Fitted:
+    """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ Λ_n J_n + δ, and δ by evidence; the network linearised."""
+    found = []
+    for index, network in enumerate(problem.networks()):
+        jacobian, noise = _scaled_jacobian(problem, network, index)
+        names, parameters = zip(*network.named_parameters(), strict=True)
+        curvature = jacobian.square().sum(dim=0)
+        delta = _evidence(curvature, parameters)
+        pieces = torch.split((curvature + delta).reciprocal().float(), [p.numel() for p in parameters])
+        variance = {n: v.view_as(p) for n, v, p in zip(names, pieces, parameters, strict=True)}
+        posterior = Posterior.from_moments(network, dict(network.named_parameters()), variance, len(problem.data))
+        found.append(posterior.replace(noise_variance=noise))
+    return Fitted("laplace-diagonal", tuple(_linearised(p, problem) for p in found), tuple(found))
+
+
+def fit_laplace_full(problem: Problem) -> Fitted:
+    """Laplace with the whole GGN, through the data's own kernel matrix, so that no (weights, weights) matrix is needed.
+
+    (JᵀJ + δ)⁻¹ = (1 − Jᵀ (J Jᵀ + δ)⁻¹ J)/δ, by Woodbury, with J scaled by Λ^(1/2).
+    """
+
+    def predictor(index: int, network: nn.Sequential) -> Predictor:
+        jacobian, noise = _scaled_jacobian(problem, network, index)
+        kernel = jacobian @ jacobian.T
+        delta = _evidence(torch.linalg.eigvalsh(kernel).clamp(min=0), tuple(network.parameters()))
+        factor = torch.linalg.cholesky(kernel + delta * torch.eye(len(kernel), dtype=torch.float64))
+
+        def predict(x: Tensor) -> Predictive:
+            here = _jacobian(network, x)
+            with torch.no_grad():
+                mean = network(x)
+                cross = torch.linalg.solve_triangular(factor, jacobian @ here.flatten(0, 1).T, upper=False)
+                cross = cross.T.view(*here.shape[:2], -1)
+                covariance = ((here @ here.mT - cross @ cross.mT) / delta).float()
+            variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
+            return problem.data.kind.predictive(mean, variance, covariance, noise_variance=noise)
+
+        return predict
+
+    return Fitted("laplace-full", tuple(predictor(*each) for each in enumerate(problem.networks())))
+
+
+def fit_ensemble(problem: Problem) -> Fitted:
+    """A deep ensemble: the mixture of five independently initialised networks.
+
+    The first is the network that the other methods start from; the rest of all seeds train as one stack.
+    """
+    rest = N_MEMBERS - 1
+    seeds = tuple(1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest))
+    wide = replace(problem, data=problem.data.repeated(rest), seeds=seeds)
+    first, others, kind = problem.optimum.params, wide.optimum.params, problem.data.kind
+
+    def predictor(index: int) -> Predictor:
+        mine = slice(index * rest, (index + 1) * rest)
+        own = {name: torch.cat([first[name][index, None], t[mine]]) for name, t in others.items()}
+
+        def draw(x: Tensor) -> Tensor:
+            return forward(problem.network, own, x)
+
+        noise, weights = held_out_noise(problem, index, draw), (1 / N_MEMBERS,) * N_MEMBERS
+        return lambda x: kind.mixture([from_draws(kind, f[None], noise) for f in draw(x)], weights)
+
+    return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
+
+
+def fit_gp(problem: Problem) -> Fitted:
+    """The reference of Figure 1: an exact Gaussian process whose hyperparameters maximise the marginal likelihood.
+
+    An RBF kernel with one lengthscale per input, a constant mean and Gaussian noise, one process per seed and output.
+    """
+    if problem.data.likelihood != "regression":
+        raise SettingError(f"the Gaussian process is for regression, not {problem.data.likelihood!r}")
+    gpytorch = require("gpytorch")
+
+    def predictor(outputs: list[Any]) -> Predictor:
+        def predict(x: Tensor) -> Predictive:
+            with torch.no_grad(), gpytorch.settings.fast_pred_var(False):
+                found = [model(x.double()) for model in outputs]
+                mean = torch.stack([f.mean for f in found], dim=-1).float()
+                variance = torch.stack([f.variance for f in found], dim=-1).float()
+                noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
+            return likelihood_named("regression").predictive(mean, variance, noise_variance=noise)
+
+        return predict
+
+    pairs = zip(problem.data.x.double(), problem.data.y.double(), strict=True)
+    with Bar("fit") as bar:
+        step = bar.step if problem.progress else lambda: None
+        processes = [[_trained_gp(gpytorch, x, column, step) for column in y.T] for x, y in pairs]
+    return Fitted("gp", tuple(map(predictor, processes)))
+
+
+def _trained_gp(gpytorch: Any, x: Tensor, y: Tensor, step: Callable[[], None]) -> Any:
+    class Exact(gpytorch.models.ExactGP):  # type: ignore[misc]
+        def __init__(self, likelihood: Any) -> None:
+            super().__init__(x, y, likelihood)
+            self.mean_module = gpytorch.means.ConstantMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=x.shape[1]))
+
+        def forward(self, inputs: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(inputs), self.covar_module(inputs))
+
+    noise = gpytorch.likelihoods.GaussianLikelihood()
+    model = Exact(noise).double()
+    model.covar_module.base_kernel.lengthscale = 0.3 * (x.amax(dim=0) - x.amin(dim=0)).clamp(min=1e-6)
+    model.covar_module.outputscale = y.var().clamp(min=1e-6)
+    model.mean_module.constant.data = y.mean()
+    noise.noise = 0.1 * y.var().clamp(min=1e-4)
+    model.train()
+    objective = gpytorch.mlls.ExactMarginalLogLikelihood(noise, model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = -objective(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        step()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return model.eval()
+
+
+METHODS: Mapping[str, Method] = {
+    "gp": fit_gp,
+    "badam": fit_badam,
+    **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
+    # The network itself: no uncertainty of the weights, noise from the held-out residuals.
+    "map": lambda problem: sampled("map", replace(problem, draws=1), problem.optimum),
+    "laplace-diagonal": fit_laplace_diagonal,
+    "laplace-full": fit_laplace_full,
+    "ensemble": fit_ensemble,
+}
+
+
+def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_once: int = 1000) -> dict[str, Tensor]:
+    """diag Σ_n J_nᵀ (diag p − p pᵀ) J_n of a stack of classifiers, (s, *shape), layer by layer and never a Jacobian.
+
+    With A Aᵀ the softmax's curvature and D = ∂(Aᵀf)/∂z back-propagated, a layer's share is Σ_n Σ_c D²ᵀ a².
+    The inputs, (n, inputs), are the same for all, and taken `at_once` at a time.
+    """
+    total = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    for part in x.split(at_once):  # type: ignore[no-untyped-call]
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        with torch.enable_grad():
+            f = forward(network, {n: t.detach().requires_grad_() for n, t in params.items()}, part, seen=seen)
+        root = likelihood_named("classification").hessian_root(f.detach())
+        for c in range(f.shape[-1]):
+            grads = torch.autograd.grad(f, seen[1], root[..., c], retain_graph=True)
+            for number, (grad, inputs) in enumerate(zip(grads, seen[0], strict=True)):
+                squares = grad.square()
+                total[f"layer{number}.weight"] += torch.bmm(squares.mT.contiguous(), inputs.detach().square())
+                total[f"layer{number}.bias"] += squares.sum(dim=1)
+    return total
+
+
+def _linearised(posterior: Posterior, problem: Problem) -> Predictor:
+    return lambda x: posterior.predict(x, likelihood=problem.data.likelihood, novelty=False)
+
+
+def _jacobian(network: nn.Module, x: Tensor) -> Tensor:
+    """J of all examples and outputs, (b, outputs, weights), float64."""
+    params = {name: p.detach().double() for name, p in network.named_parameters()}
+    parts: dict[str, Tensor] = jacrev(lambda p: functional_call(network, p, (x.double(),)))(params)
+    return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
+
+
+def _scaled_jacobian(problem: Problem, network: nn.Module, index: int) -> tuple[Tensor, Tensor | None]:
+    """Λ^(1/2) J of the training data, rows by example and output, and the noise where the likelihood has one."""
+    x = problem.data.x[index]
+    with torch.no_grad():
+        noise = held_out_noise(problem, index, lambda inputs: network(inputs)[None])
+        root = problem.data.kind.hessian_root(network(x).double(), None if noise is None else noise.double())
+        return (root.mT @ _jacobian(network, x)).flatten(0, 1), noise
+
+
+def _evidence(eigenvalues: Tensor, parameters: Sequence[Tensor]) -> float:
+    """MacKay's fixed point δ = γ/|θ|², γ = Σ h/(h + δ)."""
+    delta, square = 1.0, sum(float(p.detach().double().square().sum()) for p in parameters)
+    for _ in range(200):
+        gamma = float((eigenvalues / (eigenvalues + delta)).sum())
+        following = max(gamma / square, 1e-10)
+        if abs(following - delta) <= 1e-8 * delta:
+            break
+        delta = following
+    return delta
