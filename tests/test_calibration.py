@@ -22,7 +22,7 @@ from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, Setti
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict import CollapsedPredictionWarning, predict
 from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of
+from bayesadam.posterior.distribution import predictive_of
 from cases import mlp
 from floats import approx, assert_close, close
 from predict.cases_networks import Lambda, Then, jacobian, posterior_over

@@ -19,7 +19,7 @@ from bayesadam.errors import SettingError
 from bayesadam.inspect import quantiles
 from bayesadam.paper import plots
 from bayesadam.paper.run import Run, Track, generator, new_table, silent
-from bayesadam.predict import RegressionPredictive
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.pruning import Ranking
 
 if TYPE_CHECKING:
@@ -148,9 +148,10 @@ def compute(settings: DemoSettings, seed: int, track: Track = silent) -> Demo:
     posterior = Posterior.from_optimizer(model, optimizer, n_data=len(train))
     posterior = calibrate(posterior, (held_out.x, held_out.y), likelihood="regression")
     source = generator(seed, "draws")
-    drawn = posterior.predict(grid.x, predictive="linearised-sampled", n_samples=settings.draws, generator=source)
+    ask: Any = {"likelihood": "regression", "predictive": "linearised-sampled", "n_samples": settings.draws}
+    drawn = posterior.predict(grid.x, generator=source, **ask)
     assert drawn.draws is not None  # by predictive=
-    predictive, tested = posterior.predict(grid.x), posterior.predict(test.x)
+    predictive, tested = (posterior.predict(x, likelihood="regression") for x in (grid.x, test.x))
     second_moment = readers.read_optimizer(model, optimizer).second_moment
     rmse, nll, coverage = scores.rmse(tested.mean, test.y), scores.nll(tested, test.y), scores.coverage(tested, test.y)
     function_std = float(tested.variance.sqrt().mean())

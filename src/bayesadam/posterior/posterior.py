@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
-from bayesadam import likelihoods
 from bayesadam._alone import alone_with, unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._shards import is_sharded, own_part, whole
@@ -37,16 +36,12 @@ from bayesadam.gaussian.settings import (
     prior_or_decay,
 )
 from bayesadam.gaussian.structure import Directions, Reading, Stored, Structure, StructureSpec
-from bayesadam.likelihoods import Predictive
-from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
 from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
 from bayesadam.posterior.sums import summed
-from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of, score_of
 from bayesadam.readers import StateReader
 from bayesadam.readers import match as matching
 from bayesadam.readers.compression import compressed, expanded
@@ -56,20 +51,12 @@ from bayesadam.readers.origin import UNKNOWN, Origin, origin_of, warn_of_few
 from bayesadam.readers.read import read_match, working_dtype
 from bayesadam.readers.recorder import Recorder, read_recorder
 
-_OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged")
+_OUTPUT_SETTINGS = ("noise_variance", "temperature", "averaged", "likelihood")
 _GUARANTEE = "guarantee."
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior(
-    Distribution[
-        likelihoods.RegressionPredictive,
-        likelihoods.ClassificationPredictive,
-        likelihoods.BinaryPredictive,
-        likelihoods.HeteroscedasticPredictive,
-        likelihoods.PoissonPredictive,
-    ]
-):
+class Posterior(Distribution):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     With c = v̂ᵖ the optimiser's curvature, w = s N B^(2p−1) and δ the prior precision (paper, equation 10):
@@ -116,6 +103,7 @@ class Posterior(
     calibration: CalibrationReport | None = None
     padding: Mapping[str, int] = None  # type: ignore[assignment]
     origin: Origin = UNKNOWN
+    likelihood: str | None = None
 
     def __post_init__(self) -> None:
         if self.padding is None:
@@ -483,15 +471,14 @@ class Posterior(
                 own_part(parameters[name]).copy_(own_part(mu))
 
     @property
-    def _network(self) -> nn.Module:
-        return self.model
+    def members(self) -> tuple[Posterior, ...]:
+        """Itself: a posterior is a mixture of one."""
+        return (self,)
 
-    def _predict(self, inputs: Any, options: Options) -> Predictive:
-        found = predictive_of(self, inputs, options)
-        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
-
-    def _score(self, inputs: Any, options: Options) -> Score:
-        return score_of(self, inputs, options)
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the members."""
+        return (1.0,)
 
     def replace(self, **changes: Any) -> Posterior:
         """A new one with another n_data, prior_precision, power, batch_size, form, scale, noise_variance, temperature or averaged.
