@@ -17,7 +17,7 @@ import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.optim import SOAP
 from bayesadam.predict.call import Call
-from bayesadam.predict.prediction import _running_deviation as running_deviation
+from bayesadam.predict.prediction import running_deviation
 from cases import mlp
 from floats import approx, assert_close
 

@@ -1,6 +1,6 @@
-"""What makes predictions fast on CUDA: captured graphs, and one kernel that squares gradients without writing them.
+"""Work on CUDA that comes again with the same shapes, captured as a graph and replayed: one launch for thousands.
 
-Imported only where tensors are on CUDA. Nothing depends on it: plain work gives the same numbers but for rounding.
+Imported only where tensors are on CUDA. Nothing depends on it: plain work gives the same numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 # A graph keeps its memory: work is captured that has come twice before, and few graphs are kept of a model.
 _SEEN = 2
@@ -128,65 +122,3 @@ def _captured(
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-# --- the kernel -----------------------------------------------------------------------------------------------------
-
-if triton is not None:
-
-    @triton.jit
-    def _squares(  # type: ignore[no-untyped-def]
-        x, y, s, parts, c_count, b_count, g_count, p_count, width, depth,
-        x_c, x_b, x_g, x_p, x_x, y_b, y_g, y_p, y_y, s_g, s_x, s_y,
-        BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr,
-    ):  # fmt: skip
-        """One tile of (x, y) of one example and group: Σ over the tile for every c."""
-        across = tl.cdiv(depth, BLOCK_Y)
-        tiles = tl.cdiv(width, BLOCK_X) * across
-        tile, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-        b, g = pair // g_count, pair % g_count
-        rows = (tile // across) * BLOCK_X + tl.arange(0, BLOCK_X)
-        columns = (tile % across) * BLOCK_Y + tl.arange(0, BLOCK_Y)
-        inside = (rows < width)[:, None] & (columns < depth)[None, :]
-        weights = tl.load(s + g * s_g + rows[:, None] * s_x + columns[None, :] * s_y, mask=inside, other=0.0)
-        x_start = x + b.to(tl.int64) * x_b + g * x_g
-        y_start = y + b.to(tl.int64) * y_b + g * y_g
-        for c in range(c_count):
-            total = tl.zeros((BLOCK_X, BLOCK_Y), dtype=tl.float32)
-            for first in range(0, p_count, BLOCK_P):
-                p = first + tl.arange(0, BLOCK_P)
-                left = tl.load(
-                    x_start + rows[:, None].to(tl.int64) * x_x + p[None, :] * x_p,
-                    mask=(rows < width)[:, None] & (p < p_count)[None, :],
-                    other=0.0,
-                )
-                right = tl.load(
-                    y_start + p[:, None].to(tl.int64) * y_p + columns[None, :] * y_y,
-                    mask=(p < p_count)[:, None] & (columns < depth)[None, :],
-                    other=0.0,
-                )
-                total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="tf32")
-            x_start += x_c
-            tl.store(parts + ((tile * g_count + g) * c_count + c) * b_count + b, tl.sum(total * total * weights))
-
-
-def product_variances(x: Tensor, y: Tensor, variances: Sequence[Tensor]) -> Tensor | None:
-    """Σ_xy (Σ_p X_px Y_py)² S_xy, (k, b, c): X (c, b, g, p, x), Y (b, g, p, y), each S (g, x, y); None without triton.
-
-    The gradients of single examples live in registers and are never written. Products are of numbers rounded to TF32.
-    """
-    if triton is None or any(s.dtype != torch.float32 for s in variances):
-        return None
-    c, b, g, p, width = x.shape
-    depth, found = y.shape[-1], []
-    block_x, block_y = (min(128, max(16, triton.next_power_of_2(n))) for n in (width, depth))
-    tiles = triton.cdiv(width, block_x) * triton.cdiv(depth, block_y)
-    for s in variances:
-        parts = x.new_empty(tiles, g, c, b, dtype=torch.float32)
-        _squares[(tiles * b * g,)](
-            x, y, s, parts, c, b, g, p, width, depth, *x.stride(), *y.stride(), *s.stride(),
-            BLOCK_X=block_x, BLOCK_Y=block_y, BLOCK_P=32 if p > 16 else 16,
-            num_warps=8 if block_x * block_y > 4096 else 4,
-        )  # fmt: skip
-        found.append(parts.sum(dim=(0, 1)).T)
-    return torch.stack(found)

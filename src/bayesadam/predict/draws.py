@@ -157,8 +157,8 @@ def draws_activations(call: Call, plan: Plan, params: Named, inputs: Any) -> boo
     flat = all(
         (isinstance(use, MatrixUse) or (isinstance(use, SumUse) and not use.channel and use.scale is None))
         and use.rows is None
-        and len(use.output.shape) == 2
-        and use.output.shape[0] == 2
+        and len(use.shape) == 2
+        and use.shape[0] == 2
         for use in uses
     )
     return flat and sorted(use.name for use in uses) == sorted(leaves)

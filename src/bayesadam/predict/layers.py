@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from bayesadam.readers.rotated import Rotation
 
@@ -23,7 +24,7 @@ Layout = Callable[[Tensor, int, int], Tensor]
 # Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on another
 # device they fill it with work.
 _PIECE = 1 << 21
-_DEVICE_PIECE = 1 << 27
+_DEVICE_PIECE = 1 << 25
 _LONG_ROW = 4096
 
 
@@ -41,36 +42,30 @@ def batch_second(tensor: Tensor, size: int, lead: int) -> Tensor:
 # --- uses of a parameter --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Output:
-    """A layer's output z as an edge of the graph, so that z itself may be freed; None where nothing is differentiated."""
-
-    edge: GradientEdge | None
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, z: Tensor) -> Output:
-        """Of z itself."""
-        return cls(get_gradient_edge(z) if z.requires_grad else None, z.shape)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Use:
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
         name: the parameter.
-        output: the layer's output z, at which D is taken.
+        edge: the layer's output z as an edge of the graph, where D arrives, so that z itself may be freed.
+        shape: of z.
         layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
         rows: the rows of the parameter in use, where it is not the whole.
         rotation: the coordinates in which the parameter's variances are, where they are not its own.
     """
 
     name: str
-    output: Output
+    edge: GradientEdge
+    shape: torch.Size
     layouts: tuple[Layout, ...]
     rows: slice | None = None
     rotation: Rotation | None = None
+
+    @property
+    def at(self) -> tuple[Any, int]:
+        """The same for all uses of one output."""
+        return self.edge.node, self.edge.output_nr
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use of a tensor of the parameter's shape."""
@@ -118,8 +113,7 @@ class MatrixUse(ProductUse):
 
     def has_one_position(self, layout: Layout, size: int) -> bool:
         """Whether it is used once per example, in its own coordinates: z = a Wᵀ + b is then contracted with its bias."""
-        shape = self.output.shape
-        return self.rotation is None and layout is batch_first and len(shape) == 2 and shape[0] == size
+        return self.rotation is None and layout is batch_first and len(self.shape) == 2 and self.shape[0] == size
 
 
 class TransposedMatrixUse(MatrixUse):
@@ -334,11 +328,6 @@ def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: boo
         inputs, outputs = y.squeeze(2).square(), x.squeeze(3)
         inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variances]
         return torch.stack([_squared((outputs * t.sqrt()).flatten(2), covariance) for t in inner])
-    if x.is_cuda and not covariance:
-        from bayesadam.predict import _cuda
-
-        if (fused := _cuda.product_variances(x, y, variances)) is not None:
-            return fused
     out = x.new_zeros(len(variances), b, c, *([c] if covariance else []))
     depth, piece_size = y.shape[-1], _piece_size(x)
     step_c = c if covariance else max(1, min(c, piece_size // (g * width * depth)))

@@ -22,7 +22,7 @@ from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, is_batched, output_tensor
 from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram
 from bayesadam.predict.options import DEFAULT_BUDGET, Basis, Rows
-from bayesadam.predict.plan import Plan, agree, dense, edges_of, fitted, plan_for, recorded, weakly
+from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded, weakly
 from bayesadam.readers.rotated import Rotation
 
 # A parameter's name → its variances S.
@@ -224,13 +224,13 @@ def _by_layers(
     flat, layouts = output.reshape(size, -1), plan.layouts
     head = _head(uses, layouts, output)
     if head is not None:
-        bias = next((use for use in uses if use.output is head.output and use is not head), None)
+        bias = next((use for use in uses if use.at == head.at and use is not head), None)
         scales = [_affine_scale(head, bias, s) for s in task.variances]
         (blocks if covariance else variance).add_(torch.stack([basis.weighted(t, covariance) for t in scales]))
-        layouts = tuple(None if use.output is head.output else lay for use, lay in zip(uses, layouts, strict=True))
+        layouts = tuple(None if use.at == head.at else lay for use, lay in zip(uses, layouts, strict=True))
     shares = _shares(uses, layouts, task.variances, size, covariance)
     active = sorted({index for indices, _ in shares for index in indices})
-    edges = edges_of([uses[i] for i in active])
+    edges = [uses[i].edge for i in active]
     for first in range(0, len(basis) if shares else 0, at_once):
         part = basis.part(first, first + at_once)
         if head is None:
@@ -276,13 +276,13 @@ def _shares(
         return contracted([uses[i] for i in ds], list(ds.values()), ways, size, own, covariance)
 
     alone = {indices[0] for indices in groups.values() if len(indices) == 1}
-    biases = {id(uses[i].output): i for i in alone if _is_bias(uses[i])}
+    biases = {uses[i].at: i for i in alone if _is_bias(uses[i])}
     shares: list[_Share] = []
     joined: set[int] = set()
     for index in alone:
         use, layout = uses[index], layouts[index]
         if isinstance(use, MatrixUse) and layout is not None and use.has_one_position(layout, size):
-            bias = biases.get(id(use.output))
+            bias = biases.get(use.at)
             scales = [_affine_scale(use, None if bias is None else uses[bias], s) for s in variances]
             shares.append(((index,), partial(affine, scales)))
             joined |= {index} if bias is None else {index, bias}
@@ -314,13 +314,12 @@ def _head(uses: Sequence[Use], layouts: Sequence[Layout | None], output: Tensor)
             and use.has_one_position(layout, len(output))
             and use.input.requires_grad
             # The output is this layer's, as the recording handed it on, and its input was left as it was.
-            and use.output.edge is not None
-            and use.output.edge.node is made_by
+            and use.edge.node is made_by
             and any(before is use.input.grad_fn for before, _ in made_by.next_functions)
         ):
-            own = [(u, lay) for u, lay in zip(uses, layouts, strict=True) if u.output is use.output]
+            own = [(u, lay) for u, lay in zip(uses, layouts, strict=True) if u.at == use.at]
             names = {u.name for u, _ in own}
-            elsewhere = any(u.name in names and u.output is not use.output for u in uses)
+            elsewhere = any(u.name in names and u.at != use.at for u in uses)
             plain = all(lay is not None and (u is use or _is_bias(u)) for u, lay in own)
             return use if plain and not elsewhere else None
     return None

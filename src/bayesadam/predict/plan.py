@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
@@ -24,7 +24,6 @@ from bayesadam.predict.layers import (
     EmbeddingUse,
     Layout,
     MatrixUse,
-    Output,
     SumUse,
     TransposedConvolutionUse,
     TransposedMatrixUse,
@@ -66,14 +65,9 @@ def recorded(
     uses: list[Use] = []
     with _recording(call.model, names, tables, uses):
         output = call({**leaves, **copies}, inputs)
-    uses += [SumUse(name=name, output=Output.of(copy), layouts=_FIRST) for name, copy in copies.items()]
-    # What the model runs without gradients has none.
-    return [use for use in uses if use.output.edge is not None], output
-
-
-def edges_of(uses: Sequence[Use]) -> list[GradientEdge]:
-    """Where D arrives for each of them."""
-    return [use.output.edge for use in uses if use.output.edge is not None]
+    for name, copy in copies.items():
+        uses.append(SumUse(name=name, edge=get_gradient_edge(copy), shape=copy.shape, layouts=_FIRST))
+    return uses, output
 
 
 def _copies(leaf: Tensor, size: int) -> Tensor:
@@ -89,13 +83,10 @@ def _recording(
     """Fill `uses` as the model runs; embeddings whose tables are shared by all examples are repeated for each."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        # With the tensors themselves, so that no other one comes to have their identity.
-        held: dict[int, tuple[Tensor, Output]] = {}
-
-        def add(kind: type[Use], parameter: Tensor | None, *, output: Tensor, **fields: Any) -> None:
-            if parameter is not None and id(parameter) in names:
-                _, at = held.setdefault(id(output), (output, Output.of(output)))
-                uses.append(kind(name=names[id(parameter)], output=at, **fields))
+        def add(kind: type[Use], parameter: Tensor | None, z: Tensor, **fields: Any) -> None:
+            # What the model runs without gradients has none.
+            if parameter is not None and id(parameter) in names and z.requires_grad:
+                uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
 
         if isinstance(module, nn.MultiheadAttention):
             replaced = _attention(module, args, kwargs, output, add)
@@ -135,16 +126,16 @@ def _note(m: Any, a: Tensor, z: Tensor, add: Callable[..., None]) -> None:
     """The uses of the parameters of one layer with input a and output z."""
     if isinstance(m, nn.Embedding):
         if m.max_norm is None:
-            add(EmbeddingUse, m.weight, output=z, layouts=_FREE, ids=a, padding=m.padding_idx)
+            add(EmbeddingUse, m.weight, z, layouts=_FREE, ids=a, padding=m.padding_idx)
     elif isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
         if a.dim() == len(m.kernel_size) + 2:
             kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
-            add(kind, m.weight, output=z, layouts=_FIRST, input=a, module=m)
-            add(SumUse, m.bias, output=z, layouts=_FIRST, channel=True)
+            add(kind, m.weight, z, layouts=_FIRST, input=a, module=m)
+            add(SumUse, m.bias, z, layouts=_FIRST, channel=True)
     elif isinstance(m, _LINEAR) or _is_transposed_linear(m):
         matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
-        add(matrix, m.weight, output=z, layouts=_FREE, input=a)
-        add(SumUse, m.bias, output=z, layouts=_FREE)
+        add(matrix, m.weight, z, layouts=_FREE, input=a)
+        add(SumUse, m.bias, z, layouts=_FREE)
     elif not isinstance(m, _BATCH_NORMS) or m.running_mean is not None:
         x, channel = a.detach(), isinstance(m, (nn.GroupNorm, *_BATCH_NORMS))
         if isinstance(m, nn.LayerNorm):
@@ -156,8 +147,8 @@ def _note(m: Any, a: Tensor, z: Tensor, add: Callable[..., None]) -> None:
         else:
             scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
         layouts = _FIRST if channel else _FREE
-        add(SumUse, m.weight, output=z, layouts=layouts, channel=channel, scale=scale)
-        add(SumUse, getattr(m, "bias", None), output=z, layouts=layouts, channel=channel)
+        add(SumUse, m.weight, z, layouts=layouts, channel=channel, scale=scale)
+        add(SumUse, getattr(m, "bias", None), z, layouts=layouts, channel=channel)
 
 
 def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, add: Callable[..., None]) -> Any:
@@ -175,8 +166,8 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, ad
         bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
         weight, rows = (m.in_proj_weight, bias_rows) if own is None else (own[index], None)
         z = F.linear(a, weight if rows is None else weight[rows], bias)
-        add(MatrixUse, weight, output=z, layouts=layouts, input=a, rows=rows)
-        add(SumUse, m.in_proj_bias, output=z, layouts=layouts, rows=bias_rows)
+        add(MatrixUse, weight, z, layouts=layouts, input=a, rows=rows)
+        add(SumUse, m.in_proj_bias, z, layouts=layouts, rows=bias_rows)
         projected.append(z if m.batch_first else z.transpose(0, 1))
     q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -189,8 +180,8 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, ad
     mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
     mixed = mixed if m.batch_first else mixed.transpose(0, 1)
     z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
-    add(MatrixUse, m.out_proj.weight, output=z, layouts=layouts, input=mixed)
-    add(SumUse, m.out_proj.bias, output=z, layouts=layouts)
+    add(MatrixUse, m.out_proj.weight, z, layouts=layouts, input=mixed)
+    add(SumUse, m.out_proj.bias, z, layouts=layouts)
     return z.clone(), output[1]
 
 
@@ -320,7 +311,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
         weighted = (s[:, None] * r * flat).sum()
         truths = torch.autograd.grad(weighted, list(leaves.values()), retain_graph=True, allow_unused=True)
-        ds = torch.autograd.grad((r * flat).sum(), edges_of(uses), allow_unused=True) if uses else ()
+        ds = torch.autograd.grad((r * flat).sum(), [use.edge for use in uses], allow_unused=True) if uses else ()
     layouts: list[Layout | None] = [None] * len(uses)
     generic, silent = [], []
     for name, truth in zip(leaves, truths, strict=True):
@@ -337,7 +328,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
         more = tuple(name for name in generic if _can_be_repeated(call, leaves, probe, name, output.detach()))
         if more:
             return make_plan(call, leaves, inputs, more)
-    seen = [shape.numel() for shape in {id(use.output): use.output.shape for use in uses}.values()]
+    seen = [shape.numel() for shape in {use.at: use.shape for use in uses}.values()]
     activations, widest = max(sum(seen), flat.numel()) // size, max([*seen, flat.numel()]) // size
     kinds = tuple((use.name, type(use)) for use in uses)
     return Plan(
