@@ -21,8 +21,8 @@ from bayesadam.readers.rotated import Rotation
 
 # Brings a layer's tensor, of so many examples and after so many other dimensions, into the form (b, positions, ...).
 Layout = Callable[[Tensor, int, int], Tensor]
-# Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on another
-# device they fill it with work.
+# Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on
+# another device they fill it with work.
 _PIECE = 1 << 21
 _DEVICE_PIECE = 1 << 25
 _LONG_ROW = 4096
@@ -112,7 +112,7 @@ class MatrixUse(ProductUse):
         return tensor.unsqueeze(0)
 
     def has_one_position(self, layout: Layout, size: int) -> bool:
-        """Whether it is used once per example, in its own coordinates: z = a Wᵀ + b is then contracted with its bias."""
+        """Whether it is used once per example, in its own coordinates."""
         return self.rotation is None and layout is batch_first and len(self.shape) == 2 and self.shape[0] == size
 
 
@@ -232,31 +232,29 @@ def _patches(a: Tensor, module: nn.modules.conv._ConvNd, pixels: Sequence[int]) 
 # --- contraction ----------------------------------------------------------------------------------------------------
 
 
-def contracted(
-    uses: Sequence[Use],
-    ds: Sequence[Tensor],
-    layouts: Sequence[Layout],
-    size: int,
-    variances: Sequence[Tensor],
-    covariance: bool,
-) -> Tensor:
+# A use, D at its output, (c, ...), and how the examples lie there.
+Pulled = tuple[Use, Tensor, Layout]
+
+
+def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
     """Σ_w J²_bcw S_w for each S, (k, b, c), or with `covariance` Σ_w J_bcw J_bdw S_w, (k, b, c, c).
 
-    `uses` are all uses of one parameter, or of the same rows of it, and `ds` is D at each, (c, ...).
+    `pulled` are all uses of one parameter, or of the same rows of it.
     """
-    first = uses[0]
+    first = pulled[0][0]
     variances = [first.of(s) for s in variances]
-    ds = [d.to(variances[0].dtype) for d in ds]
-    if isinstance(first, ProductUse) and all(type(use) is type(first) for use in uses):
-        x, y = _joined_factors(uses, ds, layouts, size)
-        return _products(x, y, [first.arranged(s) for s in variances], covariance)
-    if any(isinstance(u, EmbeddingUse) for u in uses) and all(isinstance(u, EmbeddingUse | MatrixUse) for u in uses):
-        return _lookups(uses, ds, layouts, size, variances, covariance)
-    step = len(ds[0]) if covariance else max(1, _piece_size(ds[0]) // (size * variances[0].numel()))
+    pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]
+    kinds = {type(use) for use, _, _ in pulled}
+    if isinstance(first, ProductUse) and len(kinds) == 1:
+        return _products(*_joined_factors(pulled, size), [first.arranged(s) for s in variances], covariance)
+    if EmbeddingUse in kinds and all(issubclass(kind, EmbeddingUse | MatrixUse) for kind in kinds):
+        return _lookups(pulled, size, variances, covariance)
+    outputs = len(pulled[0][1])
+    step = outputs if covariance else max(1, _piece_size(variances[0]) // (size * variances[0].numel()))
     parts = []
-    for c0 in range(0, len(ds[0]), step):
-        grads = _dense(uses, [d[c0 : c0 + step] for d in ds], layouts, size, variances[0])
-        parts.append(torch.stack([_squared((grads * s.sqrt()).flatten(2), covariance) for s in variances]))
+    for c0 in range(0, outputs, step):
+        grads = _dense([(use, d[c0 : c0 + step], layout) for use, d, layout in pulled], size, variances[0])
+        parts.append(torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances]))
     return torch.cat(parts, dim=2)
 
 
@@ -275,40 +273,29 @@ def total_gradient(use: Use, d: Tensor, layout: Layout, size: int, weights: Tens
     return total
 
 
-def _joined_factors(
-    uses: Sequence[Use], ds: Sequence[Tensor], layouts: Sequence[Layout], size: int
-) -> tuple[Tensor, Tensor]:
+def _joined_factors(pulled: Sequence[Pulled], size: int) -> tuple[Tensor, Tensor]:
     """Several uses of one weight are more positions of it."""
-    each = zip(uses, ds, layouts, strict=True)
-    pairs = [use.factors(d, layout, size) for use, d, layout in each if isinstance(use, ProductUse)]
+    pairs = [use.factors(d, layout, size) for use, d, layout in pulled if isinstance(use, ProductUse)]
+    dtype = pulled[0][1].dtype
     if len(pairs) == 1:
-        return pairs[0][0], pairs[0][1].to(ds[0].dtype)
-    return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(ds[0].dtype) for _, y in pairs], dim=2)
+        return pairs[0][0], pairs[0][1].to(dtype)
+    return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(dtype) for _, y in pairs], dim=2)
 
 
-def _lookups(
-    uses: Sequence[Use],
-    ds: Sequence[Tensor],
-    layouts: Sequence[Layout],
-    size: int,
-    variances: Sequence[Tensor],
-    covariance: bool,
-) -> Tensor:
+def _lookups(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
     """A table that embeddings look up, and that may be a matrix too, as of a head tied to its embedding."""
-    each = list(zip(uses, ds, layouts, strict=True))
-    found = [use.looked_up(d, layout, size) for use, d, layout in each if isinstance(use, EmbeddingUse)]
-    ids = torch.cat([i for _, i in found], dim=1)
-    grads = torch.cat([g for g, _ in found], dim=2)
+    found = [use.looked_up(d, layout, size) for use, d, layout in pulled if isinstance(use, EmbeddingUse)]
+    ids, grads = torch.cat([i for _, i in found], dim=1), torch.cat([g for g, _ in found], dim=2)
     # The gradients of a row that comes several times are summed at its first position.
     first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
     own = torch.zeros_like(grads).scatter_add_(2, first[None, :, :, None].expand_as(grads), grads)
     roots = [s[ids].sqrt() for s in variances]
     lefts = [(own * root).flatten(2) for root in roots]
-    total = torch.stack([_squared(left, covariance) for left in lefts])
-    products = [one for one in each if isinstance(one[0], MatrixUse)]
+    total = torch.stack([squared(left, covariance) for left in lefts])
+    products = [one for one in pulled if isinstance(one[0], MatrixUse)]
     if not products:
         return total
-    x, y = _joined_factors(*zip(*products, strict=True), size)  # type: ignore[arg-type]
+    x, y = _joined_factors(products, size)
     # The same rows of the product's gradients, Σ_p X Y, (c, b, t, e).
     index = ids[None, :, None, :].expand(x.shape[0], -1, x.shape[3], -1)
     rows = torch.einsum("cbpt,bpe->cbte", x.squeeze(2).gather(3, index), y.squeeze(1))
@@ -327,7 +314,7 @@ def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: boo
         # One position: (x y)² factorises, and Σ S y² comes first.
         inputs, outputs = y.squeeze(2).square(), x.squeeze(3)
         inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variances]
-        return torch.stack([_squared((outputs * t.sqrt()).flatten(2), covariance) for t in inner])
+        return torch.stack([squared((outputs * t.sqrt()).flatten(2), covariance) for t in inner])
     out = x.new_zeros(len(variances), b, c, *([c] if covariance else []))
     depth, piece_size = y.shape[-1], _piece_size(x)
     step_c = c if covariance else max(1, min(c, piece_size // (g * width * depth)))
@@ -343,7 +330,7 @@ def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: boo
                 if covariance:
                     for total, root in zip(out, roots, strict=True):
                         scaled = (piece * root[:, None, x0 : x0 + step_x]).permute(2, 0, 1, 3, 4).flatten(2)
-                        total[b0 : b0 + step_b] += _squared(scaled, True)
+                        total[b0 : b0 + step_b] += squared(scaled, True)
                 else:
                     rows = flat[:, x0 : x0 + step_x].flatten(1, 2)
                     part = torch.einsum("bgcn,gnk->kbc", piece.square_().flatten(3), rows)
@@ -362,10 +349,10 @@ def _gradients(x: Tensor, y: Tensor) -> Tensor:
     return (left @ y).view(b, g, c, width, -1)
 
 
-def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layouts: Sequence[Layout], size: int, variance: Tensor) -> Tensor:
+def _dense(pulled: Sequence[Pulled], size: int, variance: Tensor) -> Tensor:
     """The gradients (c, b, *shape) themselves: for small parameters, and for those used in unlike ways."""
-    total = variance.new_zeros(len(ds[0]), size, *variance.shape)
-    for use, d, layout in zip(uses, ds, layouts, strict=True):
+    total = variance.new_zeros(len(pulled[0][1]), size, *variance.shape)
+    for use, d, layout in pulled:
         if isinstance(use, SumUse):
             total += use.gradients(d, layout, size, variance.shape)
         elif isinstance(use, EmbeddingUse):
@@ -377,7 +364,7 @@ def _dense(uses: Sequence[Use], ds: Sequence[Tensor], layouts: Sequence[Layout],
     return total
 
 
-def _squared(rows: Tensor, covariance: bool) -> Tensor:
+def squared(rows: Tensor, covariance: bool) -> Tensor:
     """Rows (c, b, n) with themselves: Σ_n rows², (b, c), or (b, c, c)."""
     return gram(rows.transpose(0, 1)) if covariance else rows.square().sum(dim=2).T
 

@@ -20,7 +20,7 @@ from bayesadam._alone import alone_with
 from bayesadam.errors import MemoryBudgetError
 from bayesadam.gaussian.structure import Directions, Named
 from bayesadam.predict.call import Call, batch_size, examples, in_tf32, is_batched, output_tensor
-from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram
+from bayesadam.predict.layers import ConvolutionUse, Layout, MatrixUse, SumUse, Use, contracted, gram, squared
 from bayesadam.predict.options import DEFAULT_BUDGET, Basis, Rows
 from bayesadam.predict.plan import Plan, agree, dense, fitted, plan_for, recorded, weakly
 from bayesadam.readers.rotated import Rotation
@@ -103,7 +103,7 @@ def moments(
         captured: whether work that comes again with the same shapes on CUDA may be captured and replayed.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    own = [None] * len(variances) if not directions else directions
+    own = directions or [None] * len(variances)
     task = _Task(call, leaves, variances, rows, covariance, budget, bases or {}, own)
     plan = plan_for(call, params, inputs) if plan is None else plan
     batch, size = (inputs, given or {}), batch_size(inputs)
@@ -116,7 +116,9 @@ def moments(
         starts = range(0, size, at_a_time)
         found = [whole] if whole else [work(_cut(batch, size, s, s + at_a_time)) for s in starts]
         replayed = whole is not None
-    mean, variance, block, indices = (torch.cat(parts, dim=d) for parts, d in zip(zip(*found), (0, 1, 1, 0)))
+    mean, variance, block, indices = (
+        torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
+    )
     shape = (size, *plan.shape)
     if rows is None:
         variance = variance.reshape(-1, *shape)
@@ -218,76 +220,51 @@ def _by_layers(
     task: _Task, plan: Plan, uses: Sequence[Use], output: Tensor, basis: Basis, at_once: int
 ) -> tuple[Tensor, Tensor]:
     """Variances (k, b, d) and blocks (k, b, d, d) of u · f, the sum of every explained parameter's share."""
-    covariance, size = task.covariance, len(output)
+    covariance, size, flat = task.covariance, len(output), output.reshape(len(output), -1)
     variance = basis.dense.new_zeros(len(task.variances), size, len(basis))
     blocks = variance.new_zeros(*variance.shape, len(basis) if covariance else 0)
-    flat, layouts = output.reshape(size, -1), plan.layouts
-    head = _head(uses, layouts, output)
+    layouts = dict(enumerate(plan.layouts))
+    head, weight = _head(uses, plan.layouts, output), None
     if head is not None:
+        # ∂f/∂a = W: the last layer is not back-propagated through, and D is not held there.
+        weight = head.of(task.params[head.name].detach()).to(head.input.dtype)
         bias = next((use for use in uses if use.at == head.at and use is not head), None)
         scales = [_affine_scale(head, bias, s) for s in task.variances]
         (blocks if covariance else variance).add_(torch.stack([basis.weighted(t, covariance) for t in scales]))
-        layouts = tuple(None if use.at == head.at else lay for use, lay in zip(uses, layouts, strict=True))
-    shares = _shares(uses, layouts, task.variances, size, covariance)
-    active = sorted({index for indices, _ in shares for index in indices})
-    edges = [uses[i].edge for i in active]
-    for first in range(0, len(basis) if shares else 0, at_once):
-        part = basis.part(first, first + at_once)
-        if head is None:
-            source, cotangents = flat, part.vectors().to(flat.dtype)
-        else:
-            # ∂f/∂a = W: the last layer is not back-propagated through, and D is not held there.
-            weight = head.of(task.params[head.name].detach()).to(head.input.dtype)
-            source, cotangents = head.input, part.times(weight)
-        total = blocks if covariance else variance[:, :, first : first + len(part)]
-        # Examples are independent, so that D of their sum separates them.
-        with in_tf32(flat):
-            ds = dict(zip(active, batched_grad(source, edges, cotangents), strict=True))
-            with torch.no_grad():
-                for indices, share in shares:
-                    mine = {i: d for i in indices if (d := ds[i]) is not None}
-                    if mine:
-                        total += share(mine)
-    return blocks.diagonal(dim1=2, dim2=3).clone() if covariance else variance, blocks
-
-
-# The indices of uses, and a function of D at each of them.
-_Share = tuple[Sequence[int], Callable[[Mapping[int, Tensor]], Tensor]]
-
-
-def _shares(
-    uses: Sequence[Use], layouts: Sequence[Layout | None], variances: Sequence[VarianceOf], size: int, covariance: bool
-) -> list[_Share]:
-    """Uses of one parameter belong together, since their gradients add before they are squared."""
+        layouts = {i: None if use.at == head.at else layouts[i] for i, use in enumerate(uses)}
+    # Uses of one parameter belong together, since their gradients add before they are squared.
     groups: dict[tuple[str, int | None], list[int]] = {}
-    for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
-        if layout is not None:
-            groups.setdefault((use.name, None if use.rows is None else use.rows.start), []).append(index)
-
-    def affine(scales: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
-        (d,) = (d.to(scales[0].dtype) for d in ds.values())
-        if covariance:
-            return torch.stack([gram((d * t.sqrt()).transpose(0, 1)) for t in scales])
-        squares = d.square()
-        return torch.stack([(squares * t).sum(dim=-1).T for t in scales])
-
-    def general(own: Sequence[Tensor], ds: Mapping[int, Tensor]) -> Tensor:
-        ways = [layout for i in ds if (layout := layouts[i]) is not None]
-        return contracted([uses[i] for i in ds], list(ds.values()), ways, size, own, covariance)
-
-    alone = {indices[0] for indices in groups.values() if len(indices) == 1}
+    for i, use in enumerate(uses):
+        if layouts[i] is not None:
+            groups.setdefault((use.name, None if use.rows is None else use.rows.start), []).append(i)
+    # The variance t of z = a Wᵀ + b of one position is found once for all rows.
+    alone = {group[0]: key for key, group in groups.items() if len(group) == 1}
     biases = {uses[i].at: i for i in alone if _is_bias(uses[i])}
-    shares: list[_Share] = []
-    joined: set[int] = set()
-    for index in alone:
-        use, layout = uses[index], layouts[index]
+    known: dict[int, list[Tensor]] = {}
+    for i in alone:
+        use, layout = uses[i], layouts[i]
         if isinstance(use, MatrixUse) and layout is not None and use.has_one_position(layout, size):
-            bias = biases.get(use.at)
-            scales = [_affine_scale(use, None if bias is None else uses[bias], s) for s in variances]
-            shares.append(((index,), partial(affine, scales)))
-            joined |= {index} if bias is None else {index, bias}
-    rest = [indices for indices in groups.values() if indices[0] not in joined]
-    return shares + [(indices, partial(general, [s(uses[indices[0]].name) for s in variances])) for indices in rest]
+            j = biases.get(use.at)
+            known[i] = [_affine_scale(use, None if j is None else uses[j], s) for s in task.variances]
+            if j is not None:
+                del groups[alone[j]]
+    active = [i for group in groups.values() for i in group]
+    for first in range(0, len(basis) if active else 0, at_once):
+        part = basis.part(first, first + at_once)
+        source = flat if head is None else head.input
+        cotangents = part.vectors().to(flat.dtype) if weight is None else part.times(weight)
+        total = blocks if covariance else variance[:, :, first : first + len(part)]
+        with in_tf32(flat):
+            # Examples are independent, so that D of their sum separates them.
+            ds = dict(zip(active, batched_grad(source, [uses[i].edge for i in active], cotangents), strict=True))
+            with torch.no_grad():
+                for (name, _), group in groups.items():
+                    own = [(uses[i], d, layout) for i in group if (d := ds[i]) is not None and (layout := layouts[i])]
+                    if own and group[0] in known:
+                        total += torch.stack([squared(own[0][1] * t.sqrt(), covariance) for t in known[group[0]]])
+                    elif own:
+                        total += contracted(own, size, [s(name) for s in task.variances], covariance)
+    return blocks.diagonal(dim1=2, dim2=3).clone() if covariance else variance, blocks
 
 
 def _is_bias(use: Use) -> bool:
@@ -295,7 +272,7 @@ def _is_bias(use: Use) -> bool:
 
 
 def _affine_scale(use: MatrixUse, bias: Use | None, variance: VarianceOf) -> Tensor:
-    """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b, which D² or D…Dᵀ then carries to the outputs."""
+    """t = a² Sᵀ + s, (b, out): the variance of z = a Wᵀ + b."""
     own = use.of(variance(use.name))
     t = use.input.detach().to(own.dtype).square() @ own.mT
     return t if bias is None else t + bias.of(variance(bias.name))

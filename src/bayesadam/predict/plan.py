@@ -235,8 +235,7 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
     flat, spec = pytree.tree_flatten(inputs)
     known = _plans.setdefault(call.model, {})
     modules = tuple(
-        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks))
-        + tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str) and k != "training")
+        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
         for m in call.model.modules()
     )
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
@@ -248,6 +247,13 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
     return replace(known[key], first=first)
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Plain attributes, on which its forward may depend."""
+    for name, value in vars(module).items():
+        if isinstance(value, bool | int | float | str) and name != "training":
+            yield name, value
 
 
 def weakly(forward: Forward | None) -> Any:

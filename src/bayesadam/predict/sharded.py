@@ -30,7 +30,7 @@ def fits(gaussian: Any, predictive: str, budget: int) -> bool:
     Raises:
         MemoryBudgetError: it may not, and must.
     """
-    needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
+    needed: int = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
     if needed > budget and predictive == "linearised":
         raise MemoryBudgetError(
             f"predictive='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the "
