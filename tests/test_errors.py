@@ -16,8 +16,8 @@ from bayesadam._files import replacing
 from bayesadam.data.images import read_idx
 from bayesadam.data.tables import read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.predict import predict
 from cases import mlp
+from predict.cases_networks import predict
 
 ALSO = {
     "SettingError": ValueError,

@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesadam.optim import _orthonormal as orth
 from floats import assert_close
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ from bayesadam.readers.rotated import SOAP_READER, Rotated
 from cases import mlp
 from floats import assert_close, close
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 

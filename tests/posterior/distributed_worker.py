@@ -144,7 +144,7 @@ class Checks:
     def check_predictions_by_module(self) -> Any:
         posterior = self.read("norm")
         with pytest.raises(MemoryBudgetError, match="linearised-sampled"):
-            posterior.predict(inputs(), memory_budget=TINY)
+            posterior.predict(inputs(), likelihood="regression", memory_budget=TINY)
         return predictions(posterior, PREDICTIONS[:2], memory_budget=TINY)
 
     def check_predicting_leaves_the_model_alone(self) -> None:
@@ -158,7 +158,12 @@ class Checks:
             for forward, outcome in ((None, nullcontext()), (breaking, pytest.raises(ValueError, match="on purpose"))):
                 with outcome:
                     posterior.predict(
-                        inputs(), predictive="sampled", n_samples=2, memory_budget=budget, forward=forward
+                        inputs(),
+                        likelihood="regression",
+                        predictive="sampled",
+                        n_samples=2,
+                        memory_budget=budget,
+                        forward=forward,
                     )
                 parameters = posterior.parameters()
                 assert all(torch.equal(own_part(parameters[name]), bits) for name, bits in before.items())

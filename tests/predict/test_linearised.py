@@ -19,8 +19,8 @@ import bayesadam as ba
 from bayesadam.errors import BayesAdamError, ImproperError, MemoryBudgetError
 from bayesadam.predict import layers, moments, plan
 from bayesadam.predict.call import Call, evaluating
-from bayesadam.predict.moments import parameters_at_mean
 from bayesadam.predict.layers import MatrixUse
+from bayesadam.predict.moments import parameters_at_mean
 from bayesadam.predict.plan import Plan, make_plan
 from cases import mlp
 from floats import assert_close, close

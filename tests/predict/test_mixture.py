@@ -12,18 +12,19 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Mul
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import Predictive, PredictiveMixture
-from bayesadam.likelihoods import likelihood as likelihood_of
-from bayesadam.optim import SOAP
-from bayesadam.posterior.mixture import Mixture
-from bayesadam.predict import (
+from bayesadam.likelihoods import (
     BinaryMixture,
     BinaryPredictive,
     ClassificationMixture,
     ClassificationPredictive,
+    Predictive,
+    PredictiveMixture,
     RegressionMixture,
     RegressionPredictive,
 )
+from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.optim import SOAP
+from bayesadam.posterior.mixture import Mixture
 from cases import mlp, train, trained
 from floats import approx, assert_close
 

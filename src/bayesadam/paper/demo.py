@@ -17,9 +17,9 @@ from bayesadam import Diagnosis, Posterior, calibrate, doctor, pruning_masks, re
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import SettingError
 from bayesadam.inspect import quantiles
+from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.paper import plots
 from bayesadam.paper.run import Run, Track, generator, new_table, silent
-from bayesadam.likelihoods import RegressionPredictive
 from bayesadam.pruning import Ranking
 
 if TYPE_CHECKING:

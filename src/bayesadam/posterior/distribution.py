@@ -268,8 +268,9 @@ class Distribution(ABC):
 
     def _likelihood(self, given: LikelihoodName | None) -> LikelihoodName:
         """The likelihood given, or the posterior's own; they must not contradict each other."""
-        report = self.calibration
-        own = self.likelihood if self.likelihood is not None or report is None else report.likelihood
+        kept = [q.likelihood for q in (self, *self.members)]
+        kept += [q.calibration.likelihood for q in (self, *self.members) if q.calibration is not None]
+        own: LikelihoodName | None = next((name for name in kept if name is not None), None)
         if given is None and own is None:
             raise SettingError(
                 'no likelihood was given: Posterior.from_optimizer(..., likelihood="classification") keeps one, or '
@@ -277,10 +278,10 @@ class Distribution(ABC):
             )
         if given is not None and own is not None and given != own:
             raise SettingError(
-                f"likelihood={given!r} contradicts the posterior's own, {own!r}: leave it out, or take another posterior, "
+                f"likelihood={given!r} contradicts the posterior's own, {own!r}: leave it out, or use "
                 f"posterior.replace(likelihood={given!r})"
             )
-        return own if given is None else given
+        return own if given is None else given  # type: ignore[return-value]
 
     def _each(self, inputs: Any, what: str, of: Callable[[Any], Any]) -> Any:
         """The result of one batch, or an iterator over those of a loader's batches."""
@@ -319,11 +320,11 @@ def _predictive(
     # adapter
     found = []
     for c in components:
-        parts = (c.mean, c.variance, c.covariance, c.draws)
+        parts: Any = (c.mean, c.variance, c.covariance, c.draws)
         of_outputs: Any = {"link": link, "temperature": c.temperature, "averaged": c.averaged, "novel": c.novel}
         if c.logits is not None:
             chosen: Any = {"outputs": c.outputs, "logits": c.logits, "rest_variance": c.rest_variance}
-            made: Predictive = SelectedClasses(*parts, **of_outputs, **chosen)
+            made: Predictive = SelectedClasses(*parts, **of_outputs, **chosen)  # type: ignore[misc]
         else:
             made = record.predictive(*parts, noise_variance=c.noise_variance, **of_outputs)
         found.append(replace(made, score=c.score, plan=plan))

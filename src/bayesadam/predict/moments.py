@@ -171,7 +171,7 @@ def _replay(task: _Task, plan: Plan, at_once: int, work: Callable[[_Batch], _Fou
     if task.rows is not None and task.rows.noise_variance is not None:
         fixed.append(task.rows.noise_variance)
     model, key = task.call.model, (weakly(task.call.forward), task.call.at, plan.uses, plan.layouts, task.rows, at_once)
-    return _cuda.replayed(
+    found: _Found | None = _cuda.replayed(
         model,
         (*key, task.covariance, len(task.variances)),
         work,
@@ -179,6 +179,7 @@ def _replay(task: _Task, plan: Plan, at_once: int, work: Callable[[_Batch], _Fou
         fixed=fixed,
         holds=lambda found: agree(found[0][:1], first.reshape(1, -1).to(found[0].dtype)),
     )
+    return found
 
 
 def _chunk(task: _Task, plan: Plan, at_once: int, batch: _Batch) -> _Found:

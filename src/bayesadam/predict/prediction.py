@@ -74,7 +74,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """A posterior's model on a batch: `inputs` are pairs with a position where the options ask for one of each example."""
+    """A posterior's model on a batch; `inputs` are pairs with a position where one of each example is asked for."""
 
     gaussian: Any
     options: Options
@@ -207,7 +207,8 @@ def _noise(gaussian: Any, options: Options) -> Tensor | None:
 
 def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, str]:
     """Exact moments of all outputs, or of those chosen where an example's are (outputs,)."""
-    gaussian, options, rows, given = net.gaussian, net.options, None, {}
+    gaussian, options, rows = net.gaussian, net.options, None
+    given: dict[str, Tensor] = {}
     if chosen is not None:
         rows = replace(net.rows(), rest=options.record.coupled and not options.is_combination)
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
@@ -250,7 +251,7 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
 def _chosen(
     gaussian: Any, options: Options, given: Mapping[str, Tensor], logits: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Means and σ² of outputs by index, (b, k), or of combinations u: u · f and Σ u² σ², 0 where σ² is none or unknown."""
+    """Means and σ² of outputs by index, (b, k), or of combinations u: u · f and Σ u² σ², 0 without a σ²."""
     noise = _noise(gaussian, options)
     noise = noise if noise is None else noise.to(logits).expand(logits.shape[-1])
     if "combinations" not in given:
@@ -387,7 +388,8 @@ def _quadratic(gaussian: Any, options: Options, logits: Tensor, away: Tensor) ->
         return (options.record.hessian_diagonal(logits, gaussian.noise_variance) * away.square()).sum(dim=2) / 2
     t = gaussian.temperature
     probs = (logits / t).softmax(dim=-1)
-    return ((probs * away.square()).sum(dim=2) - (probs * away).sum(dim=2).square()) / (2 * t**2)
+    found: Tensor = ((probs * away.square()).sum(dim=2) - (probs * away).sum(dim=2).square()) / (2 * t**2)
+    return found
 
 
 # --- mixtures -------------------------------------------------------------------------------------------------------
