@@ -463,4 +463,4 @@ def test_models_come_back_when_a_member_fails():
 )
 def test_options_that_are_none_are_named(options, match):
     with pytest.raises(SettingError, match=match):
-        Mixture(posteriors(), WEIGHTS).predict(random(6, 3), **options)
+        Mixture(posteriors(), WEIGHTS).predict(random(6, 3), **{"likelihood": "regression", **options})

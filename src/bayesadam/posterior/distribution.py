@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,9 @@ class Distribution(ABC):
             probes,
             captured,
         )
-        return self._each(inputs, "predict", lambda batch: predictive_of(self, batch, options))
+        if not is_loader(inputs):
+            return predictive_of(self, for_model(inputs, self.members[0].model), options)
+        return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
 
     def novelty(
         self,
@@ -229,8 +231,8 @@ class Distribution(ABC):
         options = Options(
             self._likelihood(likelihood), forward=forward, memory_budget=memory_budget, novelty=True, for_novelty=True
         )
-        found = self._each(inputs, "novelty", lambda batch: predictive_of(self.for_novelty, batch, options).novelty)
-        return found if isinstance(found, Tensor) else torch.cat(_all_of(found))
+        batches = self._batches(inputs, "novelty")
+        return torch.cat([predictive_of(self.for_novelty, batch, options).novelty for batch in batches])
 
     def epistemic(
         self,
@@ -260,10 +262,7 @@ class Distribution(ABC):
             probes=probes,
             captured=captured,
         )
-        found = self._each(inputs, "epistemic", lambda batch: _score(self, batch, options))
-        if isinstance(found, Score):
-            return found
-        each = _all_of(found)
+        each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
 
     def _likelihood(self, given: LikelihoodName | None) -> LikelihoodName:
@@ -283,12 +282,16 @@ class Distribution(ABC):
             )
         return own if given is None else given  # type: ignore[return-value]
 
-    def _each(self, inputs: Any, what: str, of: Callable[[Any], Any]) -> Any:
-        """The result of one batch, or an iterator over those of a loader's batches."""
-        model = self.members[0].model
+    def _batches(self, inputs: Any, what: str) -> Iterator[Any]:
+        """The inputs of every batch of a loader, or of the one given."""
+        model, batch = self.members[0].model, None
         if not is_loader(inputs):
-            return of(for_model(inputs, model))
-        return OfBatches(what, (of(inputs_of(batch, model)) for batch in progress(inputs, what)))
+            yield for_model(inputs, model)
+            return
+        for batch in progress(inputs, what):
+            yield inputs_of(batch, model)
+        if batch is None and what != "predict":
+            raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
 
 
 def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
@@ -300,9 +303,12 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
             member.require_proper()
         common = with_common_outputs(members, q.weights, inputs, options)
         streams = [replace(common, generator=own.generator) for own in streams]
-    found = [component_of(member, inputs, own) for member, own in zip(members, streams, strict=True)]
+    components, plan = [], ""
+    for member, own in zip(members, streams, strict=True):
+        component, plan = component_of(member, inputs, own)
+        components.append(component)
     guarantee = None if q.calibration is None else q.calibration.guarantee
-    return _predictive(record, [c for c, _ in found], q.weights, options.link, guarantee, found[0][1])
+    return _predictive(record, components, q.weights, options.link, guarantee, plan)
 
 
 def _streams(q: Distribution, options: Options) -> list[Options]:
@@ -357,11 +363,3 @@ def _score(q: Distribution, inputs: Any, options: Options) -> Score:
     at = chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
     some = (flat * at).sum(dim=1) if at.dtype == torch.bool else flat.gather(1, at[:, None]).squeeze(1)
     return Score(within + some, error)
-
-
-def _all_of(found: Iterator[Any]) -> list[Any]:
-    """The results of all batches, of which there must be one."""
-    each = list(found)
-    if not each:
-        raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
-    return each

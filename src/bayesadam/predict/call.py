@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, NamedTuple, TypeGuard
 
@@ -57,37 +57,39 @@ class Call:
 
     def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
-        return output_tensor(self.returned(params, inputs))
+        return output_tensor(functional_call(_Caller(self), self._tensors(params), (inputs,)))
 
     def returned(self, params: Mapping[str, Tensor], inputs: Any) -> Any:
         """All that the model returns, whatever it is."""
-        tensors = {f"model.{name}": tensor for name, tensor in params.items()}
-        tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return functional_call(_Caller(self), tensors, (inputs,))
+        return functional_call(_Caller(self), self._tensors(params), (inputs,))
+
+    def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        return {f"model.{name}": tensor for name, tensor in params.items()} | own
 
     def run(self, inputs: Any) -> Any:
         """What the model returns with the weights that it has."""
-        if self.at is None:
-            return self._run(inputs)
-        inputs, position = inputs
+        if self.at is not None:
+            return self._run_at(*inputs)
+        if self.forward is not None:
+            return self.forward(self.model, inputs)
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+    def _run_at(self, inputs: Any, position: Tensor) -> Any:
+        whole = replace(self, at=None)
         if not self.at:
-            return at_positions(output_tensor(self._run(inputs)), position)
+            return at_positions(output_tensor(whole.run(inputs)), position)
 
         def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return at_positions(given[0], position), *given[1:]
 
         handle = self.model.get_submodule(self.at).register_forward_pre_hook(cut)
         try:
-            return self._run(inputs)
+            return whole.run(inputs)
         finally:
             handle.remove()
-
-    def _run(self, inputs: Any) -> Any:
-        if self.forward is not None:
-            return self.forward(self.model, inputs)
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
     def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The output as (batch, outputs)."""
@@ -208,7 +210,7 @@ _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def in_tf32(like: Tensor) -> AbstractContextManager[None]:
-    """On CUDA, float32 products with ten bits of mantissa: enough for variances, whose error stays below a thousandth."""
+    """On CUDA, float32 products with ten bits of mantissa: for variances, whose error stays below a thousandth."""
     return _in_tf32() if like.is_cuda else nullcontext()
 
 

@@ -31,9 +31,9 @@ def output_draws(
     inputs: Any,
     plan: Plan,
     kind: str,
-    n: int,
     generator: torch.Generator | None,
     budget: int,
+    n: int,
 ) -> tuple[Tensor, Tensor]:
     """n draws of f, (n, batch, ...), and f(x; μ), in float32 or wider, within a budget of bytes."""
 

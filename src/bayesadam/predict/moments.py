@@ -113,9 +113,9 @@ def moments(
         at_a_time, at_once = _chunking(task, plan, size)
         work = partial(_chunk, task, plan, at_once)
         whole = _replay(task, plan, at_once, work, batch) if captured and at_a_time >= size else None
-        starts = range(0, size, at_a_time)
-        found = [whole] if whole else [work(_cut(batch, size, s, s + at_a_time)) for s in starts]
-        replayed = whole is not None
+        found, replayed = [whole] if whole else [], whole is not None
+        for start in range(0, 0 if replayed else size, at_a_time):
+            found.append(work(_cut(batch, size, start, start + at_a_time)))
     mean, variance, block, indices = (
         torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,20 +83,19 @@ def _recording(
     """Fill `uses` as the model runs; embeddings whose tables are shared by all examples are repeated for each."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        def add(kind: type[Use], parameter: Tensor | None, z: Tensor, **fields: Any) -> None:
-            # What the model runs without gradients has none.
-            if parameter is not None and id(parameter) in names and z.requires_grad:
-                uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
-
         if isinstance(module, nn.MultiheadAttention):
-            replaced = _attention(module, args, kwargs, output, add)
-            if replaced is not None:
-                return replaced
+            noted, replaced = _attention(module, args, kwargs, output)
         else:
             given = args[0] if args else next(iter(kwargs.values()))
             if isinstance(module, nn.Embedding) and (size := tables.get(names.get(id(module.weight), ""))):
                 given, output = _for_each(given, size, 0), _for_each(output, size, 1)
-            _note(module, given, output, add)
+            noted, replaced = _noted(module, given, output), None
+        for kind, parameter, z, fields in noted:
+            # What the model runs without gradients has none.
+            if parameter is not None and id(parameter) in names and z.requires_grad:
+                uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
+        if replaced is not None:
+            return replaced
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
@@ -122,52 +121,54 @@ def _is_transposed_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def _note(m: Any, a: Tensor, z: Tensor, add: Callable[..., None]) -> None:
+# The kind of a use, its parameter, the layer's output and the use's other fields.
+_Note = tuple[type[Use], Tensor | None, Tensor, dict[str, Any]]
+
+
+def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     """The uses of the parameters of one layer with input a and output z."""
+    free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
     if isinstance(m, nn.Embedding):
-        if m.max_norm is None:
-            add(EmbeddingUse, m.weight, z, layouts=_FREE, ids=a, padding=m.padding_idx)
-    elif isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
-        if a.dim() == len(m.kernel_size) + 2:
-            kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
-            add(kind, m.weight, z, layouts=_FIRST, input=a, module=m)
-            add(SumUse, m.bias, z, layouts=_FIRST, channel=True)
-    elif isinstance(m, _LINEAR) or _is_transposed_linear(m):
+        return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
+    if isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
+        kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
+        own = {"layouts": _FIRST, "input": a, "module": m}
+        return [(kind, m.weight, z, own), (SumUse, m.bias, z, first)] if a.dim() == len(m.kernel_size) + 2 else []
+    if isinstance(m, _LINEAR) or _is_transposed_linear(m):
         matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
-        add(matrix, m.weight, z, layouts=_FREE, input=a)
-        add(SumUse, m.bias, z, layouts=_FREE)
-    elif not isinstance(m, _BATCH_NORMS) or m.running_mean is not None:
-        x, channel = a.detach(), isinstance(m, (nn.GroupNorm, *_BATCH_NORMS))
-        if isinstance(m, nn.LayerNorm):
-            scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)
-        elif isinstance(m, nn.RMSNorm):
-            scale = partial(F.rms_norm, x, m.normalized_shape, None, m.eps)
-        elif isinstance(m, nn.GroupNorm):
-            scale = partial(F.group_norm, x, m.num_groups, eps=m.eps)
-        else:
-            scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
-        layouts = _FIRST if channel else _FREE
-        add(SumUse, m.weight, z, layouts=layouts, channel=channel, scale=scale)
-        add(SumUse, getattr(m, "bias", None), z, layouts=layouts, channel=channel)
+        return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
+    x = a.detach()
+    if isinstance(m, nn.LayerNorm):
+        scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)
+    elif isinstance(m, nn.RMSNorm):
+        scale = partial(F.rms_norm, x, m.normalized_shape, None, m.eps)
+    elif isinstance(m, nn.GroupNorm):
+        scale = partial(F.group_norm, x, m.num_groups, eps=m.eps)
+    elif m.running_mean is not None:
+        scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
+    else:
+        return []
+    how = free if isinstance(m, nn.LayerNorm | nn.RMSNorm) else first
+    return [(SumUse, m.weight, z, {**how, "scale": scale}), (SumUse, getattr(m, "bias", None), z, how)]
 
 
-def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, add: Callable[..., None]) -> Any:
-    """Attention written out, so that its four projections are seen; its result replaces the module's own."""
+def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> tuple[list[_Note], Any]:
+    """Attention written out, so that its four projections are seen, and its result, which replaces the module's own."""
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query = given["query"]
     if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
-        return None
-    layouts, width = _FIRST if m.batch_first else (batch_second,), m.embed_dim
+        return [], None
+    how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
     own = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
-    projected = []
+    projected, noted = [], []
     for index, a in enumerate((query, given["key"], given["value"])):
-        bias_rows = slice(index * width, (index + 1) * width)
+        bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
         bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
         weight, rows = (m.in_proj_weight, bias_rows) if own is None else (own[index], None)
         z = F.linear(a, weight if rows is None else weight[rows], bias)
-        add(MatrixUse, weight, z, layouts=layouts, input=a, rows=rows)
-        add(SumUse, m.in_proj_bias, z, layouts=layouts, rows=bias_rows)
+        noted.append((MatrixUse, weight, z, {**how, "input": a, "rows": rows}))
+        noted.append((SumUse, m.in_proj_bias, z, {**how, "rows": bias_rows}))
         projected.append(z if m.batch_first else z.transpose(0, 1))
     q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -180,9 +181,8 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any, ad
     mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
     mixed = mixed if m.batch_first else mixed.transpose(0, 1)
     z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
-    add(MatrixUse, m.out_proj.weight, z, layouts=layouts, input=mixed)
-    add(SumUse, m.out_proj.bias, z, layouts=layouts)
-    return z.clone(), output[1]
+    noted += [(MatrixUse, m.out_proj.weight, z, {**how, "input": mixed}), (SumUse, m.out_proj.bias, z, how)]
+    return noted, (z.clone(), output[1])
 
 
 # --- planning -------------------------------------------------------------------------------------------------------

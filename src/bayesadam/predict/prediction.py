@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,19 +43,32 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
                 return component_of(whole, inputs, options)
     with evaluating(gaussian.model):
         if gaussian.is_sharded:
-            call, kind = Call(gaussian.model, options.forward), options.predictive
-            draw: Any = lambda n: draws_by_module(gaussian, call, inputs, kind, n, options.generator)  # noqa: E731
-            found, plan = _drawn(gaussian, inputs, options, draw, options.n_samples)
+            call = Call(gaussian.model, options.forward)
+            draw = partial(draws_by_module, gaussian, call, inputs, options.predictive, options.generator)
+            found, how = _drawn(gaussian, inputs, options, draw, options.n_samples)
         else:
-            found, plan = _of_network(_Network.of(gaussian, inputs, options))
+            net = _Network.of(gaussian, inputs, options)
+            if net.plan.first is not None and (doubt := options.record.doubt(net.plan.first)) is not None:
+                warn(doubt)
+            options, chosen = net.options, net.options.choice(net.plan.shape)
+            if options.predictive != "linearised":
+                n, numbers = options.n_samples, net.plan.outputs * batch_size(net.inputs)
+                at_once = n if chosen is None else max(2, min(n, _DRAWN_AT_ONCE // numbers))
+                of_net = gaussian, net.call, net.params, net.inputs, net.plan
+                draw = partial(output_draws, *of_net, options.predictive, options.generator, options.memory_budget)
+                found, how = _drawn(gaussian, net.inputs, options, draw, at_once)
+            elif chosen is None or len(net.plan.shape) == 1:
+                found, how = _linearised(net, chosen)
+            else:
+                found, how = _at_each_position(net, chosen)
     lost = ~found.mean.reshape(len(found.mean), -1).isfinite().all(dim=1)
     if bool(lost.any()):
-        numbers = lost.nonzero().flatten().tolist()
+        first = int(lost.nonzero()[0])
         warn(
-            f"the outputs of {len(numbers)} of {len(lost)} examples (first number {numbers[0]}) are NaN or infinite, "
+            f"the outputs of {int(lost.sum())} of {len(lost)} examples (first number {first}) are NaN or infinite, "
             "and so is all that is predicted of them: look for NaN in their inputs"
         )
-    return found, plan
+    return found, how
 
 
 def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
@@ -68,7 +82,7 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
         rows, given, shape = replace(net.rows(), shape=net.plan.shape), net.signs(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
             given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
-        found = net.moments(rows, given)
+        found = moments(**net.arguments(), rows=rows, given=given)
     return Score.of(found.variance[0].T / 2)
 
 
@@ -98,12 +112,6 @@ class _Network:
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
-    def at(self, position: Tensor) -> _Network:
-        """The same at one position of each example."""
-        call, _ = at_one_position(self.call, self.params, self.inputs)
-        inputs = (self.inputs, position.to(self.device))
-        return replace(self, call=call, inputs=inputs, plan=plan_for(call, self.params, inputs))
-
     def rows(self) -> Rows:
         """Random directions of the outputs alone."""
         record, probes = self.options.record, self.options.probes
@@ -120,54 +128,36 @@ class _Network:
         seed = fresh_seed(self.options.generator) if rows.probes else 0
         return rows.signs(size, self.plan.outputs, seed, self.device)
 
-    def moments(
-        self, rows: Rows | None, given: Mapping[str, Tensor], others: Sequence[Any] = (), covariance: bool = False
-    ) -> Moments:
-        """`moments` under the posterior, and others of the same mean."""
+    def arguments(self, *others: Any) -> dict[str, Any]:
+        """The arguments of `moments` under the posterior, and under others of the same mean."""
         gaussians = [self.gaussian, *others]
-        return moments(
-            self.call,
-            self.params,
-            [each.coordinate_variance.__getitem__ for each in gaussians],
-            self.inputs,
-            rows=rows,
-            given=given,
-            covariance=covariance,
-            budget=self.options.memory_budget,
-            bases=self.gaussian.structure.bases,
-            directions=[each.directions for each in gaussians],
-            plan=self.plan,
-            captured=self.options.captured,
-        )
+        return {
+            "call": self.call,
+            "params": self.params,
+            "variances": [each.coordinate_variance.__getitem__ for each in gaussians],
+            "inputs": self.inputs,
+            "budget": self.options.memory_budget,
+            "bases": self.gaussian.structure.bases,
+            "directions": [each.directions for each in gaussians],
+            "plan": self.plan,
+            "captured": self.options.captured,
+        }
 
 
-def _of_network(net: _Network) -> tuple[Component, str]:
-    options, shape, outputs = net.options, net.plan.shape, net.plan.outputs
-    if net.plan.first is not None and (doubt := options.record.doubt(net.plan.first)) is not None:
-        warn(doubt)
-    chosen = options.choice(shape)
-    if options.predictive != "linearised":
-        at_once = _DRAWN_AT_ONCE // (outputs * batch_size(net.inputs)) if chosen is not None else options.n_samples
-
-        def draw(n: int) -> tuple[Tensor, Tensor]:
-            how = options.predictive, n, options.generator, options.memory_budget
-            return output_draws(net.gaussian, net.call, net.params, net.inputs, net.plan, *how)
-
-        return _drawn(net.gaussian, net.inputs, options, draw, max(2, min(options.n_samples, at_once)))
-    if chosen is None:
-        return _linearised(net, None)
-    if len(shape) == 1:
-        return _linearised(net, chosen)
-    mask = chosen_positions(options.positions, net.inputs, shape)
+def _at_each_position(net: _Network, chosen: Top | Tensor) -> tuple[Component, str]:
+    """Exact moments of chosen outputs at several positions, one after the other."""
+    mask = chosen_positions(net.options.positions, net.inputs, net.plan.shape)
     counts, order = mask.sum(dim=1), mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    most, how = int(counts.max()), ""
+    most, how, parts = int(counts.max()), "", []
     keep = torch.arange(most, device=counts.device)[None] < counts[:, None]
-    parts = []
+    call, _ = at_one_position(net.call, net.params, net.inputs)
     for position in order[:, :most].T:
-        found, how = _linearised(net.at(position), _chosen_at(chosen, position))
+        inputs = (net.inputs, position.to(net.device))
+        there = replace(net, call=call, inputs=inputs, plan=plan_for(call, net.params, inputs))
+        found, how = _linearised(there, _chosen_at(chosen, position))
         parts.append(found)
     found = _joined(parts, lambda each: torch.stack(list(each), dim=1)[keep.to(each[0].device)])
-    return _by_position(found, options, len(mask), shape), f"{how}, at each of up to {most} positions"
+    return _by_position(found, net.options, len(mask), net.plan.shape), f"{how}, at each of up to {most} positions"
 
 
 def _chosen_at(chosen: Any, position: Tensor) -> Any:
@@ -220,11 +210,13 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
     together = other is not None and all(other.mean[name] is mu for name, mu in gaussian.mean.items())
     blocks = options.record.coupled or rows is not None
     others = [other] if together and other is not gaussian else []
-    found = net.moments(rows, given, others, options.covariance or (together and blocks))
+    covariance = options.covariance or (together and blocks)
+    found = moments(**net.arguments(*others), rows=rows, given=given, covariance=covariance)
     novel = None
     if other is not None:
         its = net if together else replace(net, gaussian=other, params=parameters_at_mean(other))
-        novel = _novel(its, found if together else its.moments(rows, given, [], blocks), rows, given)
+        own = found if together else moments(**its.arguments(), rows=rows, given=given, covariance=blocks)
+        novel = _novel(its, own, rows, given)
     block = found.covariance[0] if options.covariance and found.covariance is not None else None
     settings: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged, "novel": novel}
     if rows is None:

@@ -59,7 +59,7 @@ def gathered(gaussian: Any) -> Iterator[Any]:
 
 
 def draws_by_module(
-    gaussian: Any, call: Call, inputs: Any, predictive: str, n: int, generator: torch.Generator | None
+    gaussian: Any, call: Call, inputs: Any, predictive: str, generator: torch.Generator | None, n: int
 ) -> tuple[Tensor, Tensor]:
     """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
 
