@@ -158,14 +158,14 @@ class Distribution(ABC):
         | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q | a forward-mode product per draw           |
         | `"sampled"`            | f(x; θ), θ ~ q             | a forward pass per draw                   |
 
-        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each example
-        by itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn,
-        independently from example to example, and not one θ for the batch. Other threads that use the same model wait.
+        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each
+        example by itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn,
+        independently from example to example, and not one θ for the batch. Other threads that use the model wait.
 
         Args:
-            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes
-                first. Arrays of numpy may stand for tensors. Or a loader: a `DataLoader`, a generator, or a list of
-                tuples, lists or mappings.
+            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
+                comes first. Arrays of numpy may stand for tensors. Or a loader: a `DataLoader`, a generator, or a list
+                of tuples, lists or mappings.
             likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
                 output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one
                 log-rate per target). None for the posterior's own.
@@ -178,36 +178,24 @@ class Distribution(ABC):
             generator: makes the draws reproducible.
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
             novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
-            outputs: which outputs: `"all"`, `"top"` for the ten largest of every position, `Top(k)`, their indices, (k,)
-                or (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin. Moments
-                are then of these. Probabilities are of all classes, the others' logits at their mean. Combinations come
-                as a regression of their values. None is `"all"`, or `"top"` of more than a hundred classes under
-                `"linearised"`.
-            positions: which positions, of outputs (batch, positions, outputs): `"last"`, by the inputs' `attention_mask`
-                where there is one, or an index for each example, (batch,): moments are then (batch, k). A boolean mask,
-                (batch, positions), gives a row for every position in it. None is `"all"`. `"linearised"` takes several
-                positions one after the other; `"linearised-sampled"` draws all at once.
+            outputs: which outputs: `"all"`, `"top"` for the ten largest of every position, `Top(k)`, their indices,
+                (k,) or (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin.
+                Moments are then of these. Probabilities are of all classes, the others' logits at their mean.
+                Combinations come as a regression of their values. None is `"all"`, or `"top"` of more than a hundred
+                classes under `"linearised"`.
+            positions: which positions, of outputs (batch, positions, outputs): `"last"`, by the inputs'
+                `attention_mask` where there is one, or an index for each example, (batch,): moments are then (batch,
+                k). A boolean mask, (batch, positions), gives a row for every position in it. None is `"all"`.
+                `"linearised"` takes several one after the other; `"linearised-sampled"` draws all at once.
             probes: random directions of the outputs, from which `epistemic` is estimated; None for 2 where outputs are
                 chosen, else none.
             captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA
                 graph, which keeps its memory, and replayed; each replay is checked on the first example.
             method: another name of `predictive`.
         """
-        options = Options(
-            self._likelihood(likelihood),
-            predictive if method is None else method,
-            n_samples,
-            covariance,
-            link,
-            forward,
-            generator,
-            memory_budget,
-            novelty,
-            outputs,
-            positions,
-            probes,
-            captured,
-        )
+        kind, name = predictive if method is None else method, self._likelihood(likelihood)
+        how = covariance, link, forward, generator, memory_budget
+        options = Options(name, kind, n_samples, *how, novelty, outputs, positions, probes, captured)
         if not is_loader(inputs):
             return predictive_of(self, for_model(inputs, self.members[0].model), options)
         return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
@@ -252,16 +240,8 @@ class Distribution(ABC):
         loader, as `predict` takes it, the scores of all its examples, one after the other. Of a mixture it is
         Σ π_m of the members', and of classes what members disagree on, which is exact.
         """
-        options = Options(
-            self._likelihood(likelihood),
-            forward=forward,
-            generator=generator,
-            memory_budget=memory_budget,
-            outputs=[],
-            positions=positions,
-            probes=probes,
-            captured=captured,
-        )
+        how: Any = {"forward": forward, "generator": generator, "memory_budget": memory_budget, "captured": captured}
+        options = Options(self._likelihood(likelihood), outputs=[], positions=positions, probes=probes, **how)
         each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
 

@@ -91,8 +91,8 @@ def _parts(inputs: Any, entries: int, like: Tensor, budget: int) -> Iterator[Any
 def _by_reverse_mode(call: Call, means: dict[str, Tensor], theta: Named, inputs: Any) -> Tensor:
     """J ε by two reverse passes: Jᵀu is linear in u, and its derivative along ε is J ε.
 
-    Where an operation cannot be differentiated twice torch raises, or drops it in silence, so that the product is checked:
-    r · J ε = Jᵀr · ε. Then the gradients are taken example by example.
+    Where an operation cannot be differentiated twice torch raises, or drops it in silence: the product is checked,
+    r · J ε = Jᵀr · ε, and else the gradients are taken example by example.
     """
     leaves = {name: mean.detach().requires_grad_() for name, mean in means.items()}
     away = {name: theta[name] - mean for name, mean in means.items()}

@@ -34,9 +34,9 @@ _BUSY = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f(x; μ), (b, ...), and for each variance of the weights the variances, (k, b, ...), and covariances, (k, b, c, c).
+    """f(x; μ), (b, ...), and for each of k Σ the variances, (k, b, ...), and covariances, (k, b, c, c).
 
-    Of rows over the outputs these are (k, b, d) and (k, b, d, d); `indices`, (b, ·), are those of the outputs chosen.
+    Of d rows over the outputs these are (k, b, d) and (k, b, d, d); `indices`, (b, ·), are those of the outputs chosen.
     `replayed` says whether they came out of a captured CUDA graph.
     """
 
@@ -83,7 +83,7 @@ def moments(
     plan: Plan | None = None,
     captured: bool = False,
 ) -> Moments:
-    """Mean and U J Σ Jᵀ Uᵀ for several Σ of one mean, in one pass over the inputs, which is cut to fit the memory budget.
+    """Mean and U J Σ Jᵀ Uᵀ for several Σ of one mean, in one pass over the inputs, in parts that fit the budget.
 
     Per layer the contraction is in closed form, the layer's factors are dropped at once, and no (batch, outputs,
     parameters) tensor exists. Which layers can be handled so is determined by comparing with autograd on the first
@@ -159,7 +159,7 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
 
 
 def _replay(task: _Task, plan: Plan, at_once: int, work: Callable[[_Batch], _Found], batch: _Batch) -> _Found | None:
-    """All examples out of a captured graph; None where there is none, or the first example shows that it is outdated."""
+    """All examples out of a captured graph; None without one, or where the first example contradicts it."""
     like, first = next(iter(task.params.values())), plan.first
     if not like.is_cuda or first is None or plan.generic or plan.silent:
         return None
@@ -191,16 +191,21 @@ def _chunk(task: _Task, plan: Plan, at_once: int, batch: _Batch) -> _Found:
     plan = fitted(plan, uses, flat, task.params)
     uses, plan = _rotated(uses, plan, task.bases)
     mean = flat.detach()
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
     # A forward pass may be one of 16 bits; sums are not.
     with torch.autocast(mean.device.type, enabled=False):
-        basis = Basis.every(wide) if task.rows is None else task.rows(wide, given)
+        basis = _basis(task, mean, given)
         variance, blocks = _by_layers(task, plan, uses, output, basis, at_once)
     if plan.generic:
-        why = f"{len(plan.generic)} parameters that no known layer explains (first {plan.generic[0]!r}) need their gradients"
-        more = _by_autograd(task, plan.generic, inputs, basis, why)
+        names = plan.generic
+        why = f"{len(names)} parameters that no known layer explains (first {names[0]!r}) need their gradients"
+        more = _by_autograd(task, names, inputs, basis, why)
         variance, blocks = variance + more[0], blocks + more[1]
     return mean, variance, blocks, basis.indices if task.rows is not None else basis.indices[:, :0]
+
+
+def _basis(task: _Task, outputs: Tensor, given: Mapping[str, Tensor]) -> Basis:
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    return Basis.every(wide) if task.rows is None else task.rows(wide, given)
 
 
 def _projected(task: _Task, batch: _Batch) -> _Found:
@@ -208,8 +213,7 @@ def _projected(task: _Task, batch: _Batch) -> _Found:
     inputs, given = batch
     with torch.no_grad():
         mean = task.call.flat(task.params, inputs)
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    basis = Basis.every(wide) if task.rows is None else task.rows(wide, given)
+    basis = _basis(task, mean, given)
     why = "a low-rank posterior needs the gradients of every output"
     return mean, *_by_autograd(task, tuple(task.params), inputs, basis, why), basis.indices
 
@@ -323,7 +327,7 @@ def _rotated(uses: Sequence[Use], plan: Plan, bases: Mapping[str, Rotation]) -> 
 def batched_grad(
     flat: Tensor, tensors: Sequence[Tensor] | Sequence[GradientEdge], basis: Tensor
 ) -> Sequence[Tensor | None]:
-    """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None where there is no path."""
+    """Vector-Jacobian products for every row of a basis, (rows, *shape) for each tensor; None without a path."""
 
     def one(row: Tensor) -> Sequence[Tensor | None]:
         return torch.autograd.grad(flat, tensors, row, retain_graph=True, allow_unused=True)

@@ -192,8 +192,8 @@ class Rows:
     """Rows u of a matrix over an example's outputs: the moments are those of u · f.
 
     In this order: the outputs chosen, or combinations of them; the rest of the softmax, Σ_rest softmax(f) f, whose
-    variance is that of log Σ_rest exp f; random u = A r, A Aᵀ the Hessian of −log p and r signs: E (u · f)² = tr(H Cov f).
-    Tensors with a row per example are not held here, so that equal ones are the same work on other batches.
+    variance is that of log Σ_rest exp f; probes u = A r, A Aᵀ the Hessian H of −log p and r random signs, so that
+    E (u · f)² = tr(H Cov f). Tensors with a row per example are not held here: equal rows are equal work.
 
     Attributes:
         k: how many outputs or combinations are chosen.

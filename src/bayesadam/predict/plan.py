@@ -161,7 +161,8 @@ def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) ->
         return [], None
     how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
     own = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
-    projected, noted = [], []
+    projected: list[Tensor] = []
+    noted: list[_Note] = []
     for index, a in enumerate((query, given["key"], given["value"])):
         bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
         bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
@@ -234,26 +235,21 @@ def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     flat, spec = pytree.tree_flatten(inputs)
     known = _plans.setdefault(call.model, {})
-    modules = tuple(
-        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
-        for m in call.model.modules()
-    )
+    modules = []
+    for m in call.model.modules():
+        hooks = len(m._forward_hooks), len(m._forward_pre_hooks)
+        # Its forward may depend on plain attributes.
+        plain = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str) and k != "training")
+        modules.append((id(m), type(m), id(m.__dict__.get("forward")), hooks, plain))
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
     operations, first = _operations(call, leaves, inputs)
-    key = (weakly(call.forward), call.at, modules, str(spec), kinds, tensors, operations)
+    key = (weakly(call.forward), call.at, tuple(modules), str(spec), kinds, tensors, operations)
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
     return replace(known[key], first=first)
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Plain attributes, on which its forward may depend."""
-    for name, value in vars(module).items():
-        if isinstance(value, bool | int | float | str) and name != "training":
-            yield name, value
 
 
 def weakly(forward: Forward | None) -> Any:
@@ -268,10 +264,7 @@ def weakly(forward: Forward | None) -> Any:
 
 
 def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
-    """The first example's output shape, the kinds of the graph's nodes behind it, down to the parameters, and the output.
-
-    Where a node comes again its number stands for it.
-    """
+    """The first example's output shape, the kinds of the nodes of the graph behind it, and the output itself."""
     try:
         with torch.enable_grad():
             output = call(leaves, examples(inputs, 0, 1))
@@ -299,9 +292,9 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
 def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
     """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
 
-    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors example
-    by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not what it
-    seems. The parameters `shared` by all examples have a copy for each; what no layer explains is tried so.
+    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors
+    example by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not
+    what it seems. The parameters `shared` by all examples have a copy for each; what no layer explains is tried so.
     """
     size = batch_size(inputs)
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
@@ -337,13 +330,12 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     seen = [shape.numel() for shape in {use.at: use.shape for use in uses}.values()]
     activations, widest = max(sum(seen), flat.numel()) // size, max([*seen, flat.numel()]) // size
     kinds = tuple((use.name, type(use)) for use in uses)
-    return Plan(
-        kinds, tuple(layouts), tuple(generic), tuple(silent), shared, output.shape[1:], activations, widest
-    )  # fmt: skip
+    found = kinds, tuple(layouts), tuple(generic), tuple(silent)
+    return Plan(*found, shared, output.shape[1:], activations, widest)
 
 
 def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
-    """The plan for one chunk: weights that were silent before, or all where other layers are used, go the generic way."""
+    """The plan for one chunk: weights that were silent, or all where other layers are used, go the generic way."""
     same = tuple((use.name, type(use)) for use in uses) == plan.uses
     unknown = plan.silent if same else tuple(leaves)
     live: tuple[str, ...] = ()
@@ -373,9 +365,9 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
     wrong = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there no batch "
-        "dimension? A single example is x[None]"
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
+        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
+        "no batch dimension? A single example is x[None]"
     )
     try:
         with torch.no_grad():
@@ -393,7 +385,7 @@ def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: 
         if again.shape == alone.shape and not torch.equal(again, alone):
             raise BayesAdamError(
                 "the model gives something else each time it is run on the same example, in evaluation mode: something "
-                "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout, or pass that"
+                "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
         raise BayesAdamError(wrong)
 
@@ -410,18 +402,19 @@ def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name:
 
 def agree(ours: Tensor, truth: Tensor) -> bool:
     """Equal but for rounding."""
-    return _disagreement(ours, truth) <= min(0.2, 10 * math.sqrt(torch.finfo(truth.dtype).eps))
+    return disagreement(ours, truth) <= min(0.2, 10 * math.sqrt(torch.finfo(truth.dtype).eps))
+
+
+def disagreement(ours: Tensor, truth: Tensor) -> float:
+    """|ours − truth| over |truth|, in float32 or wider."""
+    wide = torch.promote_types(truth.dtype, torch.float32)
+    ours, truth = ours.to(wide), truth.to(wide)
+    return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 
 def dense(gradient: Tensor) -> Tensor:
     """A gradient with every entry: that of an embedding may come as the rows it looked up."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def _disagreement(ours: Tensor, truth: Tensor) -> float:
-    wide = torch.promote_types(truth.dtype, torch.float32)
-    ours, truth = ours.to(wide), truth.to(wide)
-    return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 
 def _agreeing_layouts(
@@ -439,7 +432,7 @@ def _agreeing_layouts(
                 use.of(ours).add_(total_gradient(use, d[None], layout, size, s.to(wide), ours))
         except (RuntimeError, IndexError):
             continue
-        found = _disagreement(ours, truth)
+        found = disagreement(ours, truth)
         if found <= min(4e-3, 10 * eps**0.5):
             return layouts
         if eps > torch.finfo(torch.float32).eps and found < best[0]:

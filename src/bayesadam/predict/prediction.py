@@ -79,10 +79,10 @@ def score_of(gaussian: Any, inputs: Any, options: Options) -> Score:
     gaussian.warn_of_limits()
     with evaluating(gaussian.model):
         net = _Network.of(gaussian, plain(inputs), options)
-        rows, given, shape = replace(net.rows(), shape=net.plan.shape), net.signs(), net.plan.shape
+        (rows, given), shape = net.probes(), net.plan.shape
         if net.options.positions is not None and len(shape) > 1:
             given["positions"] = chosen_positions(net.options.positions, net.inputs, shape).to(net.device)
-        found = moments(**net.arguments(), rows=rows, given=given)
+        found = moments(**net.arguments(), rows=replace(rows, shape=shape), given=given)
     return Score.of(found.variance[0].T / 2)
 
 
@@ -112,21 +112,14 @@ class _Network:
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
-    def rows(self) -> Rows:
-        """Random directions of the outputs alone."""
-        record, probes = self.options.record, self.options.probes
-        return Rows(
-            record,
-            probes=_DEFAULT_PROBES if probes is None else probes,
-            temperature=self.gaussian.temperature,
-            noise_variance=_noise(self.gaussian, self.options),
-        )
-
-    def signs(self) -> dict[str, Tensor]:
-        """The random numbers of those directions."""
-        rows, size = self.rows(), batch_size(self.inputs)
-        seed = fresh_seed(self.options.generator) if rows.probes else 0
-        return rows.signs(size, self.plan.outputs, seed, self.device)
+    def probes(self) -> tuple[Rows, dict[str, Tensor]]:
+        """Random directions of the outputs, and their random numbers for this batch."""
+        record, given = self.options.record, self.options.probes
+        noise, t = _noise(self.gaussian, self.options), self.gaussian.temperature
+        count = _DEFAULT_PROBES if given is None else given
+        rows = Rows(record, probes=count, temperature=t, noise_variance=noise)
+        seed = fresh_seed(self.options.generator) if count else 0
+        return rows, rows.signs(batch_size(self.inputs), self.plan.outputs, seed, self.device)
 
     def arguments(self, *others: Any) -> dict[str, Any]:
         """The arguments of `moments` under the posterior, and under others of the same mean."""
@@ -200,9 +193,10 @@ def _linearised(net: _Network, chosen: Top | Tensor | None) -> tuple[Component, 
     gaussian, options, rows = net.gaussian, net.options, None
     given: dict[str, Tensor] = {}
     if chosen is not None:
-        rows = replace(net.rows(), rest=options.record.coupled and not options.is_combination)
+        rows, signs = net.probes()
+        rows = replace(rows, rest=options.record.coupled and not options.is_combination)
         rows, given = rows.choosing(chosen, batch_size(net.inputs), net.plan.outputs)
-        given = {name: tensor.to(net.device) for name, tensor in given.items()} | net.signs()
+        given = {name: tensor.to(net.device) for name, tensor in given.items()} | signs
     other = None
     if options.novelty or (options.novelty is None and rows is None and net.plan.outputs <= FEW_OUTPUTS):
         other = gaussian if options.for_novelty else gaussian.for_novelty

@@ -1,7 +1,7 @@
 """Predictions of a model that FSDP2 has sharded: gathered whole where that fits, module by module where it does not.
 
-FSDP2's hooks gather weights into memory of its own, past anything that is put in their place and past autograd's forward
-mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
+FSDP2's hooks gather weights into memory of its own, past anything that is put in their place and past autograd's
+forward mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
 """
 
 from collections import OrderedDict
@@ -140,7 +140,7 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
 
 
 def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw in silence."""
+    """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw."""
     owners = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
     foreign = OrderedDict((k, hook) for k, hook in hooks.items() if not owners[k].startswith("torch.distributed.fsdp."))
     if len(foreign) == len(hooks):
