@@ -115,7 +115,8 @@ def moments(
         whole = _replay(task, plan, at_once, work, batch) if captured and at_a_time >= size else None
         found, replayed = [whole] if whole else [], whole is not None
         for start in range(0, 0 if replayed else size, at_a_time):
-            found.append(work(_cut(batch, size, start, start + at_a_time)))
+            cut = slice(start, start + at_a_time)
+            found.append(work((examples(inputs, cut.start, cut.stop), {name: t[cut] for name, t in batch[1].items()})))
     mean, variance, block, indices = (
         torch.cat(parts, dim=d) for parts, d in zip(zip(*found, strict=True), (0, 1, 1, 0), strict=True)
     )
@@ -128,12 +129,6 @@ def moments(
 # Mean, variances, blocks, which are empty where they are not asked for, and indices of some examples.
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]
 _Batch = tuple[Any, Mapping[str, Tensor]]
-
-
-def _cut(batch: _Batch, size: int, start: int, stop: int) -> _Batch:
-    if start == 0 and stop >= size:
-        return batch
-    return examples(batch[0], start, stop), {name: tensor[start:stop] for name, tensor in batch[1].items()}
 
 
 def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:

@@ -90,7 +90,10 @@ def draws_by_module(
             for module, own in groups:
                 weights = ExitStack()
                 handles.enter_context(weights)
-                enter = partial(_enter, weights, own, gather)
+
+                def enter(module: nn.Module, _: Any, weights: ExitStack = weights, own: Any = own) -> None:
+                    weights.enter_context(_holding(module, own, gather))
+
                 handles.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 leave = module.register_forward_hook(lambda *_, own=weights: own.close(), always_call=True)
                 handles.callback(leave.remove)
@@ -116,10 +119,6 @@ def draws_by_module(
         found = torch.stack(outputs)
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         return found, forward(at_mean).to(found.dtype)
-
-
-def _enter(weights: ExitStack, own: Mapping[str, Tensor], gather: Gather, module: nn.Module, _: Any) -> None:
-    weights.enter_context(_holding(module, own, gather))
 
 
 @contextmanager
