@@ -17,7 +17,6 @@ from bayesadam.data.images import read_idx
 from bayesadam.data.tables import read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
 from cases import mlp
-from predict.cases_networks import predict
 
 ALSO = {
     "SettingError": ValueError,
@@ -186,7 +185,6 @@ def test_warnings_of_predict_and_calibrate_point_at_the_user_s_line(monkeypatch)
     monkeypatch.setattr(Diagonal, "limits", lambda self, settings: "its γ is too large")
     for call in (
         lambda: posterior.predict(x, likelihood="classification"),
-        lambda: predict(posterior, x, likelihood="classification"),
         lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification"),
         # Through a frame of torch's.
         torch.no_grad()(lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification")),

@@ -42,5 +42,6 @@ def test_the_posteriors_own_is_used_and_a_contradiction_names_both(call: str) ->
 
 def test_method_is_another_name_of_predictive() -> None:
     posterior = both()[0]
-    found = posterior.predict(X, likelihood="regression", method="linearised-sampled", n_samples=3)
+    with pytest.warns(DeprecationWarning, match="predictive='linearised-sampled'"):
+        found = posterior.predict(X, likelihood="regression", method="linearised-sampled", n_samples=3)
     assert found.draws.shape == (3, 4, 2)

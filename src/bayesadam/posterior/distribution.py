@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesadam._extras import require
 from bayesadam._progress import progress
 from bayesadam._shards import whole
+from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive, SelectedClasses
@@ -191,8 +192,10 @@ class Distribution(ABC):
                 chosen, else none.
             captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA
                 graph, which keeps its memory, and replayed; each replay is checked on the first example.
-            method: another name of `predictive`.
+            method: the old name of `predictive`.
         """
+        if method is not None:
+            warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
         kind, name = predictive if method is None else method, self._likelihood(likelihood)
         how = covariance, link, forward, generator, memory_budget
         options = Options(name, kind, n_samples, *how, novelty, outputs, positions, probes, captured)

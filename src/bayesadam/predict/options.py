@@ -76,10 +76,11 @@ class Options:
             )
         if self.novelty and self.predictive != "linearised":
             raise SettingError(f"novelty=True needs predictive='linearised', got {self.predictive!r}")
-        for name, least in (("probes", 0), ("n_samples", 2), ("memory_budget", 1)):
+        numbers = (("probes", 0, "at least 0"), ("n_samples", 2, "at least 2"))
+        for name, least, wanted in (*numbers, ("memory_budget", 1, "a positive number of bytes")):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise SettingError(f"{name} must be a whole number, at least {least}, got {value!r}")
+                raise SettingError(f"{name} must be {wanted}, got {value!r}")
 
     @property
     def record(self) -> Likelihood:
