@@ -98,7 +98,11 @@ def predictions(posterior: ba.Posterior, methods: tuple[str, ...] = PREDICTIONS,
     return {
         method: {"mean": p.mean.detach(), "variance": p.variance.detach()}
         for method in methods
-        for p in [posterior.predict(inputs(), predictive=method, n_samples=6, generator=seeded(), **options)]
+        for p in [
+            posterior.predict(
+                inputs(), likelihood="regression", predictive=method, n_samples=6, generator=seeded(), **options
+            )
+        ]
     }
 
 
@@ -278,7 +282,7 @@ class Checks:
                 for name, expected in truth.items():
                     assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
             for method, budget in (("linearised", 1 << 30), ("linearised-sampled", 1 << 30), ("sampled", TINY)):
-                asked = {"predictive": method, "n_samples": 3, "memory_budget": budget}
+                asked = {"likelihood": "regression", "predictive": method, "n_samples": 3, "memory_budget": budget}
                 found = posterior.predict(ids, generator=seeded(), **asked)
                 expected = plain.predict(ids, generator=seeded(), **asked | {"memory_budget": 1 << 30})
                 assert_close(found.variance, expected.variance)
