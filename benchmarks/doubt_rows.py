@@ -292,7 +292,7 @@ def at_share(share: float, posterior_of: Callable[[Case], ba.Posterior]) -> Call
 
         def score(x: Tensor) -> Answer:
             with mock.patch.object(novelty, "novelty_share", return_value=share):
-                return None, posterior.novelty(x)
+                return None, posterior.novelty(x, likelihood="classification")
 
         return score
 

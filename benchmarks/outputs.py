@@ -158,7 +158,8 @@ def calls(one: Subject, positions: Any, *, captured: bool = True) -> dict[str, C
     """What is timed beside the forward pass."""
     asked: Any = {"likelihood": "classification", "positions": positions, "captured": captured}
     many = positions == "all"
-    top: Any = {**asked, "outputs": "top", "probes": 0, "n_samples": 3 if many else 30}
+    top: Any = {**asked, "outputs": "top", "probes": 0, "n_samples": 3}
+    top |= {"predictive": "linearised-sampled"} if many else {}
     return {
         "score": lambda: one.posterior.epistemic(one.batch, probes=1, **asked),
         "score, 2 probes": lambda: one.posterior.epistemic(one.batch, probes=2, **asked),
@@ -186,7 +187,12 @@ def costs(one: Subject, device: str, repeats: int, positions: Any = None) -> dic
             "of a training step": None if memory is None or step is None else memory / step,
         }
     found["plan"] = one.posterior.predict(
-        one.batch, likelihood="classification", positions=positions, outputs="top", n_samples=3
+        one.batch,
+        likelihood="classification",
+        positions=positions,
+        outputs="top",
+        n_samples=3,
+        predictive="linearised-sampled" if positions == "all" else "linearised",
     ).plan
     return found
 

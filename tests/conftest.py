@@ -9,6 +9,11 @@ import pytest
 import torch
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def seeded_by_test() -> None:
     random.seed(0)

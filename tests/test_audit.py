@@ -83,7 +83,7 @@ def test_classes_agree_with_the_dense_jacobian():
         assert_close(found.change[i], change.float(), rtol=1e-5, atol=1e-6)
         assert found.influence[i] == approx(float(change.norm()), rel=1e-5)
     assert_close(found.loss, F.cross_entropy(f, y, reduction="none").float())
-    assert_close(found.novelty, posterior.novelty(x).float())
+    assert_close(found.novelty, posterior.novelty(x, likelihood="classification").float())
     assert torch.equal(found.predicted, f.argmax(dim=1))
     assert torch.equal(found.labels, y)
 
@@ -339,14 +339,14 @@ def test_moments_of_novelty_are_computed_once(monkeypatch):
 
     posterior, x, _ = fitted()
     asked = []
-    compute = prediction.moments_of
+    compute = prediction.moments
 
-    def counting(gaussians, *rest, **options):
-        asked.append(len(gaussians))
-        return compute(gaussians, *rest, **options)
+    def counting(call, params, variances, *rest, **options):
+        asked.append(len(variances))
+        return compute(call, params, variances, *rest, **options)
 
-    monkeypatch.setattr(prediction, "moments_of", counting)
-    alone = posterior.novelty(x)
+    monkeypatch.setattr(prediction, "moments", counting)
+    alone = posterior.novelty(x, likelihood="classification")
     together = posterior.predict(x, likelihood="classification", covariance=True, novelty=True).novelty
     assert asked == [1, 2]
     assert_close(alone, together)

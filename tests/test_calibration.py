@@ -18,14 +18,20 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesadam as ba
 from bayesadam.calibration import choice, data, log_marginal_likelihood, validation
 from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
-from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import (
+    BayesAdamError,
+    CalibrationError,
+    CollapsedPredictionWarning,
+    MatchError,
+    SettingError,
+    UnusedPosteriorWarning,
+)
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.predict import CollapsedPredictionWarning, predict
+from bayesadam.posterior.distribution import predictive_of
 from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of
 from cases import mlp
 from floats import approx, assert_close, close
-from predict.cases_networks import Lambda, Then, jacobian, posterior_over
+from predict.cases_networks import Lambda, Then, jacobian, posterior_over, predict
 
 
 def seeded(seed: int = 0) -> torch.Generator:

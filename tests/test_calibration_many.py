@@ -45,7 +45,7 @@ def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
 
     def counting(*given, **options):
         found = compute(*given, **options)
-        asked.append((options["along"], found.variance.shape))
+        asked.append((options["rows"], found.variance.shape))
         return found
 
     monkeypatch.setattr(data, "moments", counting)

@@ -219,7 +219,7 @@ def test_the_report_s_numbers_of_a_regression(method):
     assert torch.equal(found.noise_variance, calibrated(posterior, batch, folds=1, **options).noise_variance)
 
     def by_hand(fit: Any, x: Tensor) -> torch.distributions.Normal:
-        p = fit.predict(x)
+        p = fit.predict(x, likelihood="regression")
         return torch.distributions.Normal(p.mean, (p.variance + fit.noise_variance).sqrt())
 
     scores = joined(fits, lambda fit, x, y: by_hand(fit, x).log_prob(y).sum(dim=1))
@@ -258,10 +258,10 @@ def test_the_guarantee_s_scores(seed, steps):
     assert nll == approx(-float(scores.mean()), rel=1e-4)
     assert_close(guarantee.classes["lac"].double(), 1 - scores.exp(), rtol=1e-3, atol=1e-4)
     # Nothing is ever fitted to novelty.
-    novelty = joined(fits, lambda fit, x, y: posterior.novelty(x))
+    novelty = joined(fits, lambda fit, x, y: posterior.novelty(x, likelihood="classification"))
     assert_close(guarantee.novelty, novelty)
     fresh = blobs(30, 2)[0]
-    by_hand = (1 + (novelty[None] >= posterior.novelty(fresh)[:, None]).sum(dim=1)) / 201
+    by_hand = (1 + (novelty[None] >= posterior.novelty(fresh, likelihood="classification")[:, None]).sum(dim=1)) / 201
     assert_close(
         found.predict(fresh, likelihood="classification").novelty_pvalue, by_hand.double(), rtol=1e-6, atol=1e-9
     )
@@ -340,7 +340,7 @@ def test_without_parts_there_are_no_guarantees(count, folds):
     assert p.novelty.shape == batch[1].shape
     found = calibrated(curve(), waves(count, 1), "regression", folds=folds)
     with pytest.raises(CalibrationError, match=remedy):
-        found.predict(waves(5, 2)[0]).prediction_set()
+        found.predict(waves(5, 2)[0], likelihood="regression").prediction_set()
 
 
 @pytest.mark.parametrize("folds", [0, -1, 2.0, True, math.nan, "2"])
@@ -372,7 +372,7 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     p = found.predict(x, likelihood="classification")
     with torch.no_grad():
         assert torch.equal(p.probs, (posterior.model(x) / found.temperature).softmax(dim=1))
-    assert torch.equal(p.novelty, posterior.novelty(x))
+    assert torch.equal(p.novelty, posterior.novelty(x, likelihood="classification"))
     # Variances, draws and what samples are the posterior's all the same.
     assert bool((p.variance > 0).all())
     sampled = found.predict(x, likelihood="classification", predictive="sampled", generator=seeded())
@@ -487,7 +487,7 @@ def test_it_is_never_worse_than_the_best_temperature(count):
 def test_fifty_examples_are_enough_for_a_regression(seed):
     found = calibrated(curve(), waves(50, 50 + seed), "regression")
     x, y = waves(400, 7)
-    p = found.predict(x)
+    p = found.predict(x, likelihood="regression")
     assert bool(torch.isfinite(p.log_prob(y)).all())
     low, high = p.prediction_set(0.8)
     covered = ((low <= y) & (y <= high)).double().mean(dim=0)
@@ -545,7 +545,11 @@ def test_a_saved_regression_keeps_its_report(tmp_path):
     found = ba.Posterior.load(tmp_path / "posterior", mlp(1, 12, 2))
     same_report(found.calibration, posterior.calibration)
     x = waves(20, 2)[0]
-    for mine, theirs in zip(found.predict(x).prediction_set(), posterior.predict(x).prediction_set(), strict=True):
+    for mine, theirs in zip(
+        found.predict(x, likelihood="regression").prediction_set(),
+        posterior.predict(x, likelihood="regression").prediction_set(),
+        strict=True,
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -581,7 +585,9 @@ def test_a_mixture_s_numbers_are_of_the_whole(weights):
     pooled = sum(w * torch.from_numpy(each).softmax(dim=1) for w, each in zip(weights, f, strict=True))
     alone = -float(pooled.gather(1, batch[1][:, None]).log().mean())
     assert report.nll["network alone"] == approx(alone, rel=1e-5)
-    assert_close(report.guarantee.novelty, joined(fits, lambda fit, x, y: mixture.novelty(x)))
+    assert_close(
+        report.guarantee.novelty, joined(fits, lambda fit, x, y: mixture.novelty(x, likelihood="classification"))
+    )
     scores = joined(fits, log_probs)
     assert report.nll["posterior"] == approx(-float(scores.mean()), rel=1e-4)
     if report.averaged:

@@ -15,7 +15,6 @@ from bayesadam import bandits, errors
 from bayesadam._files import replacing
 from bayesadam.data.loaders import read_idx, read_statlog
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.predict import predict
 from cases import mlp
 
 ALSO = {
@@ -185,7 +184,6 @@ def test_warnings_of_predict_and_calibrate_point_at_the_user_s_line(monkeypatch)
     monkeypatch.setattr(Diagonal, "limits", lambda self, settings: "its γ is too large")
     for call in (
         lambda: posterior.predict(x, likelihood="classification"),
-        lambda: predict(posterior, x, likelihood="classification"),
         lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification"),
         # Through a frame of torch's.
         torch.no_grad()(lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification")),

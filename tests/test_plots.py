@@ -167,7 +167,7 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(SettingError, match="too many for one picture"):
         numbers(outputs=9).plot()
     with pytest.raises(SettingError, match="other must be a predictive"):
-        posterior().predict(torch.zeros(2, 2)).plot(other=torch.zeros(2))
+        posterior().predict(torch.zeros(2, 2), likelihood="regression").plot(other=torch.zeros(2))
 
 
 def test_matplotlib_is_asked_for_only_by_a_picture(monkeypatch):

@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import bayesadam as ba
 from bayesadam import scores
 from bayesadam.errors import MatchError
-from bayesadam.predict import BinaryPredictive, ClassificationPredictive, RegressionPredictive
+from bayesadam.likelihoods import BinaryPredictive, ClassificationPredictive, RegressionPredictive
 from floats import approx
 
 

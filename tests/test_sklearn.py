@@ -608,7 +608,7 @@ def test_threads_may_fit_and_predict_at_once():
     assert all(np.array_equal(drawn, draws[0]) for drawn in draws)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
 def test_what_a_gpu_trained_predicts_on_the_cpu_as_if_trained_there(estimator):
     X, y = sine() if estimator is BadamRegressor else blobs()

@@ -28,11 +28,13 @@ from bayesadam.errors import (
     UnusedPosteriorWarning,
 )
 from bayesadam.inspect import inspect_checkpoint
+from bayesadam.likelihoods import Predictive
+from bayesadam.likelihoods.predictive import Predictive
 from bayesadam.lora import LoraPrior
 from bayesadam.merging import MergeReport, merge, merge_checkpoints, similarity
 from bayesadam.optim import Badam
 from bayesadam.posterior import GaussianWeights, Mixture, Posterior
-from bayesadam.predict import Predictive, Top
+from bayesadam.predict import Top
 from bayesadam.pruning import (
     PruningReport,
     from_torch_prune,

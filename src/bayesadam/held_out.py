@@ -16,9 +16,8 @@ from bayesadam.likelihoods import LikelihoodName
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import IGNORED, Classification
 from bayesadam.posterior import Posterior
-from bayesadam.predict.batches import batches_of
-from bayesadam.predict.call import Call, Forward, evaluating, to_device
-from bayesadam.predict.gaussian import parameters_at_mean
+from bayesadam.predict.call import Call, Forward, batches_of, evaluating, to_device
+from bayesadam.predict.moments import parameters_at_mean
 
 # By so much of itself may a model's own loss differ from ours: bfloat16 leaves it that much.
 _SAME = 0.01

@@ -137,14 +137,20 @@ def test_the_linearised_predictive_is_the_dense_one(power, max_side):
     for name, sigma in dense(posterior).items():
         rows = jacobians[name].flatten(2)
         expected += rows @ sigma @ rows.mT
-    found = posterior.predict(x, covariance=True)
+    found = posterior.predict(x, likelihood="regression", covariance=True)
     assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)
-    assert_close(posterior.predict(x).variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-12)
+    assert_close(
+        posterior.predict(x, likelihood="regression").variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-12
+    )
     sampled = posterior.predict(
-        x, predictive="linearised-sampled", n_samples=1500, generator=torch.Generator().manual_seed(3)
+        x,
+        likelihood="regression",
+        predictive="linearised-sampled",
+        n_samples=1500,
+        generator=torch.Generator().manual_seed(3),
     )
     assert_close(sampled.variance, found.variance, rtol=0.2, atol=1e-4)
-    assert posterior.predict(x, predictive="sampled", n_samples=5).mean.shape == (6, 2)
+    assert posterior.predict(x, likelihood="regression", predictive="sampled", n_samples=5).mean.shape == (6, 2)
 
 
 def test_saving_and_loading(tmp_path):
@@ -254,7 +260,7 @@ def test_recorded_gradients_give_vectors_bases_where_they_suffice(keep, covarian
     # A vector's block is the inverse of its own second moment and the prior, whole.
     assert_close(blocks["head.bias"], torch.linalg.inv(precision), rtol=1e-8, atol=1e-12)
     expected = sum(row.flatten(2) @ blocks[name] @ row.flatten(2).mT for name, row in zip(names, rows, strict=True))
-    found = posterior.predict(x, covariance=covariance)
+    found = posterior.predict(x, likelihood="regression", covariance=covariance)
     assert_close(found.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8)
     if covariance:
         assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)

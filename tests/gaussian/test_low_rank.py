@@ -139,7 +139,7 @@ def test_the_linearised_prediction_is_that_of_the_dense_gaussian(structure, delt
     expected = jacobian @ sigma @ jacobian.mT
     # A budget of a few examples gives the same.
     for budget in (1 << 30, 3 * 8 * 2 * posterior.n_weights):
-        found = posterior.predict(x, covariance=covariance, memory_budget=budget)
+        found = posterior.predict(x, likelihood="regression", covariance=covariance, memory_budget=budget)
         assert_close(found.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8)
         if covariance:
             assert_close(found.covariance, expected, rtol=1e-8, atol=1e-12)
@@ -207,8 +207,13 @@ def test_calibration_raises_the_held_out_likelihood(structure, method):
     x = torch.randn(40, 2, 5).double()
     y = 1 + 0.3 * torch.randn(40, 2).double()
     better = ba.calibrate(posterior, (x, y), likelihood="regression", method=method)
-    found = better.predict(x).log_prob(y).mean()
-    worse = posterior.replace(noise_variance=better.noise_variance, prior_precision=1e-4).predict(x).log_prob(y).mean()
+    found = better.predict(x, likelihood="regression").log_prob(y).mean()
+    worse = (
+        posterior.replace(noise_variance=better.noise_variance, prior_precision=1e-4)
+        .predict(x, likelihood="regression")
+        .log_prob(y)
+        .mean()
+    )
     assert found > worse
     if method == "evidence":
         square = sum(float(theta.square().sum()) for theta in better.mode.values())
@@ -237,10 +242,10 @@ def test_it_warns_where_more_directions_are_determined_than_it_kept():
     wide = posterior.replace(prior_precision=1e-3)
     assert wide.effective_dimension > KEEP / 2
     with pytest.warns(StructureWarning, match=r"γ = \d.*keep=12"):
-        wide.predict(torch.randn(3, 2, 5).double())
+        wide.predict(torch.randn(3, 2, 5).double(), likelihood="regression")
     narrow = posterior.replace(prior_precision=1e5)
     assert narrow.effective_dimension < KEEP / 2
-    narrow.predict(torch.randn(3, 2, 5).double())
+    narrow.predict(torch.randn(3, 2, 5).double(), likelihood="regression")
 
 
 def test_without_a_prior_it_says_so():
@@ -285,6 +290,6 @@ def test_it_moves_and_changes_type():
     model = Net()
     model.load_state_dict(posterior.model.state_dict())
     narrow = posterior.replace(prior_precision=1e-3, n_data=1e7)
-    exact = narrow.predict(x.double()).variance
+    exact = narrow.predict(x.double(), likelihood="regression").variance
     rounded = dataclasses.replace(narrow.to(dtype=torch.float32), model=model)
-    assert_close(rounded.predict(x).variance.double(), exact, rtol=1e-2)
+    assert_close(rounded.predict(x, likelihood="regression").variance.double(), exact, rtol=1e-2)

@@ -41,24 +41,24 @@ NEEDS_NOISE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", NEEDS_NOISE)
 def test_what_needs_the_noise_says_that_it_is_not_known(name, mixed, covariance):
     q: Any = ba.Mixture([posterior(), posterior(seed=1)]) if mixed else posterior()
-    found = q.predict(X, covariance=covariance)
+    found = q.predict(X, likelihood="regression", covariance=covariance)
     with pytest.warns(
         BayesAdamWarning, match=r"noise of the observations is not known .*replace\(noise_variance="
     ) as seen:
         NEEDS_NOISE[name](found)
     assert {warning.filename for warning in seen} == {__file__}
-    known = q.replace(noise_variance=0.5).predict(X, covariance=covariance)
+    known = q.replace(noise_variance=0.5).predict(X, likelihood="regression", covariance=covariance)
     NEEDS_NOISE[name](known)
 
 
 def test_what_does_not_need_it_is_silent():
-    found = posterior().predict(X)
+    found = posterior().predict(X, likelihood="regression")
     assert (found.variance > 0).all()
     assert not found.noise_known
     assert float(found.noise_variance) == 0
     assert found.novelty.shape == (6,)
     # A noise of 0 that was given is a noise that is known.
-    exact = posterior().replace(noise_variance=0.0).predict(X)
+    exact = posterior().replace(noise_variance=0.0).predict(X, likelihood="regression")
     assert_close(exact.stddev, exact.variance.sqrt())
     # A margin of two classes is a number without a noise.
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def test_what_does_not_need_it_is_silent():
 
 
 def test_with_a_noise_numbers_are_those_of_a_normal_distribution():
-    found = posterior().replace(noise_variance=0.3).predict(X)
+    found = posterior().replace(noise_variance=0.3).predict(X, likelihood="regression")
     reference = Normal(found.mean.double(), (found.variance.double() + 0.3).sqrt())
     low, high = found.interval(0.9)
     for end, tail in ((low, 0.05), (high, 0.95)):
@@ -129,7 +129,7 @@ def test_outputs_that_do_not_match_name_the_likelihood_that_they_are_of(outputs,
     with pytest.raises(MatchError, match=hint):
         ba.calibrate(q, (X, targets), likelihood="regression")
     with pytest.raises(MatchError, match=hint):
-        q.predict(X).log_prob(targets)
+        q.predict(X, likelihood="regression").log_prob(targets)
 
 
 def test_other_mismatches_have_no_such_hint():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import bayesadam as ba
 from cases import mlp
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def flag_combinations() -> list[dict[str, object]]:
@@ -78,7 +79,9 @@ def equal_states(a: dict, b: dict) -> bool:
     )
 
 
-RUNNABLE = [(device, flags) for device in DEVICES for flags in flag_combinations() if runs(flags, device)]
+RUNNABLE = [(device, flags) for device in HERE for flags in flag_combinations() if runs(flags, device)]
+
+MARKED = [pytest.param(case, marks=[pytest.mark.cuda] * (case[0] == "cuda")) for case in RUNNABLE]
 
 
 def label(case: tuple[str, dict[str, object]]) -> str:
@@ -91,7 +94,7 @@ def test_all_flags_are_exercised_somewhere():
     assert {"amsgrad", "maximize", "foreach", "fused"} <= seen
 
 
-@pytest.mark.parametrize("case", RUNNABLE, ids=label)
+@pytest.mark.parametrize("case", MARKED, ids=label)
 def test_steps_and_resume_are_bit_identical(case):
     check_bit_identical(*case, steps=40)
 

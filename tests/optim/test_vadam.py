@@ -22,7 +22,7 @@ from bayesadam.optim import IVON, Vadam, _perturbed
 from cases import mlp
 from floats import assert_close
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ["cpu", CUDA]
 VADAM: dict[str, Any] = {"lr": 0.02, "n_data": 200, "prior_precision": 2.0, "initial_precision": 60.0, "generator": 0}
 # A β₂ at which h moves within a few steps.

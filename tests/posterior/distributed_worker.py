@@ -98,7 +98,11 @@ def predictions(posterior: ba.Posterior, methods: tuple[str, ...] = PREDICTIONS,
     return {
         method: {"mean": p.mean.detach(), "variance": p.variance.detach()}
         for method in methods
-        for p in [posterior.predict(inputs(), predictive=method, n_samples=6, generator=seeded(), **options)]
+        for p in [
+            posterior.predict(
+                inputs(), likelihood="regression", predictive=method, n_samples=6, generator=seeded(), **options
+            )
+        ]
     }
 
 
@@ -144,7 +148,7 @@ class Checks:
     def check_predictions_by_module(self) -> Any:
         posterior = self.read("norm")
         with pytest.raises(MemoryBudgetError, match="linearised-sampled"):
-            posterior.predict(inputs(), memory_budget=TINY)
+            posterior.predict(inputs(), likelihood="regression", memory_budget=TINY)
         return predictions(posterior, PREDICTIONS[:2], memory_budget=TINY)
 
     def check_predicting_leaves_the_model_alone(self) -> None:
@@ -158,7 +162,12 @@ class Checks:
             for forward, outcome in ((None, nullcontext()), (breaking, pytest.raises(ValueError, match="on purpose"))):
                 with outcome:
                     posterior.predict(
-                        inputs(), predictive="sampled", n_samples=2, memory_budget=budget, forward=forward
+                        inputs(),
+                        likelihood="regression",
+                        predictive="sampled",
+                        n_samples=2,
+                        memory_budget=budget,
+                        forward=forward,
                     )
                 parameters = posterior.parameters()
                 assert all(torch.equal(own_part(parameters[name]), bits) for name, bits in before.items())
@@ -273,7 +282,7 @@ class Checks:
                 for name, expected in truth.items():
                     assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
             for method, budget in (("linearised", 1 << 30), ("linearised-sampled", 1 << 30), ("sampled", TINY)):
-                asked = {"predictive": method, "n_samples": 3, "memory_budget": budget}
+                asked = {"likelihood": "regression", "predictive": method, "n_samples": 3, "memory_budget": budget}
                 found = posterior.predict(ids, generator=seeded(), **asked)
                 expected = plain.predict(ids, generator=seeded(), **asked | {"memory_budget": 1 << 30})
                 assert_close(found.variance, expected.variance)

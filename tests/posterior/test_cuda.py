@@ -17,7 +17,7 @@ from bayesadam.gaussian.settings import PrecisionRule
 from cases import mlp, train
 from floats import assert_close
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 FLAGS = [
     {},
     {"foreach": True},
@@ -190,12 +190,12 @@ def test_structures_are_what_they_are_on_the_cpu(structure, tmp_path):
         assert_close(on_cuda.variance[name].cpu(), variance, rtol=1e-8)
     theta = {name: mean + 0.1 for name, mean in on_cpu.mean.items()}
     assert_close(on_cuda.log_prob({name: value.cuda() for name, value in theta.items()}).cpu(), on_cpu.log_prob(theta))
-    x = torch.randn(7, 3, dtype=torch.float64, generator=seeded())
+    x = torch.randn(40, 3, dtype=torch.float64, generator=seeded())
     y = x.sum(dim=1, keepdim=True).expand(-1, 2)
     settled = [
         ba.calibrate(p, (x.to(d), y.to(d)), likelihood="regression") for p, d in ((on_cpu, "cpu"), (on_cuda, "cuda"))
     ]
-    expected, got = (p.predict(x.to(d)) for p, d in zip(settled, ("cpu", "cuda"), strict=True))
+    expected, got = (p.predict(x.to(d), likelihood="regression") for p, d in zip(settled, ("cpu", "cuda"), strict=True))
     assert_close(got.mean.cpu(), expected.mean)
     assert_close(got.variance.cpu(), expected.variance, rtol=1e-5)
     on_cuda.save(tmp_path / "p.safetensors")

@@ -188,7 +188,7 @@ def test_a_variance_without_bound_is_infinite_and_cannot_be_drawn():
     before = snapshot(model)
     for attempt in (
         mixed.sample,
-        lambda: mixed.predict(torch.zeros(2, 3).double()),
+        lambda: mixed.predict(torch.zeros(2, 3).double(), likelihood="regression"),
         lambda: mixed.log_prob(mixed.mean),
     ):
         with pytest.raises(ImproperError, match=r"'0\.weight'"):
@@ -408,7 +408,7 @@ def test_a_round_trip_is_exact(tmp_path):
     assert_same(loaded.variance, mixed.variance)
     assert_same(loaded.sample(5, generator=seeded(1)), mixed.sample(5, generator=seeded(1)))
     x = torch.randn(6, 3, generator=seeded(2)).double()
-    found, expected = loaded.predict(x), mixed.predict(x)
+    found, expected = loaded.predict(x, likelihood="regression"), mixed.predict(x, likelihood="regression")
     assert torch.equal(found.total_variance, expected.total_variance)
     assert torch.equal(found.log_prob(expected.mean), expected.log_prob(expected.mean))
     with safe_open(path, framework="pt") as file:
@@ -452,12 +452,12 @@ def normed(seed: int) -> ba.Posterior:
 def test_what_the_networks_have_besides_is_kept(tmp_path):
     mixed = Mixture([normed(0), normed(1)])
     x = torch.randn(5, 3, generator=seeded()).double()
-    expected = mixed.predict(x)
+    expected = mixed.predict(x, likelihood="regression")
     mixed.save(tmp_path / "m")
     model = Normed().double()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     loaded = Mixture.load(tmp_path / "m", model)
-    found = loaded.predict(x)
+    found = loaded.predict(x, likelihood="regression")
     assert torch.equal(found.mean, expected.mean)
     assert torch.equal(found.variance, expected.variance)
     assert_same(dict(model.named_buffers()), buffers)

@@ -71,6 +71,11 @@ def posterior_over(
     return ba.Posterior.from_optimizer(model, optimizer, n_data, prior_precision=prior_precision, **options)
 
 
+def predict(posterior: ba.Posterior, inputs: Any, *, likelihood: str = "regression", **options: Any) -> Any:
+    """`posterior.predict` of numbers, unless another likelihood is given."""
+    return posterior.predict(inputs, likelihood=likelihood, **options)
+
+
 def jacobian(model: nn.Module, names: list[str], output: Tensor) -> Tensor:
     """∂f/∂θ, (b, c, P): one reverse pass for every single output of every example."""
     own = dict(model.named_parameters())

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict import predict
 from cases import mlp
 from floats import assert_close
-from predict.cases_networks import Lambda, Then, normal, posterior_over
+from predict.cases_networks import Lambda, Then, normal, posterior_over, predict
 
 METHODS = ["linearised", "sampled", "linearised-sampled"]
 every_predictive = pytest.mark.parametrize("predictive", METHODS)

@@ -1,4 +1,4 @@
-"""Captured graphs and the fused kernel against plain work and a dense float64 reference; on CUDA alone."""
+"""Captured graphs against plain work and a dense float64 reference; on CUDA alone."""
 
 import copy
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.predict import captured
+from bayesadam.predict import _cuda
 from floats import assert_close, close
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
+pytestmark = pytest.mark.cuda
 
 
 class Small(nn.Module):
@@ -151,5 +151,5 @@ def test_few_graphs_are_kept_and_none_beyond_the_model() -> None:
     for size in (2, 3, 4, 5):
         for _ in range(4):
             posterior.predict(x[:size], likelihood="classification", outputs="top", probes=0)
-    graphs = [w for w in captured._known[model].works.values() if isinstance(w, captured._Graph)]
-    assert len(graphs) == captured._KEPT
+    graphs = [w for w in _cuda._known[model].values() if isinstance(w, _cuda._Graph)]
+    assert len(graphs) == _cuda._KEPT

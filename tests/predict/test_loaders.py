@@ -66,14 +66,16 @@ def test_a_loader_gives_a_predictive_for_every_batch(name, kind):
 @pytest.mark.parametrize("kind", ["posterior", "mixture"])
 def test_scores_of_a_loader_are_those_of_all_its_examples(kind):
     q, loader = distribution(kind), LOADERS["DataLoader of pairs"]()
-    assert_close(q.novelty(loader), q.novelty(X), rtol=1e-5, atol=1e-6)
+    assert_close(
+        q.novelty(loader, likelihood="classification"), q.novelty(X, likelihood="classification"), rtol=1e-5, atol=1e-6
+    )
     # Two probes of signs: another batch has others, so the exact score is the reference.
     exact = q.predict(X, likelihood="classification", covariance=True).epistemic
-    found = q.epistemic(loader, probes=4000, generator=torch.Generator().manual_seed(0))
+    found = q.epistemic(loader, likelihood="classification", probes=4000, generator=torch.Generator().manual_seed(0))
     assert found.error.shape == (N,)
     assert bool(((found.value - exact).abs() < 5 * found.error + 1e-6).all())
     with pytest.raises(MatchError, match="the loader gave no batch"):
-        q.novelty(iter([]))
+        q.novelty(iter([]), likelihood="classification")
 
 
 def test_batches_are_predicted_as_they_are_asked_for_and_options_at_once():
@@ -86,7 +88,7 @@ def test_batches_are_predicted_as_they_are_asked_for_and_options_at_once():
 
     with pytest.raises(SettingError, match="likelihood must be one of"):
         posterior().predict(loader(), likelihood="classes")
-    found = posterior().predict(loader())
+    found = posterior().predict(loader(), likelihood="regression")
     assert seen == []
     next(found)
     assert seen == [0]
@@ -101,19 +103,27 @@ def test_arrays_take_the_models_type(dtype):
         X.double().numpy()[::-1].copy()[::-1],
         X.double().numpy().astype(">f8"),
     ):
-        found = q.predict(array)
-        assert torch.equal(found.mean, q.predict(X.to(dtype)).mean)
+        found = q.predict(array, likelihood="regression")
+        assert torch.equal(found.mean, q.predict(X.to(dtype), likelihood="regression").mean)
     read_only = X.numpy().copy()
     read_only.flags.writeable = False
-    assert torch.equal(q.predict(read_only).mean, q.predict(X.to(dtype)).mean)
-    assert torch.equal(q.novelty(X.numpy()), q.novelty(X.to(dtype)))
+    assert torch.equal(
+        q.predict(read_only, likelihood="regression").mean, q.predict(X.to(dtype), likelihood="regression").mean
+    )
+    assert torch.equal(
+        q.novelty(X.numpy(), likelihood="classification"), q.novelty(X.to(dtype), likelihood="classification")
+    )
 
 
 def test_tables_and_functions_take_arrays_too():
     q = posterior()
     frames = pytest.importorskip("pandas")
-    assert torch.equal(q.predict(frames.DataFrame(X.numpy())).mean, q.predict(X).mean)
-    assert torch.equal(ba.predict.predict(q, X.double().numpy()).mean, q.predict(X).mean)
+    assert torch.equal(
+        q.predict(frames.DataFrame(X.numpy()), likelihood="regression").mean, q.predict(X, likelihood="regression").mean
+    )
+    assert torch.equal(
+        q.predict(X.double().numpy(), likelihood="regression").mean, q.predict(X, likelihood="regression").mean
+    )
 
 
 def test_integers_stay_integers():
@@ -122,7 +132,10 @@ def test_integers_stay_integers():
     q = ba.Posterior.from_moments(model, mean, {name: torch.ones_like(p) for name, p in mean.items()}, 10)
     tokens = torch.randint(5, (4, 2))
     for dtype in (np.int64, np.int32, np.uint16):
-        assert torch.equal(q.predict(tokens.numpy().astype(dtype)).mean, q.predict(tokens).mean)
+        assert torch.equal(
+            q.predict(tokens.numpy().astype(dtype), likelihood="regression").mean,
+            q.predict(tokens, likelihood="regression").mean,
+        )
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -131,7 +144,7 @@ def test_integers_stay_integers():
 ])  # fmt: skip
 def test_what_is_no_batch_is_refused(given, message):
     with pytest.raises(MatchError, match=message):
-        next(iter(posterior().predict(given)))
+        next(iter(posterior().predict(given, likelihood="regression")))
 
 
 def test_lists_and_tuples_of_tensors_are_still_arguments():
@@ -147,7 +160,7 @@ def test_lists_and_tuples_of_tensors_are_still_arguments():
     mean = {name: p.detach() for name, p in model.named_parameters()}
     q = ba.Posterior.from_moments(model, mean, {name: torch.ones_like(p) for name, p in mean.items()}, 10)
     for inputs in ((X, 2 * X), [X, 2 * X], (X.numpy(), 2 * X.numpy())):
-        assert_close(q.predict(inputs).mean, model(X, 2 * X).detach())
+        assert_close(q.predict(inputs, likelihood="regression").mean, model(X, 2 * X).detach())
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")

@@ -12,17 +12,18 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Mul
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import Predictive, PredictiveMixture
-from bayesadam.likelihoods import likelihood as likelihood_of
-from bayesadam.posterior.mixture import Mixture
-from bayesadam.predict import (
+from bayesadam.likelihoods import (
     BinaryMixture,
     BinaryPredictive,
     ClassificationMixture,
     ClassificationPredictive,
+    Predictive,
+    PredictiveMixture,
     RegressionMixture,
     RegressionPredictive,
 )
+from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.posterior.mixture import Mixture
 from cases import mlp, soap, train, trained
 from floats import approx, assert_close
 
@@ -360,8 +361,8 @@ def test_equal_members_predict_as_one(likelihood):
 
 def test_the_order_of_the_members_does_not_matter():
     parts, x = posteriors(), random(6, 3, seed=5)
-    one = Mixture(parts, WEIGHTS).predict(x)
-    other = Mixture(parts[::-1], WEIGHTS[::-1]).predict(x)
+    one = Mixture(parts, WEIGHTS).predict(x, likelihood="regression")
+    other = Mixture(parts[::-1], WEIGHTS[::-1]).predict(x, likelihood="regression")
     y = one.mean + 0.3
     assert_close(one.log_prob(y), other.log_prob(y), rtol=1e-12)
     for mine, its in zip((one.variance, *one.interval()), (other.variance, *other.interval()), strict=True):
@@ -371,28 +372,33 @@ def test_the_order_of_the_members_does_not_matter():
 def test_members_on_one_model_predict_as_on_their_own():
     parts, x = posteriors(), random(6, 3, seed=5)
     model = mlp(3, 4, 2).double()
-    shared = Mixture([part.gathered(model) for part in parts], WEIGHTS).predict(x)
-    own = Mixture(parts, WEIGHTS).predict(x)
+    shared = Mixture([part.gathered(model) for part in parts], WEIGHTS).predict(x, likelihood="regression")
+    own = Mixture(parts, WEIGHTS).predict(x, likelihood="regression")
     assert torch.equal(shared.mean, own.mean)
     assert torch.equal(shared.variance, own.variance)
 
 
 def test_members_draw_different_weights():
     one = posteriors()[0]
-    found = Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5, generator=seeded())
+    found = Mixture([one, one]).predict(
+        random(6, 3), likelihood="regression", predictive="sampled", n_samples=5, generator=seeded()
+    )
     assert not torch.equal(found.members[0].draws, found.members[1].draws)
     torch.manual_seed(3)
-    first = Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5)
+    first = Mixture([one, one]).predict(random(6, 3), likelihood="regression", predictive="sampled", n_samples=5)
     torch.manual_seed(3)
-    assert torch.equal(Mixture([one, one]).predict(random(6, 3), predictive="sampled", n_samples=5).draws, first.draws)
+    assert torch.equal(
+        Mixture([one, one]).predict(random(6, 3), likelihood="regression", predictive="sampled", n_samples=5).draws,
+        first.draws,
+    )
 
 
 def test_mappings_and_forward_reach_every_member():
     mixture = Mixture(posteriors(), WEIGHTS)
     x = random(6, 3, seed=5)
-    expected = mixture.predict(x)
-    assert torch.equal(mixture.predict({"input": x}).mean, expected.mean)
-    doubled = mixture.predict(x, forward=lambda model, inputs: 2 * model(inputs))
+    expected = mixture.predict(x, likelihood="regression")
+    assert torch.equal(mixture.predict({"input": x}, likelihood="regression").mean, expected.mean)
+    doubled = mixture.predict(x, likelihood="regression", forward=lambda model, inputs: 2 * model(inputs))
     assert_close(doubled.variance, 4 * expected.variance)
 
 
@@ -401,7 +407,7 @@ def test_float32_networks_keep_their_type():
     for seed in range(2):
         model, optimizer = trained(3, 4, 2, seed=seed)
         parts.append(ba.Posterior.from_optimizer(model, optimizer, 50, prior_precision=2.0).replace(noise_variance=0.1))
-    found = Mixture(parts).predict(torch.randn(6, 3, generator=seeded()))
+    found = Mixture(parts).predict(torch.randn(6, 3, generator=seeded()), likelihood="regression")
     low, high = found.interval()
     assert {t.dtype for t in (found.mean, found.variance, low, high, found.log_prob(found.mean), found.entropy())} == {
         torch.float32
@@ -438,7 +444,7 @@ def test_models_come_back_when_a_member_fails():
     parts[1].model.broken = True
     for predictive in METHODS:
         with pytest.raises(RuntimeError, match="broken"):
-            mixture.predict(random(6, 3), predictive=predictive)
+            mixture.predict(random(6, 3), likelihood="regression", predictive=predictive)
     for member, old in zip(mixture, before, strict=True):
         assert member.model.training
         assert all(torch.equal(value, old[name]) for name, value in member.model.state_dict().items())
@@ -456,4 +462,4 @@ def test_models_come_back_when_a_member_fails():
 )
 def test_options_that_are_none_are_named(options, match):
     with pytest.raises(SettingError, match=match):
-        Mixture(posteriors(), WEIGHTS).predict(random(6, 3), **options)
+        Mixture(posteriors(), WEIGHTS).predict(random(6, 3), **{"likelihood": "regression", **options})

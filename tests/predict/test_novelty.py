@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.predict.call import Call
-from bayesadam.predict.statistics import running_deviation
+from bayesadam.predict.prediction import running_deviation
 from cases import mlp, soap
 from floats import approx, assert_close
 
@@ -165,7 +165,7 @@ def assert_novelty(found: Tensor, expected: np.ndarray, rtol: float = 1e-8) -> N
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_it_is_the_entropy_of_the_pairwise_probabilities(structure):
     posterior, x = trained(structure), 2 * normal(6, 3, seed=100)
-    assert_novelty(posterior.novelty(x), entropy(pairwise(*dense_moments(posterior, x))))
+    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(pairwise(*dense_moments(posterior, x))))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -194,7 +194,10 @@ CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(f"{k}={v:g}" for k, v in change.items()))
 def test_no_setting_changes_it(structure, change):
     posterior, x = trained(structure), normal(5, 3, seed=100)
-    assert torch.equal(posterior.replace(**change).novelty(x), posterior.novelty(x))
+    assert torch.equal(
+        posterior.replace(**change).novelty(x, likelihood="classification"),
+        posterior.novelty(x, likelihood="classification"),
+    )
 
 
 def test_a_prior_of_several_numbers_does_not_change_it():
@@ -203,13 +206,16 @@ def test_a_prior_of_several_numbers_does_not_change_it():
         {name: float(i) + 1 for i, name in enumerate(posterior.mode)},
         {name: torch.rand_like(theta) + 0.1 for name, theta in posterior.mode.items()},
     ):
-        assert torch.equal(posterior.replace(prior_precision=prior).novelty(x), posterior.novelty(x))
+        assert torch.equal(
+            posterior.replace(prior_precision=prior).novelty(x, likelihood="classification"),
+            posterior.novelty(x, likelihood="classification"),
+        )
 
 
 def test_the_likelihood_form_does_not_change_it():
     posterior, x = trained(), normal(5, 3, seed=100)
     other = posterior.replace(form="likelihood", prior_precision=20.0)
-    assert_close(other.novelty(x), posterior.novelty(x))
+    assert_close(other.novelty(x, likelihood="classification"), posterior.novelty(x, likelihood="classification"))
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
@@ -222,7 +228,7 @@ def test_calibration_does_not_change_it(structure):
     before = posterior.predict(x, likelihood="classification")
     after = found.predict(x, likelihood="classification")
     assert torch.equal(after.novelty, before.novelty)
-    assert torch.equal(found.novelty(x), before.novelty)
+    assert torch.equal(found.novelty(x, likelihood="classification"), before.novelty)
 
 
 def test_weights_without_curvature_or_prior_are_no_hindrance():
@@ -238,7 +244,10 @@ def test_weights_without_curvature_or_prior_are_no_hindrance():
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, N, batch_size=BATCH)
     x = normal(5, 3, seed=100)
-    assert_novelty(posterior.replace(prior_precision=1.0).novelty(x), entropy(pairwise(*dense_moments(posterior, x))))
+    assert_novelty(
+        posterior.replace(prior_precision=1.0).novelty(x, likelihood="classification"),
+        entropy(pairwise(*dense_moments(posterior, x))),
+    )
 
 
 def test_weights_without_curvature_or_prior_need_no_other_prior():
@@ -251,7 +260,7 @@ def test_weights_without_curvature_or_prior_need_no_other_prior():
         cross_entropy(model(x), x).backward()
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, N, batch_size=BATCH)
-    assert bool(torch.isfinite(posterior.novelty(torch.randn(5, 3))).all())
+    assert bool(torch.isfinite(posterior.novelty(torch.randn(5, 3), likelihood="classification")).all())
 
 
 def test_an_unknown_batch_size_serves():
@@ -261,7 +270,7 @@ def test_an_unknown_batch_size_serves():
         assert delta == approx(10 * known.for_novelty.prior_precision[name], rel=1e-12)
         assert_close(unknown.for_novelty.variance[name], known.for_novelty.variance[name] / 10)
     f, covariance = dense_moments(known, x)
-    assert_novelty(unknown.novelty(x), entropy(pairwise(f, covariance / 10)))
+    assert_novelty(unknown.novelty(x, likelihood="classification"), entropy(pairwise(f, covariance / 10)))
 
 
 def test_the_number_of_data_scales_all_variances_alike():
@@ -278,7 +287,7 @@ def test_one_pass_is_two(structure, covariance):
     options: Any = {"likelihood": "classification", "covariance": covariance}
     both = posterior.predict(x, **options)
     alone = posterior.predict(x, novelty=False, **options)
-    assert torch.equal(both.novelty, posterior.novelty(x))
+    assert torch.equal(both.novelty, posterior.novelty(x, likelihood="classification"))
     assert torch.equal(both.novelty, posterior.predict(x, novelty=True, **options).novelty)
     assert torch.equal(both.mean, alone.mean)
     assert_close(both.variance, alone.variance, rtol=1e-12)
@@ -292,13 +301,18 @@ def test_one_pass_is_two(structure, covariance):
 
 def test_a_small_memory_budget_does_not_change_it():
     posterior, x = trained("kronecker"), normal(9, 3, seed=100)
-    assert_close(posterior.novelty(x, memory_budget=20_000), posterior.novelty(x))
+    assert_close(
+        posterior.novelty(x, likelihood="classification", memory_budget=20_000),
+        posterior.novelty(x, likelihood="classification"),
+    )
 
 
 def test_a_forward_of_the_user_s_own():
     posterior, x = trained(), normal(5, 3, seed=100)
-    found = posterior.novelty({"a": x}, forward=lambda model, batch: {"logits": model(batch["a"])})
-    assert_close(found, posterior.novelty(x))
+    found = posterior.novelty(
+        {"a": x}, likelihood="classification", forward=lambda model, batch: {"logits": model(batch["a"])}
+    )
+    assert_close(found, posterior.novelty(x, likelihood="classification"))
 
 
 def test_it_is_there_by_default_up_to_twenty_outputs():
@@ -311,7 +325,7 @@ def test_it_is_there_by_default_up_to_twenty_outputs():
         with pytest.raises(SettingError, match="novelty=True"):
             _ = found.novelty
         asked = posterior.predict(normal(4, 3), likelihood="classification", novelty=True)
-        assert torch.equal(asked.novelty, posterior.novelty(normal(4, 3)))
+        assert torch.equal(asked.novelty, posterior.novelty(normal(4, 3), likelihood="classification"))
 
 
 @pytest.mark.parametrize("predictive", ["sampled", "linearised-sampled"])
@@ -336,7 +350,7 @@ def test_of_sequences_it_is_the_average_over_places(structure):
     for place in range(5):
         block = whole[:, 3 * place : 3 * place + 3, 3 * place : 3 * place + 3]
         found[:, place] = entropy(pairwise(f[:, place], block))
-    assert_novelty(posterior.novelty(x), found.mean(axis=1))
+    assert_novelty(posterior.novelty(x, likelihood="classification"), found.mean(axis=1))
 
 
 # --- other likelihoods ------------------------------------------------------------------------------------------------
@@ -359,7 +373,7 @@ def test_of_a_regression_it_is_what_a_target_would_teach(structure, noise):
     variance = np.diagonal(dense_moments(posterior, x)[1], axis1=1, axis2=2)
     expected = 0.5 * np.log(1 + variance / np.array(noise or [1.0, 1.0])).sum(axis=1)
     assert_novelty(posterior.novelty(x, likelihood="regression"), expected, rtol=1e-6)
-    found = posterior.predict(x)
+    found = posterior.predict(x, likelihood="regression")
     assert_close(found.novelty, posterior.novelty(x, likelihood="regression"))
 
 
@@ -412,9 +426,14 @@ def test_of_a_mixture_it_is_the_entropy_of_the_average():
     posteriors, x = members(3, 4, 3), 2 * normal(6, 3, seed=100)
     mixture = ba.Mixture(posteriors, WEIGHTS)
     average = sum(w * pairwise(*dense_moments(p, x)) for w, p in zip(WEIGHTS, posteriors, strict=True))
-    assert_novelty(mixture.novelty(x), entropy(average))
-    assert torch.equal(mixture.predict(x, likelihood="classification").novelty, mixture.novelty(x))
-    assert torch.equal(mixture.replace(scale=1e6, temperature=2.0).novelty(x), mixture.novelty(x))
+    assert_novelty(mixture.novelty(x, likelihood="classification"), entropy(average))
+    assert torch.equal(
+        mixture.predict(x, likelihood="classification").novelty, mixture.novelty(x, likelihood="classification")
+    )
+    assert torch.equal(
+        mixture.replace(scale=1e6, temperature=2.0).novelty(x, likelihood="classification"),
+        mixture.novelty(x, likelihood="classification"),
+    )
 
 
 def test_of_a_mixture_of_regressions_members_that_differ_count():
@@ -498,7 +517,7 @@ def test_variances_grow_with_the_distance_from_running_statistics(training):
     found = posterior.predict(x, likelihood="classification")
     # d is computed in float32.
     assert_novelty(found.novelty, entropy(pairwise(f, covariance * d[:, None, None])), rtol=1e-5)
-    assert torch.equal(found.novelty, posterior.novelty(x))
+    assert torch.equal(found.novelty, posterior.novelty(x, likelihood="classification"))
     # The prediction itself has nothing of it.
     alone = posterior.predict(x, likelihood="classification", novelty=False)
     assert_close(found.variance, alone.variance, rtol=1e-12)
@@ -512,7 +531,7 @@ def test_no_hook_stays_where_the_model_raises():
     posterior.model.train()
     posterior.model.broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        posterior.novelty(x)
+        posterior.novelty(x, likelihood="classification")
     assert hooks(posterior.model) == 0
     assert posterior.model.training
     # The pass over the running statistics by itself, which comes last.
@@ -538,15 +557,15 @@ def test_a_model_without_running_statistics_is_not_run_for_them():
 
 def test_an_example_s_novelty_is_its_own():
     posterior, x = normed(), normal(5, 2, 3, 3, seed=100)
-    one_by_one = torch.cat([posterior.novelty(x[i : i + 1]) for i in range(5)])
-    assert_close(posterior.novelty(x), one_by_one, rtol=1e-6, atol=1e-8)
+    one_by_one = torch.cat([posterior.novelty(x[i : i + 1], likelihood="classification") for i in range(5)])
+    assert_close(posterior.novelty(x, likelihood="classification"), one_by_one, rtol=1e-6, atol=1e-8)
 
 
 def test_other_norms_change_nothing():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))
     posterior, x = trained("diagonal", plain), 2 * normal(6, 3, seed=100)
-    assert_novelty(posterior.novelty(x), entropy(pairwise(*dense_moments(posterior, x))))
+    assert_novelty(posterior.novelty(x, likelihood="classification"), entropy(pairwise(*dense_moments(posterior, x))))
     assert hooks(plain) == 0
 
 
@@ -558,14 +577,20 @@ def test_a_saved_posterior_has_the_same(structure, tmp_path):
     posterior, x = trained(structure), normal(5, 3, seed=100)
     posterior.save(tmp_path / "posterior")
     model = copy.deepcopy(posterior.model)
-    assert_close(ba.Posterior.load(tmp_path / "posterior", model).novelty(x), posterior.novelty(x), rtol=1e-12)
+    assert_close(
+        ba.Posterior.load(tmp_path / "posterior", model).novelty(x, likelihood="classification"),
+        posterior.novelty(x, likelihood="classification"),
+        rtol=1e-12,
+    )
 
 
 def test_a_saved_mixture_has_the_same(tmp_path):
     mixture, x = ba.Mixture(members(3, 4, 3), WEIGHTS), normal(5, 3, seed=100)
     mixture.save(tmp_path / "mixture")
     found = ba.Mixture.load(tmp_path / "mixture", mlp(3, 4, 3).double())
-    assert_close(found.novelty(x), mixture.novelty(x), rtol=1e-12)
+    assert_close(
+        found.novelty(x, likelihood="classification"), mixture.novelty(x, likelihood="classification"), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("batch_size", [None, BATCH])
@@ -581,4 +606,4 @@ def test_a_checkpoint_has_the_same(batch_size, tmp_path):
     torch.manual_seed(5)
     found = ba.Posterior.from_checkpoint(path, Normed().double(), N, **options)
     x = normal(5, 2, 3, 3, seed=100)
-    assert torch.equal(found.novelty(x), live.novelty(x))
+    assert torch.equal(found.novelty(x, likelihood="classification"), live.novelty(x, likelihood="classification"))

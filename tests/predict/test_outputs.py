@@ -130,7 +130,7 @@ def test_ten_largest_are_the_default_of_many_classes_alone() -> None:
     assert many.predict(x, likelihood="classification", outputs="all").mean.shape == (4, CLASSES)
     assert few.predict(x, likelihood="classification").mean.shape == (4, 5)
     assert few.predict(x, likelihood="classification", outputs="top").mean.shape == (4, 5)
-    assert many.predict(x).mean.shape == (4, CLASSES)
+    assert many.predict(x, likelihood="regression").mean.shape == (4, CLASSES)
 
 
 @pytest.mark.parametrize("of_each", [False, True])
@@ -140,7 +140,7 @@ def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
     posterior = posterior_over(mlp(3, 4, 6), x).replace(noise_variance=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     whole = torch.stack([dense_covariance(posterior, row) for row in x])
     chosen = torch.tensor([[1, 4], [0, 5], [2, 3], [3, 1]]) if of_each else torch.tensor([4, 1])
-    found = posterior.predict(x, outputs=chosen, covariance=True)
+    found = posterior.predict(x, likelihood="regression", outputs=chosen, covariance=True)
     for example, own in enumerate(chosen if of_each else chosen.expand(4, -1)):
         assert_close(found.covariance[example], whole[example][own][:, own], rtol=1e-6, atol=1e-9)
         assert_close(found.noise_variance[example], 0.1 * (own + 1).double(), rtol=1e-5)
@@ -152,7 +152,7 @@ def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
     assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
     sigma2 = 0.1 * torch.arange(1, 7).double()
     for kind in ("linearised", "linearised-sampled"):
-        with_noise = posterior.predict(x, outputs=margin, predictive=kind)
+        with_noise = posterior.predict(x, likelihood="regression", outputs=margin, predictive=kind)
         assert_close(with_noise.noise_variance, rows.square() @ sigma2, rtol=1e-5)
 
 
@@ -246,7 +246,8 @@ def test_probes_are_unbiased_and_know_their_error() -> None:
     truth = posterior.predict(x, likelihood="classification", covariance=True).epistemic
     repeats = 1000
     scores = [
-        posterior.epistemic(x, probes=2, generator=torch.Generator().manual_seed(seed)) for seed in range(repeats)
+        posterior.epistemic(x, likelihood="classification", probes=2, generator=torch.Generator().manual_seed(seed))
+        for seed in range(repeats)
     ]
     values = torch.stack([score.value for score in scores])
     error = values.std(dim=0) / math.sqrt(repeats)
@@ -273,7 +274,9 @@ def test_the_score_of_a_sequence_is_the_sum_over_its_places() -> None:
     mask = torch.tensor([[True, False, True, False, False], [False] * 5, [True] * 5])
     for positions, expected in ((None, truth.sum(dim=1)), (mask, (truth * mask).sum(dim=1)), ("last", truth[:, -1])):
         generator = torch.Generator().manual_seed(0)
-        found = posterior.epistemic(ids, positions=positions, probes=400, generator=generator)
+        found = posterior.epistemic(
+            ids, likelihood="classification", positions=positions, probes=400, generator=generator
+        )
         assert float(((found.value - expected).abs() - 4 * found.error).max()) <= 1e-12
 
 
@@ -360,7 +363,9 @@ def test_the_score_of_a_mixture_has_what_members_disagree_on() -> None:
     whole = mixture.predict(ids, likelihood="classification", outputs="all", covariance=True)
     for positions, expected in ((None, whole.epistemic.sum(dim=1)), ("last", whole.epistemic[:, -1])):
         generator = torch.Generator().manual_seed(0)
-        found = mixture.epistemic(ids, positions=positions, probes=400, generator=generator)
+        found = mixture.epistemic(
+            ids, likelihood="classification", positions=positions, probes=400, generator=generator
+        )
         assert float(((found.value - expected) / found.error).abs().max()) < 4
     within = sum(
         w * m.predict(ids, likelihood="classification", outputs="all", covariance=True).epistemic
@@ -387,11 +392,11 @@ def test_novelty_of_many_classes_takes_the_rest_as_one() -> None:
     [
         ({"outputs": "some"}, SettingError, "'all', 'top', Top"),
         ({"outputs": torch.ones(4)}, SettingError, "rows|real combinations"),
-        ({"outputs": [0, 6]}, MatchError, "from 0 to 5"),
+        ({"outputs": [0, 6]}, MatchError, "indices 0 to 5"),
         ({"outputs": torch.ones(1, 5)}, MatchError, "of 5 outputs, and the network has 6"),
         ({"outputs": torch.zeros(2, 1, dtype=torch.int64)}, MatchError, "of 2 examples"),
         ({"positions": "first"}, SettingError, "'all', 'last'"),
-        ({"positions": "last"}, MatchError, "places"),
+        ({"positions": "last"}, MatchError, "positions"),
         ({"probes": -1}, SettingError, "probes"),
     ],
 )
@@ -399,14 +404,14 @@ def test_bad_requests_say_what_is_wanted(options: Any, error: type[Exception], m
     torch.manual_seed(0)
     x = numbers()
     with pytest.raises(error, match=message):
-        posterior_over(mlp(3, 4, 6), x).predict(x, **options)
+        posterior_over(mlp(3, 4, 6), x).predict(x, **{"likelihood": "regression", **options})
 
 
 def test_a_score_takes_a_probe() -> None:
     torch.manual_seed(0)
     x = numbers()
     with pytest.raises(SettingError, match="at least one probe"):
-        posterior_over(mlp(3, 4, 6), x).epistemic(x, probes=0)
+        posterior_over(mlp(3, 4, 6), x).epistemic(x, likelihood="classification", probes=0)
 
 
 def test_a_posterior_too_wide_to_be_sampled_is_told_of() -> None:

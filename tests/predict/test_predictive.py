@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, MultivariateNormal, Normal
 
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.predict import BinaryPredictive, ClassificationPredictive, Predictive, RegressionPredictive, predict
+from bayesadam.likelihoods import BinaryPredictive, ClassificationPredictive, Predictive, RegressionPredictive
 from cases import mlp
 from floats import assert_close, close
-from predict.cases_networks import Then, normal, posterior_over
+from predict.cases_networks import Then, normal, posterior_over, predict
 
 SHAPES = [(5,), (5, 1), (5, 3), (5, 2, 3)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import bayesadam as ba
-from bayesadam.errors import SettingError
-from bayesadam.predict import CollapsedPredictionWarning, predict
+from bayesadam.errors import CollapsedPredictionWarning, SettingError
 from cases import mlp
 from floats import assert_close
 from predict.cases_networks import (
@@ -31,6 +30,7 @@ from predict.cases_networks import (
     normal,
     only_weights,
     posterior_over,
+    predict,
     spread_inputs,
     tied_autoencoder,
 )
@@ -69,7 +69,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 @pytest.fixture
 def activations_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows when activations are drawn in place of weights."""
-    module = sys.modules["bayesadam.predict.prediction"]
+    module = sys.modules["bayesadam.predict.draws"]
     original, calls = module.activation_draws, []
 
     def noted(*args: Any, **options: Any) -> Tensor:
@@ -437,7 +437,7 @@ def test_predictions_without_a_spread_of_their_own_raise_no_alarm(x: Tensor):
     model = mlp(3, 4, 1)
     with torch.no_grad():
         model[2].bias -= model(x[:1]).squeeze()
-    narrow(model).predict(x, predictive="sampled", generator=seeded())
+    narrow(model).predict(x, likelihood="regression", predictive="sampled", generator=seeded())
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])

@@ -71,7 +71,9 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("predictive", METHODS)
 def test_predictions_of_one_model_from_several_threads(posterior, x, predictive: str):
     def outcome(_: int) -> Tensor:
-        found = posterior.predict(x, predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(3))
+        found = posterior.predict(
+            x, likelihood="regression", predictive=predictive, n_samples=4, generator=torch.Generator().manual_seed(3)
+        )
         return torch.stack([found.mean, found.variance])
 
     posterior.model.train()
@@ -85,11 +87,11 @@ def test_draws_and_predictions_from_several_threads(posterior, x):
     before = state(posterior.model)
     draws = [posterior.sample(generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     outputs = [torch.func.functional_call(posterior.model, theta, (x,)) for theta in draws]
-    variance = posterior.predict(x).variance
+    variance = posterior.predict(x, likelihood="regression").variance
 
     def work(number: int) -> bool:
         if number % 3 == 0:
-            return torch.equal(posterior.predict(x).variance, variance)
+            return torch.equal(posterior.predict(x, likelihood="regression").variance, variance)
         seed = number % 4
         with posterior.sampled(generator=torch.Generator().manual_seed(seed)) as model:
             return torch.equal(model(x), outputs[seed])
@@ -103,7 +105,7 @@ def test_calibrations_and_predictions_from_several_threads(posterior, x):
 
     def work(number: int) -> Tensor:
         chosen = ba.calibrate(posterior, (x, y), likelihood="regression") if number % 2 else posterior
-        return chosen.predict(x).variance
+        return chosen.predict(x, likelihood="regression").variance
 
     expected = [work(0), work(1)]
     assert all(torch.equal(found, expected[n % 2]) for n, found in enumerate(at_once(work, 8)))
@@ -124,29 +126,29 @@ def test_attention_of_several_models_leaves_the_flags_of_the_process(flags):
         torch.manual_seed(seed)
         posteriors.append(posterior_over(encoder(1, batch_first=True)))
     x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-    expected = [p.predict(x).variance for p in posteriors]
-    found = at_once(lambda n: posteriors[n % 3].predict(x).variance, 12, threads=3)
+    expected = [p.predict(x, likelihood="regression").variance for p in posteriors]
+    found = at_once(lambda n: posteriors[n % 3].predict(x, likelihood="regression").variance, 12, threads=3)
     for number, variance in enumerate(found):
         assert_close(variance, expected[number % 3])
 
 
 def test_inside_sampled_the_same_thread_may_predict_and_sample(posterior, x):
-    variance = posterior.predict(x).variance
+    variance = posterior.predict(x, likelihood="regression").variance
     with posterior.sampled() as model:
         drawn = model[0].weight.detach().clone()
-        assert torch.equal(posterior.predict(x).variance, variance)
+        assert torch.equal(posterior.predict(x, likelihood="regression").variance, variance)
         with posterior.sampled():
-            posterior.predict(x)
+            posterior.predict(x, likelihood="regression")
         assert torch.equal(model[0].weight, drawn)
     assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
 
 
 def test_another_thread_waits_while_a_draw_is_in_the_model_and_no_longer(posterior, x):
-    variance, done = posterior.predict(x).variance, threading.Event()
+    variance, done = posterior.predict(x, likelihood="regression").variance, threading.Event()
     found: list[Tensor] = []
 
     def ask() -> None:
-        found.append(posterior.predict(x).variance)
+        found.append(posterior.predict(x, likelihood="regression").variance)
         done.set()
 
     other = posterior.replace(prior_precision=1.0)
@@ -185,15 +187,15 @@ def test_two_models_in_opposite_orders_do_not_wait_for_ever():
     for posterior in posteriors:
         assert torch.equal(posterior.model[0].weight, posterior.mode["0.weight"])
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(posterior.predict, torch.zeros(2, 3)).result(PATIENCE)
+            pool.submit(posterior.predict, torch.zeros(2, 3), likelihood="regression").result(PATIENCE)
 
 
 def test_mixtures_from_several_threads_in_any_order():
     members = [ba.Posterior.from_optimizer(*trained(seed=seed), 100, prior_precision=1.0) for seed in range(2)]
     mixtures = [ba.Mixture(members), ba.Mixture(members[::-1])]
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    expected = [mixture.predict(x).variance for mixture in mixtures]
-    found = at_once(lambda n: mixtures[n % 2].predict(x).variance, 24)
+    expected = [mixture.predict(x, likelihood="regression").variance for mixture in mixtures]
+    found = at_once(lambda n: mixtures[n % 2].predict(x, likelihood="regression").variance, 24)
     assert all(torch.equal(variance, expected[n % 2]) for n, variance in enumerate(found))
 
 

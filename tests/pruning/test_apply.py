@@ -131,7 +131,7 @@ def test_wrapped_models_are_pruned_inside() -> None:
     assert model[0].bias.any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_masks_follow_the_model_to_its_device() -> None:
     model = mlp(5, 6, 2).cuda()
     masks = half_masks(model)

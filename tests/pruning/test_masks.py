@@ -359,7 +359,7 @@ def test_a_pattern_and_a_fraction_exclude_each_other() -> None:
         pruning_masks(posterior_of(net()), 0.5, pattern="2:4")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_masks_are_on_the_parameters_device() -> None:
     model = net(dtype=torch.float32)
     expected = pruning_masks(posterior_of(model), 0.6)

@@ -315,7 +315,9 @@ def test_the_linearised_predictive_is_the_dense_one(name, vectors):
     for at, kept in zip(parameters, all_kept, strict=True):
         rows = jacobians[at].flatten(2)
         expected += rows @ covariance(kept) @ rows.mT
-    assert_close(posterior.predict(x, covariance=True).covariance, expected, rtol=1e-6, atol=1e-10)
+    assert_close(
+        posterior.predict(x, likelihood="regression", covariance=True).covariance, expected, rtol=1e-6, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("name", SOAPS)

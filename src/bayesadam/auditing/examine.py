@@ -26,10 +26,9 @@ from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.predictive import like, rows
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.predict.batches import batches_of
-from bayesadam.predict.call import Call, Forward, batch_size, evaluating, examples, to_device
-from bayesadam.predict.gaussian import parameters_at_mean
-from bayesadam.predict.linearised import DEFAULT_BUDGET
+from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
+from bayesadam.predict.moments import parameters_at_mean
+from bayesadam.predict.options import DEFAULT_BUDGET
 from bayesadam.readers import warn_of_few
 
 # Bytes of an example's covariances for each pair of outputs: two in float32, and what is made of them in float64.

@@ -25,11 +25,10 @@ from bayesadam.likelihoods.conformal import Guarantee
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty
 from bayesadam.likelihoods.record import CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior.distribution import predictive_of
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
-from bayesadam.predict.linearised import DEFAULT_BUDGET
-from bayesadam.predict.options import Options, PredictiveKind
-from bayesadam.predict.prediction import predictive_of
+from bayesadam.predict.options import DEFAULT_BUDGET, Options, PredictiveKind
 
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
 # What is compared, and how many parameters each fits.

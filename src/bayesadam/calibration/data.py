@@ -16,15 +16,11 @@ from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Likelihood, Predictive
 from bayesadam.likelihoods.predictive import place_blocks
 from bayesadam.posterior import Posterior
-from bayesadam.predict.asked import Asked, Top
+from bayesadam.posterior.distribution import predictive_of
 from bayesadam.predict.call import Call, chosen_examples, evaluating, explaining, to_device
-from bayesadam.predict.gaussian import parameters_at_mean
-from bayesadam.predict.generic import VarianceOf
-from bayesadam.predict.linearised import Moments, moments
-from bayesadam.predict.options import Options
-from bayesadam.predict.places import placed
+from bayesadam.predict.moments import Moments, VarianceOf, moments, parameters_at_mean
+from bayesadam.predict.options import Options, Rows, at_one_position
 from bayesadam.predict.plan import plan_for
-from bayesadam.predict.prediction import has_many, predictive_of
 
 Batches = Sequence[tuple[Any, Tensor]]
 # Temperatures from the coldest to the hottest there may be.
@@ -78,12 +74,12 @@ class HeldOut:
                 own = torch.arange(first, first + len(y))
                 first += len(y)
                 inputs = to_device(inputs, device)
-                plan = plan_for(call, {name: t.detach().requires_grad_() for name, t in params.items()}, inputs)
+                plan = plan_for(call, params, inputs)
                 ask = partial(moments, params=params, variances=variances, budget=budget, bases=bases)
-                if has_many(replace(self.options, predictive="linearised"), plan.shape) and not covariance:
+                if replace(self.options, predictive="linearised").has_many(plan.shape) and not covariance:
                     places = _some_places(record, y.to(device), plan.shape, seed=number)
                     for given, at, rows, targets in _at_places(call, params, inputs, y.to(device), places):
-                        found = ask(at, inputs=given, directions=directions, along=_largest(record))
+                        found = ask(at, inputs=given, directions=directions, rows=Rows(record, k=10, top=True))
                         yield found.mean[rows], _scattered(found)[:, rows], None, targets[rows], own[rows.cpu()]
                     continue
                 found = ask(call, inputs=inputs, covariance=covariance, directions=directions, plan=plan)
@@ -182,16 +178,10 @@ def examples_of(record: Likelihood, batches: Batches) -> Tensor:
     return torch.cat([first + each for first, each in zip(firsts, own, strict=True)])
 
 
-def _largest(record: Likelihood) -> Asked:
-    """The directions of the largest outputs, alone."""
-    return Asked(Top(), record, None, rest=False, probes=0, seed=0)
-
-
 def _scattered(found: Moments) -> Tensor:
     """Variances of all outputs, (k, b, c): 0 but for those asked for."""
-    assert found.numbers is not None
     whole = found.variance.new_zeros(len(found.variance), *found.mean.shape)
-    return whole.scatter(2, found.numbers.expand(len(whole), -1, -1), found.variance)
+    return whole.scatter(2, found.indices.expand(len(whole), -1, -1), found.variance)
 
 
 def _some_places(record: Likelihood, y: Tensor, shape: torch.Size, *, seed: int) -> Tensor | None:
@@ -215,7 +205,7 @@ def _at_places(
     if places is None:
         yield inputs, call, torch.ones(len(y), dtype=torch.bool, device=y.device), y
         return
-    cut, _ = placed(call, params, inputs)
+    cut, _ = at_one_position(call, params, inputs)
     order = places.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     for turn in range(int(places.sum(dim=1).max())):
         place = order[:, turn]

@@ -16,8 +16,7 @@ from bayesadam.likelihoods import Likelihood, LikelihoodName
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Call, Forward, evaluating, to_device
-from bayesadam.predict.gaussian import parameters_at_mean
-from bayesadam.predict.generic import VarianceOf
+from bayesadam.predict.moments import VarianceOf, parameters_at_mean
 from bayesadam.predict.options import Options
 
 _NOISE_ROUNDS = 8

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesadam.calibration.data import COLDEST, HeldOut
 from bayesadam.errors import CalibrationError
 from bayesadam.posterior import Posterior
-from bayesadam.predict.generic import VarianceOf
+from bayesadam.predict.moments import VarianceOf
 
 # Ratios δ/w tried in one pass over the data.
 _RATIOS = 13

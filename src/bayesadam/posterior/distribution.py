@@ -1,63 +1,45 @@
-"""What a Gaussian over weights and a mixture of them share: signal-to-noise ratios and a typed `predict`."""
+"""`predict`, `novelty` and `epistemic`, of a posterior and of a mixture of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
-from bayesadam._extras import require
 from bayesadam._progress import progress
-from bayesadam._shards import whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
-from bayesadam.likelihoods.predictive import Score
-from bayesadam.predict.asked import Outputs
-from bayesadam.predict.batches import for_model, inputs_of, is_loader
-from bayesadam.predict.call import Forward
-from bayesadam.predict.linearised import DEFAULT_BUDGET
-from bayesadam.predict.options import Options, PredictiveKind, PredictOptions
-from bayesadam.predict.places import Positions
+from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive, SelectedClasses
+from bayesadam.likelihoods import likelihood as likelihood_of
+from bayesadam.likelihoods.component import Component, Score
+from bayesadam.likelihoods.predictive import average
+from bayesadam.predict.call import Forward, for_model, inputs_of, is_loader
+from bayesadam.predict.options import (
+    DEFAULT_BUDGET,
+    Options,
+    Outputs,
+    Positions,
+    PredictiveKind,
+    chosen_positions,
+)
+from bayesadam.predict.prediction import component_of, mean_outputs, score_of, with_common_outputs
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
-
-R = TypeVar("R", bound=Predictive)
-C = TypeVar("C", bound=Predictive)
-B = TypeVar("B", bound=Predictive)
-H = TypeVar("H", bound=Predictive)
-P = TypeVar("P", bound=Predictive)
-T = TypeVar("T")
-# Weights of a layer that its picture is made of.
-_LOOKED_AT = 1_000_000
+    from typing_extensions import Self
 
 
-def check_draws(n: int | None) -> None:
-    """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+class OfBatches(Iterator[Any]):
+    """The results of the batches of a loader, one after the other as they are iterated over."""
 
-
-def _some(found: Iterator[T]) -> list[T]:
-    """All of them, of which there must be one."""
-    each = list(found)
-    if not each:
-        raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
-    return each
-
-
-class OfBatches(Iterator[T]):
-    """What is found of each batch of a loader, as it is asked for."""
-
-    def __init__(self, what: str, found: Iterator[T]) -> None:
+    def __init__(self, what: str, found: Iterator[Any]) -> None:
         self._what, self._found = what, found
 
-    def __next__(self) -> T:
+    def __next__(self) -> Any:
         return next(self._found)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,82 +49,31 @@ class OfBatches(Iterator[T]):
         )
 
 
-class Distribution(ABC, Generic[R, C, B, H, P]):
-    """q(θ) over named weights; the type arguments are its predictives, likelihood by likelihood."""
+class Distribution(ABC):
+    """q(θ) over named weights, of one network or of several, its weighted `members`.
+
+    Attributes:
+        members: the posteriors, one for each network.
+        weights: of the members, of sum 1.
+        likelihood: of the outputs; None where it was not given.
+        calibration: what `calibrate` did, with its guarantee.
+    """
+
+    members: Any
+    weights: Any
+    likelihood: Any
+    calibration: Any
 
     @property
     @abstractmethod
-    def mean(self) -> dict[str, Tensor]:
-        """E[θ] by parameter name."""
+    def for_novelty(self) -> Self:
+        """The same under the settings of novelty."""
 
-    @property
-    @abstractmethod
-    def variance(self) -> dict[str, Tensor]:
-        """diag Var[θ] by parameter name."""
-
-    @property
-    def stddev(self) -> dict[str, Tensor]:
-        """The square root of `variance`."""
-        return {name: variance.sqrt_() for name, variance in self.variance.items()}
-
-    def snr(self) -> dict[str, Tensor]:
-        """Signal-to-noise ratio |E[θ]|/σ, the paper's ranking for pruning; 0 where the variance is infinite."""
-        stddev = self.stddev
-        return {name: mu.abs() / stddev[name] for name, mu in self.mean.items()}
-
-    def plot(self, *, ax: Any = None) -> Any:
-        """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
-
-        Weights below 1 are smaller than their standard deviation: `prune` takes the least first. Ratios of 0 are not shown;
-        of a layer with more than a million weights every k-th is looked at.
-
-        Args:
-            ax: axes to draw on; None for those of a new figure.
-        """
-        require("matplotlib")
-        from bayesadam import _plots as plots
-
-        layers: dict[str, list[Tensor]] = {}
-        for name, values in self.snr().items():
-            every = whole(values).detach().flatten()
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(
-                every[:: 1 + every.numel() // _LOOKED_AT].cpu()
-            )
-        groups = {name: torch.cat(parts).double().numpy() for name, parts in layers.items()}
-        label = "signal-to-noise ratio |μ|/σ of the weights"
-        return plots.spreads(ax, groups, label=label, threshold=1.0, meaning="|μ| = σ")
-
-    @overload
-    def predict(
-        self,
-        inputs: DataLoader[Any] | Iterator[Any],
-        *,
-        likelihood: LikelihoodName = ...,
-        **options: Unpack[PredictOptions],
-    ) -> Iterator[Any]: ...
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["regression"] = ..., **options: Unpack[PredictOptions]
-    ) -> R: ...
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["classification"], **options: Unpack[PredictOptions]
-    ) -> C: ...
-    @overload
-    def predict(self, inputs: Any, *, likelihood: Literal["binary"], **options: Unpack[PredictOptions]) -> B: ...
-    @overload
-    def predict(
-        self, inputs: Any, *, likelihood: Literal["heteroscedastic"], **options: Unpack[PredictOptions]
-    ) -> H: ...
-    @overload
-    def predict(self, inputs: Any, *, likelihood: Literal["poisson"], **options: Unpack[PredictOptions]) -> P: ...
-    @overload
-    def predict(self, inputs: Any, *, likelihood: LikelihoodName, **options: Unpack[PredictOptions]) -> Predictive: ...
     def predict(
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName = "regression",
+        likelihood: LikelihoodName | None = None,
         predictive: PredictiveKind = "linearised",
         n_samples: int = 30,
         covariance: bool = False,
@@ -156,40 +87,38 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         probes: int | None = None,
         captured: bool = True,
         method: PredictiveKind | None = None,
-    ) -> Predictive | Iterator[Predictive]:
+    ) -> Any:
         """The predictive distribution of a batch; the model is as before when it returns, or raises.
 
-        Of a loader, or any other iterable of batches, an iterator of predictives, one for each batch as it is asked for:
+        Of a loader, or any other iterable of batches, an iterator of predictives, one for each batch:
 
-            probs = torch.cat([p.probs for p in posterior.predict(loader, likelihood="classification")])
+            probs = torch.cat([p.probs for p in posterior.predict(loader)])
 
-        Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of two
-        or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each of them.
+        Targets in its batches are left out: what a mapping or a named tuple has under a label's name, else the last of
+        two or more, as `calibrate` finds them. Batches are moved to the model's device, and draws are new for each.
 
-        Of a model sharded by FSDP2 every process asks, each for its own batch, with equal options and generators. Where the
-        whole posterior fits the memory budget it is gathered for the call, and nothing else is different. Where it does
-        not, the sampling predictives gather one FSDP module at a time, and run each draw on all of the batch. Either way
-        the model runs in the types of its parameters, without FSDP2's mixed precision.
+        Of a model sharded by FSDP2 every process predicts its own batch, with equal options and generators. Where the
+        whole posterior fits the memory budget it is gathered for the call. Where it does not, the sampling predictives
+        gather one FSDP module at a time, and run each draw on all of the batch. Either way the model runs in the types
+        of its parameters, without FSDP2's mixed precision.
 
-        | predictive             | f                                        | cost                                       |
-        |------------------------|------------------------------------------|--------------------------------------------|
-        | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact                | a forward pass, a backward one per output  |
-        | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q               | a forward-mode product per draw            |
-        | `"sampled"`            | f(x; θ), θ ~ q                           | a forward pass per draw                    |
+        | predictive             | f                          | cost                                      |
+        |------------------------|----------------------------|-------------------------------------------|
+        | `"linearised"`         | N(f(x; μ), J Σ Jᵀ), exact  | a forward pass, a backward one per output |
+        | `"linearised-sampled"` | f(x; μ) + J (θ − μ), θ ~ q | a forward-mode product per draw           |
+        | `"sampled"`            | f(x; θ), θ ~ q             | a forward pass per draw                   |
 
-        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each example by
-        itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn, independently from
-        example to example, and not one θ for the batch.
-
-        Other threads that ask for the same model wait for this call to end.
+        A mixture's is p(y) = Σ π_m p_m(y), with `n_samples` of each member. The draws of `"sampled"` are of each
+        example by itself: a network of linear layers alone, under a diagonal posterior, has its activations drawn,
+        independently from example to example, and not one θ for the batch. Other threads that use the model wait.
 
         Args:
-            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch comes
-                first. Arrays of numpy may stand for tensors: they are moved to the model's device, real ones in its type.
-                Or a loader: a `DataLoader`, a generator, or a list of tuples, lists or mappings.
+            inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch
+                comes first. Arrays of numpy may stand for tensors. Or a loader: a `DataLoader`, a generator, or a list
+                of tuples, lists or mappings.
             likelihood: `"regression"`, `"classification"` (logits in the last dimension), `"binary"` (one logit per
-                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one log-rate
-                per target).
+                output), `"heteroscedastic"` (means, then log-variances, in the last dimension) or `"poisson"` (one
+                log-rate per target). None for the posterior's own.
             predictive: see the table.
             n_samples: draws of the sampling predictives.
             covariance: the outputs' whole covariance, (batch, outputs, outputs); without it `link="sampling"`,
@@ -199,45 +128,35 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             generator: makes the draws reproducible.
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
             novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
-            outputs: which outputs: `"all"`, `"top"` for the ten largest of every place, `Top(k)`, their numbers, (k,) or
-                (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin. Moments are then
-                of these. Probabilities are of all classes, the others' logits at their mean: see `SelectedClasses`.
-                Combinations come as a `RegressionPredictive` of their values. None is `"all"`, or `"top"` of more than a
-                hundred classes under `"linearised"`.
-            positions: which places, of outputs (batch, places, outputs): `"last"`, that of the inputs' `attention_mask` where
-                there is one, or a place for each example, (batch,): moments are then (batch, k). A boolean mask, (batch,
-                places), gives a row for every place in it. None is `"all"`.
-            probes: random directions of the outputs, of which `epistemic` is estimated; None for 2 where some outputs
-                alone are asked for, else none.
-            captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA graph,
-                which keeps its memory, and replayed; each replay is checked on the first example. False for never.
+            outputs: which outputs: `"all"`, `"top"` for the ten largest of every position, `Top(k)`, their indices,
+                (k,) or (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin.
+                Moments are then of these. Probabilities are of all classes, the others' logits at their mean.
+                Combinations come as a regression of their values. None is `"all"`, or `"top"` of more than a hundred
+                classes under `"linearised"`.
+            positions: which positions, of outputs (batch, positions, outputs): `"last"`, by the inputs'
+                `attention_mask` where there is one, or an index for each example, (batch,): moments are then (batch,
+                k). A boolean mask, (batch, positions), gives a row for every position in it. None is `"all"`.
+                `"linearised"` takes several one after the other; `"linearised-sampled"` draws all at once.
+            probes: random directions of the outputs, from which `epistemic` is estimated; None for 2 where outputs are
+                chosen, else none.
+            captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA
+                graph, which keeps its memory, and replayed; each replay is checked on the first example.
             method: the old name of `predictive`.
         """
-        given = (
-            likelihood,
-            predictive,
-            n_samples,
-            covariance,
-            link,
-            forward,
-            generator,
-            memory_budget,
-            novelty,
-            outputs,
-            positions,
-            probes,
-            captured,
-            method,
-        )
-        self._warn_of_another(likelihood)
-        options = Options(*given)
-        return self._each(inputs, "predict", lambda batch: self._predict(batch, options))
+        if method is not None:
+            warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
+        kind, name = predictive if method is None else method, self._likelihood(likelihood)
+        how = covariance, link, forward, generator, memory_budget
+        options = Options(name, kind, n_samples, *how, novelty, outputs, positions, probes, captured)
+        if not is_loader(inputs):
+            return predictive_of(self, for_model(inputs, self.members[0].model), options)
+        return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
 
     def novelty(
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName = "classification",
+        likelihood: LikelihoodName | None = None,
         forward: Forward | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> Tensor:
@@ -246,19 +165,20 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         Of a loader, as `predict` takes it, the scores of all its examples, one after the other.
 
         It has settings of its own, p = 1 and δ = 1e-3 of the mean curvature, 1e-4 of one in rotated coordinates, which
-        calibration does not touch. In a network with batch norm variances grow with the squared distance from the running
-        statistics.
+        calibration does not touch. In a network with batch norm variances grow with the squared distance from the
+        running statistics.
         """
-        of_inputs: Any = {"likelihood": likelihood, "forward": forward, "memory_budget": memory_budget}
-        given = Options(novelty=True, for_novelty=True, **of_inputs)
-        found = self._each(inputs, "novelty", lambda batch: self.for_novelty._predict(batch, given).novelty)
-        return found if isinstance(found, Tensor) else torch.cat(_some(found))
+        options = Options(
+            self._likelihood(likelihood), forward=forward, memory_budget=memory_budget, novelty=True, for_novelty=True
+        )
+        batches = self._batches(inputs, "novelty")
+        return torch.cat([predictive_of(self.for_novelty, batch, options).novelty for batch in batches])
 
     def epistemic(
         self,
         inputs: Any,
         *,
-        likelihood: LikelihoodName = "classification",
+        likelihood: LikelihoodName | None = None,
         positions: Positions | None = None,
         probes: int = 2,
         forward: Forward | None = None,
@@ -266,49 +186,112 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
         memory_budget: int = DEFAULT_BUDGET,
         captured: bool = True,
     ) -> Score:
-        """½ tr(H Cov[f]) of each example, summed over the places asked for: `value` and its standard `error`, (batch,).
+        """½ tr(H Cov[f]) of each example, summed over positions: `value` and its standard `error`, (batch,).
 
-        A backward pass for each of a few random directions of the outputs, however many these are; unbiased. Of a loader,
-        as `predict` takes it, the scores of all its examples, one after the other.
+        A backward pass for each of a few random directions of the outputs, however many these are; unbiased. Of a
+        loader, as `predict` takes it, the scores of all its examples, one after the other. Of a mixture it is
+        Σ π_m of the members', and of classes what members disagree on, which is exact.
         """
-        options: Any = {"likelihood": likelihood, "forward": forward, "memory_budget": memory_budget}
-        options |= {"generator": generator, "captured": captured}
-        given = Options(outputs=[], positions=positions, probes=probes, **options)
-        found = self._each(inputs, "epistemic", lambda batch: self._score(batch, given))
-        if isinstance(found, Score):
-            return found
-        each = _some(found)
+        how: Any = {"forward": forward, "generator": generator, "memory_budget": memory_budget, "captured": captured}
+        options = Options(self._likelihood(likelihood), outputs=[], positions=positions, probes=probes, **how)
+        each = [_score(self, batch, options) for batch in self._batches(inputs, "epistemic")]
         return Score(torch.cat([one.value for one in each]), torch.cat([one.error for one in each]))
 
-    def _warn_of_another(self, likelihood: LikelihoodName) -> None:
-        """Warn where it was calibrated for another likelihood, whose scale, noise and temperature these are."""
-        report = getattr(self, "calibration", None)
-        if report is not None and report.likelihood != likelihood:
-            warn(
-                f"the posterior was calibrated for likelihood={report.likelihood!r} and is asked to predict with "
-                f"likelihood={likelihood!r}: say the same, or calibrate it for this one"
+    def _likelihood(self, given: LikelihoodName | None) -> LikelihoodName:
+        """The likelihood given, or the posterior's own; they must not contradict each other."""
+        kept = [q.likelihood for q in (self, *self.members)]
+        kept += [q.calibration.likelihood for q in (self, *self.members) if q.calibration is not None]
+        own: LikelihoodName | None = next((name for name in kept if name is not None), None)
+        if given is None and own is None:
+            raise SettingError(
+                'no likelihood was given: Posterior.from_optimizer(..., likelihood="classification") keeps one, or '
+                'predict(x, likelihood="classification")'
             )
+        if given is not None and own is not None and given != own:
+            raise SettingError(
+                f"likelihood={given!r} contradicts the posterior's own, {own!r}: leave it out, or use "
+                f"posterior.replace(likelihood={given!r})"
+            )
+        return own if given is None else given  # type: ignore[return-value]
 
-    def _each(self, inputs: Any, what: str, of: Callable[[Any], T]) -> T | Iterator[T]:
-        """That of one batch, or of each of a loader's as it is asked for."""
+    def _batches(self, inputs: Any, what: str) -> Iterator[Any]:
+        """The inputs of every batch of a loader, or of the one given."""
+        model, batch = self.members[0].model, None
         if not is_loader(inputs):
-            return of(for_model(inputs, self._network))
-        return OfBatches(what, (of(inputs_of(batch, self._network)) for batch in progress(inputs, what)))
+            yield for_model(inputs, model)
+            return
+        for batch in progress(inputs, what):
+            yield inputs_of(batch, model)
+        if batch is None and what != "predict":
+            raise MatchError("there is nothing to score: the loader gave no batch (a generator that was used up?)")
 
-    @property
-    @abstractmethod
-    def _network(self) -> nn.Module:
-        """A model of these weights: where inputs go, and in which type."""
 
-    @abstractmethod
-    def _score(self, inputs: Any, options: Options) -> Score:
-        """`epistemic`, with its options in one record."""
+def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
+    """p(y) = Σ π_m p_m(y) of a batch; `n_samples` are drawn from each member, from a stream of its own."""
+    members, record = q.members, likelihood_of("regression") if options.is_combination else options.record
+    streams = _streams(q, options)
+    if len(members) > 1:
+        for member in members:
+            member.require_proper()
+        common = with_common_outputs(members, q.weights, inputs, options)
+        streams = [replace(common, generator=own.generator) for own in streams]
+    components, plan = [], ""
+    for member, own in zip(members, streams, strict=True):
+        component, plan = component_of(member, inputs, own)
+        components.append(component)
+    guarantee = None if q.calibration is None else q.calibration.guarantee
+    return _predictive(record, components, q.weights, options.link, guarantee, plan)
 
-    @property
-    @abstractmethod
-    def for_novelty(self) -> Self:
-        """The same under the settings of novelty."""
 
-    @abstractmethod
-    def _predict(self, inputs: Any, options: Options) -> Predictive:
-        """`predict`, with its options in one record."""
+def _streams(q: Distribution, options: Options) -> list[Options]:
+    """The options of each member, with random numbers of its own where there are several."""
+    if len(q.members) == 1:
+        return [options]
+    seed = fresh_seed(options.generator)
+    seeds = [stream_seed(seed, "member", number) for number in range(len(q.members))]
+    return [replace(options, generator=torch.Generator().manual_seed(each)) for each in seeds]
+
+
+def _predictive(
+    record: Likelihood, components: Sequence[Component], weights: Sequence[float], link: Link, guarantee: Any, plan: str
+) -> Predictive:
+    # adapter
+    found = []
+    for c in components:
+        parts: Any = (c.mean, c.variance, c.covariance, c.draws)
+        of_outputs: Any = {"link": link, "temperature": c.temperature, "averaged": c.averaged, "novel": c.novel}
+        if c.logits is not None:
+            chosen: Any = {"outputs": c.outputs, "logits": c.logits, "rest_variance": c.rest_variance}
+            made: Predictive = SelectedClasses(*parts, **of_outputs, **chosen)  # type: ignore[misc]
+        else:
+            made = record.predictive(*parts, noise_variance=c.noise_variance, **of_outputs)
+        found.append(replace(made, score=c.score, plan=plan))
+    one = found[0] if len(found) == 1 else record.mixture(found, weights)
+    return replace(one, guarantee=guarantee)
+
+
+def _score(q: Distribution, inputs: Any, options: Options) -> Score:
+    each = [score_of(member, inputs, own) for member, own in zip(q.members, _streams(q, options), strict=True)]
+    if len(each) == 1:
+        return each[0]
+    error = average([w**2 for w in q.weights], [one.error.square() for one in each]).sqrt()
+    within = average(q.weights, [one.value for one in each])
+    if not options.record.tempered:
+        return Score(within, error)
+    # I(y; m) = H[Σ π_m p_m] − Σ π_m H[p_m] of the mean networks.
+    components = []
+    for member in q.members:
+        mean = mean_outputs(member, inputs, options)
+        components.append(Component(mean, torch.zeros_like(mean), temperature=member.temperature, averaged=False))
+
+    def entropy(some: Sequence[Component], weights: Sequence[float]) -> Tensor:
+        return _predictive(options.record, some, weights, "probit", None, "").entropy()
+
+    alone = average(q.weights, [entropy([one], (1.0,)) for one in components])
+    between = (entropy(components, q.weights) - alone).clamp(min=0)
+    flat = between.reshape(len(between), -1)
+    if options.positions is None:
+        return Score(within + flat.sum(dim=1), error)
+    at = chosen_positions(options.positions, inputs, components[0].mean.shape[1:]).to(flat.device)
+    some = (flat * at).sum(dim=1) if at.dtype == torch.bool else flat.gather(1, at[:, None]).squeeze(1)
+    return Score(within + some, error)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,14 +23,9 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.gaussian.weights import Marginals, check_draws
-from bayesadam.likelihoods import Predictive
-from bayesadam.likelihoods.predictive import LogitMixture, Score, average
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.posterior import Posterior, add_report, copy_into, read_report
 from bayesadam.posterior.report import CalibrationReport, described, table
-from bayesadam.predict.options import Options
-from bayesadam.predict.places import chosen_places
-from bayesadam.predict.prediction import outputs_at_mean, predictive_of, score_of, top_of
 
 _KIND = "mixture"
 # The role, in a file, of what a network has besides the weights of its posterior.
@@ -51,7 +46,7 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     >>> mixture = Mixture([member(0), member(1)])
     >>> mixture.sample(3)["weight"].shape, mixture.weights
     (torch.Size([3, 1, 2]), (0.5, 0.5))
-    >>> mixture.predict(torch.zeros(4, 2)).mean.shape
+    >>> mixture.predict(torch.zeros(4, 2), likelihood="regression").mean.shape
     torch.Size([4, 1])
 
     Attributes:
@@ -162,47 +157,6 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
     def for_novelty(self) -> Mixture:
         """The members' curvatures under the settings of novelty."""
         return Mixture([member.for_novelty for member in self.members], self.weights)
-
-    @property
-    def _network(self) -> nn.Module:
-        return self.members[0].model
-
-    def _predict(self, inputs: Any, options: Options) -> Predictive:
-        """p(y) = Σ π_m p_m(y); `n_samples` are drawn from each member, from a stream of its own."""
-        self.require_proper()
-        seed = fresh_seed(options.generator)
-        options = top_of(self.members, self.weights, inputs, options)
-        streams = [replace(options, generator=_stream(seed, number)) for number in range(len(self))]
-        members = [predictive_of(member, inputs, own) for member, own in zip(self.members, streams, strict=True)]
-        found = options.record.mixture(members, self.weights)
-        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
-
-    def _score(self, inputs: Any, options: Options) -> Score:
-        """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, exactly."""
-        seed = fresh_seed(options.generator)
-        each = [
-            score_of(member, inputs, replace(options, generator=_stream(seed, number)))
-            for number, member in enumerate(self.members)
-        ]
-        error = average([w**2 for w in self.weights], [one.error.square() for one in each]).sqrt()
-        within = average(self.weights, [one.value for one in each])
-        return Score(within + self._disagreement(inputs, options) if options.record.tempered else within, error)
-
-    def _disagreement(self, inputs: Any, options: Options) -> Tensor:
-        """I(y; m) of the mean networks, summed over the places asked for, (batch,)."""
-        record, found = options.record, []
-        for member in self.members:
-            mean = outputs_at_mean(member, inputs, options)
-            of_member: Any = {"temperature": member.temperature, "averaged": False}
-            found.append(record.predictive(mean, torch.zeros_like(mean), **of_member))
-        mixed = record.mixture(found, self.weights)
-        assert isinstance(mixed, LogitMixture)
-        between = mixed.disagreement()
-        if options.positions is None:
-            return between.reshape(len(between), -1).sum(dim=1)
-        places = chosen_places(options.positions, inputs, mixed.mean.shape[1:]).to(between.device)
-        flat = between.reshape(len(between), -1)
-        return (flat * places).sum(dim=1) if places.dtype == torch.bool else flat.gather(1, places[:, None]).squeeze(1)
 
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
-from bayesadam import likelihoods
 from bayesadam._alone import alone_with, unwrap
 from bayesadam._kinds import require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
@@ -25,13 +24,9 @@ from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, positive, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec
 from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
-from bayesadam.likelihoods import Predictive
-from bayesadam.likelihoods.predictive import Score
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
-from bayesadam.predict.options import Options
-from bayesadam.predict.prediction import predictive_of, score_of
 from bayesadam.readers import (
     CheckpointOptions,
     Origin,
@@ -364,17 +359,6 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
     def copy_mean_to_model(self) -> None:
         """Write μ into the model's parameters, for good."""
         copy_into(self.model, self.mean)
-
-    @property
-    def _network(self) -> nn.Module:
-        return self.model
-
-    def _predict(self, inputs: Any, options: Options) -> Predictive:
-        found = predictive_of(self, inputs, options)
-        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
-
-    def _score(self, inputs: Any, options: Options) -> Score:
-        return score_of(self, inputs, options)
 
     def replace(self, **changes: Any) -> Self:
         """A new one with other settings.

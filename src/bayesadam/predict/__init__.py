@@ -1,42 +1,6 @@
-"""Predictive distributions from a Gaussian over weights: linearised without a Jacobian, or sampled."""
+"""Predictions from a Gaussian over weights: moments of the linearised network without a Jacobian, or draws."""
 
-from bayesadam.errors import CollapsedPredictionWarning, MemoryBudgetError
-from bayesadam.likelihoods import (
-    BinaryMixture,
-    BinaryPredictive,
-    ClassificationMixture,
-    ClassificationPredictive,
-    HeteroscedasticMixture,
-    HeteroscedasticPredictive,
-    PoissonMixture,
-    PoissonPredictive,
-    Predictive,
-    RegressionMixture,
-    RegressionPredictive,
-    SelectedClasses,
-    SelectedMixture,
-)
-from bayesadam.predict.asked import Top
-from bayesadam.predict.gaussian import Gaussian
-from bayesadam.predict.prediction import predict
+from bayesadam.predict.options import Options, Top
+from bayesadam.predict.prediction import component_of
 
-__all__ = [
-    "BinaryMixture",
-    "BinaryPredictive",
-    "ClassificationMixture",
-    "ClassificationPredictive",
-    "CollapsedPredictionWarning",
-    "Gaussian",
-    "HeteroscedasticMixture",
-    "HeteroscedasticPredictive",
-    "MemoryBudgetError",
-    "PoissonMixture",
-    "PoissonPredictive",
-    "Predictive",
-    "RegressionMixture",
-    "RegressionPredictive",
-    "SelectedClasses",
-    "SelectedMixture",
-    "Top",
-    "predict",
-]
+__all__ = ["Options", "Top", "component_of"]

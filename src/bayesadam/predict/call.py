@@ -1,24 +1,31 @@
-"""Calling the user's model as a pure function of named parameters, on any kind of batch, without a trace left in it."""
+"""Batches of any kind, and the user's model called on them as a pure function of named parameters."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from bayesadam._alone import in_eval_mode
+from bayesadam._alone import alone_with, in_eval_mode
 from bayesadam.errors import BayesAdamError, MatchError
 
 Forward = Callable[[nn.Module, Any], Any]
+# Names under which a batch holds its targets: first those that a model's own loss takes.
+_OWN_LABELS = ("labels", "label", "label_ids")
+_LABELS = (*_OWN_LABELS, "targets", "target", "y")
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
 
 
 class _Caller(nn.Module):
@@ -33,44 +40,56 @@ class _Caller(nn.Module):
         return self.call.run(inputs)
 
 
-class At(Protocol):
-    """How the outputs of one place of each example are come by."""
-
-    def output(self, call: Call, inputs: Any, place: Tensor) -> Tensor:
-        """(batch, outputs) at the places, (batch,)."""
-
-
 @dataclass(frozen=True)
 class Call:
-    """f(θ, inputs) → (batch, ...) for one model; tensors are passed alone, tuples as arguments, mappings as keywords.
+    """f(θ, inputs) → (batch, ...) of one model; tensors are passed alone, tuples as arguments, mappings as keywords.
 
-    `forward(model, inputs)` is for models whose call is unusual; its first tensor or `.logits` is taken. With `at`, inputs
-    are pairs (inputs, place), and the output is that of one place of each example, (batch, outputs).
+    Attributes:
+        model: the model.
+        forward: `forward(model, inputs)` for models whose call is unusual; its first tensor or `.logits` is taken.
+        at: None for all positions. Else inputs are pairs (inputs, position) and outputs are those of one position of
+            each example, (batch, outputs): `""` takes them from the model's output, a name cuts that layer's input.
     """
 
     model: nn.Module
     forward: Forward | None = None
-    at: At | None = None
+    at: str | None = None
 
     def __call__(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The model's output, (batch, ...), with `params` for the parameters they name."""
-        return output_tensor(self.returned(params, inputs))
+        return output_tensor(functional_call(_Caller(self), self._tensors(params), (inputs,)))
 
     def returned(self, params: Mapping[str, Tensor], inputs: Any) -> Any:
         """All that the model returns, whatever it is."""
-        tensors = {f"model.{name}": tensor for name, tensor in params.items()}
-        tensors |= {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        return functional_call(_Caller(self), tensors, (inputs,))
+        return functional_call(_Caller(self), self._tensors(params), (inputs,))
+
+    def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        return {f"model.{name}": tensor for name, tensor in params.items()} | own
 
     def run(self, inputs: Any) -> Any:
-        """What the model returns with the weights that it has: through the user's `forward`, or as the inputs' kind has it."""
+        """What the model returns with the weights that it has."""
         if self.at is not None:
-            return self.at.output(replace(self, at=None), *inputs)
+            return self._run_at(*inputs)
         if self.forward is not None:
             return self.forward(self.model, inputs)
         if isinstance(inputs, dict):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+    def _run_at(self, inputs: Any, position: Tensor) -> Any:
+        whole = replace(self, at=None)
+        if not self.at:
+            return at_positions(output_tensor(whole.run(inputs)), position)
+
+        def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return at_positions(given[0], position), *given[1:]
+
+        handle = self.model.get_submodule(self.at).register_forward_pre_hook(cut)
+        try:
+            return whole.run(inputs)
+        finally:
+            handle.remove()
 
     def flat(self, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """The output as (batch, outputs)."""
@@ -78,37 +97,10 @@ class Call:
         return output.reshape(output.shape[0], -1)
 
 
-@contextmanager
-def explaining(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Iterator[None]:
-    """A note on what the model raises within: which inputs it was given, and what may be wrong with them."""
-    try:
-        yield
-    except BayesAdamError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        # Python 3.10 has no notes.
-        if sys.version_info >= (3, 11):
-            given = ", ".join(_outline(leaf) for leaf in pytree.tree_leaves(inputs))
-            error.add_note(
-                f"bayesadam: {type(call.model).__name__} does not run on inputs of {given}. {_advice(params, inputs, error)}."
-            )
-        raise
-
-
-def _outline(leaf: Any) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _advice(params: Mapping[str, Tensor], inputs: Any, error: Exception) -> str:
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if len(leaves) == 1 and leaves[0].dim() == 1 and not leaves[0].is_floating_point():
-        return "They look like class indices: data are (inputs, targets), in this order"
-    own = next((tensor.dtype for tensor in params.values()), torch.float32)
-    if "type" in str(error) and any(leaf.dtype != own for leaf in leaves):
-        return f"The weights are {own}: convert the inputs, x.to({own}), and scale them as in training"
-    if isinstance(inputs, tuple | list) and len(inputs) > 1:
-        return "A tuple holds the arguments of the model: pass the inputs alone, without their targets"
-    return "Inputs are those of training, with the batch as their first dimension: a single example is x[None]"
+def at_positions(outputs: Tensor, position: Tensor) -> Tensor:
+    """(batch, positions…, outputs) at one position each, (batch,), counted over all dimensions of positions."""
+    flat = outputs.flatten(1, -2)
+    return flat[torch.arange(len(flat), device=flat.device), position.to(flat.device)]
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -129,6 +121,39 @@ def output_tensor(output: Any) -> Tensor:
     if output.dim() == 0:
         raise MatchError("the model returned a single number: it must return one row of outputs for each example")
     return output
+
+
+@contextmanager
+def explaining(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Iterator[None]:
+    """Add a note to what the model raises: which inputs it was given, and what may be wrong with them."""
+    try:
+        yield
+    except BayesAdamError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        # Python 3.10 has no notes.
+        if sys.version_info >= (3, 11):
+            leaves = pytree.tree_leaves(inputs)
+            given = ", ".join(
+                f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+                if isinstance(leaf, Tensor)
+                else repr(leaf)
+                for leaf in leaves
+            )
+            advice = _advice(params, inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], error)
+            error.add_note(f"bayesadam: {type(call.model).__name__} does not run on inputs of {given}. {advice}.")
+        raise
+
+
+def _advice(params: Mapping[str, Tensor], inputs: Any, leaves: list[Tensor], error: Exception) -> str:
+    if len(leaves) == 1 and leaves[0].dim() == 1 and not leaves[0].is_floating_point():
+        return "They look like class indices: data are (inputs, targets), in this order"
+    own = next((tensor.dtype for tensor in params.values()), torch.float32)
+    if "type" in str(error) and any(leaf.dtype != own for leaf in leaves):
+        return f"The weights are {own}: convert the inputs, x.to({own}), and scale them as in training"
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        return "A tuple holds the arguments of the model: pass the inputs alone, without their targets"
+    return "Inputs are those of training, with the batch as their first dimension: a single example is x[None]"
 
 
 class _Shared:
@@ -180,38 +205,41 @@ def _tensor_cores() -> Iterator[None]:
 
 
 _in_plain_mathematics = _Shared(_plain_attention)
-# Products of float32 with ten bits of mantissa, summed in float32: for variances, whose errors that leaves below a thousandth.
-in_tf32 = _Shared(_tensor_cores)
+_in_tf32 = _Shared(_tensor_cores)
 _uncompiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
+
+
+def in_tf32(like: Tensor) -> AbstractContextManager[None]:
+    """On CUDA, float32 products with ten bits of mantissa: for variances, whose error stays below a thousandth."""
+    return _in_tf32() if like.is_cuda else nullcontext()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, and attention in plain mathematics, which every kind of differentiation supports; restored after.
 
-    Within, gradients can be taken even where the caller is in inference mode, what was compiled runs as it was written,
-    since it would be compiled anew for every hook, and other threads that ask for the same model wait.
+    Within, gradients can be taken even where the caller is in inference mode, compiled models run eagerly, since they
+    would be compiled anew for every hook, and other threads that use the same model wait.
     """
-    eager = _uncompiled() if _is_compiled(model) else nullcontext()
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    eager = _uncompiled() if compiled else nullcontext()
     with in_eval_mode(model), _in_plain_mathematics(), eager, torch.inference_mode(False):
         yield
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it went through torch.compile, in place or not."""
-    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+# --- batches --------------------------------------------------------------------------------------------------------
 
 
 def plain(inputs: Any) -> Any:
-    """Mappings of any kind as dicts, so that batches can be cut and joined; without a graph, and never inference tensors."""
-    return pytree.tree_map(_differentiable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    """Mappings of any kind as dicts, so that batches can be cut and joined; no graph, and never inference tensors."""
 
+    def differentiable(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with torch.inference_mode(False):
+            return leaf.clone() if leaf.is_inference() else leaf.detach()
 
-def _differentiable(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    with torch.inference_mode(False):
-        return leaf.clone() if leaf.is_inference() else leaf.detach()
+    return pytree.tree_map(differentiable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def batch_size(inputs: Any) -> int:
@@ -231,24 +259,147 @@ def is_batched(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
+def _map_examples(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    size = batch_size(inputs)
+    return pytree.tree_map(lambda leaf: change(leaf) if is_batched(leaf, size) else leaf, inputs)
+
+
 def examples(inputs: Any, start: int, stop: int) -> Any:
     """Examples `start` to `stop` of a batch of tensors, tuples or dicts."""
-    size = batch_size(inputs)
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if is_batched(leaf, size) else leaf, inputs)
+    return _map_examples(inputs, lambda leaf: leaf[start:stop])
 
 
 def chosen_examples(inputs: Any, rows: Tensor) -> Any:
-    """Some examples of a batch, by number."""
-    size = batch_size(inputs)
-    return pytree.tree_map(lambda leaf: leaf[rows.to(leaf.device)] if is_batched(leaf, size) else leaf, inputs)
+    """Some examples of a batch, by index."""
+    return _map_examples(inputs, lambda leaf: leaf[rows.to(leaf.device)])
 
 
 def repeated(inputs: Any, times: int) -> Any:
     """The batch, `times` over."""
-    size = batch_size(inputs)
-    return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if is_batched(leaf, size) else leaf, inputs)
+    return _map_examples(inputs, lambda leaf: torch.cat([leaf] * times))
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
     """The batch on another device."""
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+class Batch(NamedTuple):
+    """Inputs, their targets, and whether these are a model's own labels, out of a mapping with its inputs."""
+
+    inputs: Any
+    targets: Tensor
+    own: bool
+
+
+def is_loader(inputs: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether it gives batches and is not one: an iterable, but no tensor, array, tuple, mapping or list of tensors.
+
+    >>> is_loader([(torch.zeros(2, 3), torch.zeros(2))]), is_loader([torch.zeros(2, 3), torch.zeros(2)])
+    (True, False)
+    """
+    if isinstance(inputs, list):
+        return bool(inputs) and all(
+            isinstance(entry, tuple | list | Mapping) and any(map(_is_data, pytree.tree_leaves(entry)))
+            for entry in inputs
+        )
+    return isinstance(inputs, Iterable) and not isinstance(inputs, tuple | Mapping | str) and not _is_data(inputs)
+
+
+def batches_of(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
+    """What a loader of tuples or mappings gives, or a single one of these.
+
+    Targets that are arrays become tensors; so do inputs where the `model` is known, as in `for_model`.
+    """
+    pair = isinstance(batches, tuple | list) and len(batches) == 2 and _is_data(batches[1])
+    if pair or isinstance(batches, Mapping):
+        batches = [batches]
+    if not isinstance(batches, Iterable):
+        raise MatchError(f"batches must be a loader of (inputs, targets), got {type(batches).__name__}")
+    for batch in batches:
+        inputs, y, own = _split(batch)
+        if y is None:
+            if isinstance(batch, Mapping):
+                keys = sorted(map(str, batch))
+                raise MatchError(f"no targets in a batch with keys {keys}: name them one of {_LABELS}")
+            raise MatchError(f"a batch must be (inputs, targets) or a mapping with labels, got {type(batch).__name__}")
+        if _is_array(y):
+            y = _tensor(y)
+        if not isinstance(y, Tensor):
+            raise MatchError(
+                f"the targets of a batch must be a tensor, got {type(y).__name__}: collate the examples first"
+            )
+        if y.dim() == 0:
+            raise MatchError(
+                "the targets of a batch have no dimension for its examples: a single example is (x[None], y[None])"
+            )
+        yield Batch(plain(inputs) if model is None else for_model(inputs, model), y, own)
+
+
+def inputs_of(batch: Any, model: nn.Module) -> Any:
+    """The inputs of a loader's batch, without the targets that `batches_of` would find in it, on the model's device."""
+    inputs, _, _ = _split(batch)
+    if not isinstance(inputs, Tensor | tuple | list | Mapping) and not _is_array(inputs):
+        raise MatchError(
+            f"a batch must be a tensor, an array, a tuple or a mapping, got {type(inputs).__name__}: "
+            "pass a loader of these"
+        )
+    return to_device(for_model(inputs, model), _like(model).device)
+
+
+def for_model(inputs: Any, model: nn.Module) -> Any:
+    """A batch with arrays, numpy's and others', as tensors on the model's device, real numbers in its floating type."""
+    inputs = plain(inputs)
+    if not any(map(_is_array, pytree.tree_leaves(inputs))):
+        return inputs
+    like = _like(model)
+    return pytree.tree_map(lambda leaf: _tensor(leaf, like) if _is_array(leaf) else leaf, inputs)
+
+
+def _split(batch: Any) -> tuple[Any, Any, bool]:
+    """Inputs, targets and whether they are the model's own labels; None for targets where there are none.
+
+    They are what a mapping or a named tuple has under a label's name, else the last of two or more.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if isinstance(batch, Mapping):
+        key = next((key for key in _LABELS if key in batch), None)
+        return {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key], key in _OWN_LABELS
+    if not isinstance(batch, tuple | list):
+        return batch, None, False
+    if len(batch) < 2:
+        return batch[0] if batch else batch, None, False
+    names = getattr(batch, "_fields", ())
+    last = next((names.index(key) for key in _LABELS if key in names), len(batch) - 1)
+    others = (*batch[:last], *batch[last + 1 :])
+    return others[0] if len(others) == 1 else others, batch[last], False
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or _is_array(leaf)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Arrays, and what says it can be one, such as a table of pandas; not the numbers in them."""
+    return hasattr(leaf, "__array__") and not isinstance(leaf, Tensor | np.generic | type)
+
+
+def _tensor(array: Any, like: Tensor | None = None) -> Tensor:
+    # A copy: torch takes neither read-only memory nor strides that run backwards.
+    values = np.array(array, order="C")
+    if values.dtype.kind not in "biuf":
+        raise MatchError(f"an array of {values.dtype} holds no numbers: pass one of floats or integers")
+    if (values.dtype.kind == "u" and values.dtype.itemsize > 1) or values.dtype.kind == "i":
+        values = values.astype(np.int64)
+    found = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    if like is None:
+        return found
+    return found.to(like.device, like.dtype if found.is_floating_point() else None)
+
+
+def _like(model: nn.Module) -> Tensor:
+    """An empty tensor of the model's floating type, on its device."""
+    with alone_with(model):
+        own = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        return torch.empty(0, dtype=own.dtype, device=own.device)

@@ -1,7 +1,7 @@
-"""What one use of a layer contributes to J Σ Jᵀ, given its input and the back-propagated outputs D; never a Jacobian.
+"""What one parameter contributes to J Σ Jᵀ, from its layers' inputs and the back-propagated D; never a Jacobian.
 
 Notation: b examples, c outputs of the network, p positions at which a weight is used within one example (the steps of a
-sequence, the places of a convolution), D = ∂f/∂(layer output).
+sequence, the pixels of a convolution), D = ∂f/∂(layer output), S the variances of the weights.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from bayesadam.readers import Rotation
 
-# Brings a layer's tensor, of so many examples and after so many dimensions of other kinds, into the form (b, positions, ...).
+# Brings a layer's tensor, of so many examples and after so many other dimensions, into the form (b, positions, ...).
 Layout = Callable[[Tensor, int, int], Tensor]
+# Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on
+# another device they fill it with work.
+_PIECE = 1 << 21
+_DEVICE_PIECE = 1 << 25
+_LONG_ROW = 4096
 
 
 def batch_first(tensor: Tensor, size: int, lead: int) -> Tensor:
@@ -32,107 +39,83 @@ def batch_second(tensor: Tensor, size: int, lead: int) -> Tensor:
     return tensor.movedim(lead + 1, lead)
 
 
-@dataclass(frozen=True, eq=False)
-class Output:
-    """A layer's output z as a place in the graph; what it holds may be freed while D is still to be taken there.
-
-    Attributes:
-        edge: where D arrives; None where nothing is differentiated.
-        shape: of z.
-    """
-
-    edge: GradientEdge | None
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, z: Tensor) -> Output:
-        """Of z itself."""
-        return cls(get_gradient_edge(z) if z.requires_grad else None, z.shape)
+# --- uses of a parameter --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Use:
     """One use of one parameter, or of some of its rows, in a forward pass.
 
     Attributes:
         name: the parameter.
-        output: where the layer's output z is, at which D is taken.
-        rows: the rows of the parameter in use, where it is not the whole.
+        edge: the layer's output z as an edge of the graph, where D arrives, so that z itself may be freed.
+        shape: of z.
         layouts: ways in which the examples may lie in this layer's tensors, likeliest first.
+        rows: the rows of the parameter in use, where it is not the whole.
+        rotation: the coordinates in which the parameter's variances are, where they are not its own.
     """
 
     name: str
-    output: Output
+    edge: GradientEdge
+    shape: torch.Size
     layouts: tuple[Layout, ...]
     rows: slice | None = None
+    rotation: Rotation | None = None
 
     @property
-    def key(self) -> tuple[str, int | None]:
-        """The parameter, and the first of its rows."""
-        return self.name, None if self.rows is None else self.rows.start
+    def at(self) -> tuple[Any, int]:
+        """The same for all uses of one output."""
+        return self.edge.node, self.edge.output_nr
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part in use of a tensor of the parameter's shape."""
         return tensor if self.rows is None else tensor[self.rows]
 
 
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """Y, (b, g, p, y), as a view (b, g, places…, features…) whose entries may lie under several windows.
-
-    Attributes:
-        view: the view.
-        places: how many of its dimensions are places.
-    """
-
-    view: Tensor
-    places: int
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ProductUse(Use, ABC):
-    """A use whose gradients are sums over positions of products, Σ_p X_p Y_p.
+    """A use whose gradients are sums over positions of products, Σ_p X_p Y_p; `input` is the layer's."""
 
-    Attributes:
-        input: a, the layer's input.
-    """
+    input: Tensor
 
-    input: Tensor = None  # type: ignore[assignment]
+    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y); X Q_L and Y Q_R where rotated."""
+        x, y = self._factors(d, layout, size)
+        if self.rotation is None:
+            return x, y
+        left, right = self.rotation.left, self.rotation.right
+        if isinstance(self, TransposedMatrixUse):
+            left, right = right, left
+        return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
 
     @abstractmethod
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """X (c, b, g, p, x) and Y (b, g, p, y), the weight's parts being (g, x, y)."""
+    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
     def arranged(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (g, x, y)."""
-
-    def views(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Windows]:
-        """X and Y, Y without a copy where it need not be made."""
-        x, y = self.factors(d, layout, size)
-        return x, Windows(y, 1)
 
     def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         """(..., g, x, y) as (..., *shape), the inverse of `arranged`."""
         return tensor.reshape(*tensor.shape[:-3], *shape)
 
 
-@dataclass(frozen=True, eq=False)
 class MatrixUse(ProductUse):
     """z = a Wᵀ at every position: `nn.Linear`, and the projections of attention."""
 
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """X = D and Y = a."""
+    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         a = layout(self.input.detach(), size, 0)
-        grads = layout(d, size, 1)
-        return grads.reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
+        return layout(d, size, 1).reshape(len(d), size, 1, -1, d.shape[-1]), a.reshape(size, 1, -1, a.shape[-1])
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in) as (1, out, in)."""
         return tensor.unsqueeze(0)
 
+    def has_one_position(self, layout: Layout, size: int) -> bool:
+        """Whether it is used once per example, in its own coordinates."""
+        return self.rotation is None and layout is batch_first and len(self.shape) == 2 and self.shape[0] == size
 
-@dataclass(frozen=True, eq=False)
+
 class TransposedMatrixUse(MatrixUse):
     """z = a W: a layer that keeps its weight as (in, out), such as GPT-2's."""
 
@@ -141,30 +124,21 @@ class TransposedMatrixUse(MatrixUse):
         return tensor.mT
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ConvolutionUse(ProductUse):
     """z = W ∗ a: gradients are products of D with the patches of a."""
 
-    module: nn.modules.conv._ConvNd = None  # type: ignore[assignment]
+    module: nn.modules.conv._ConvNd
 
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """X = D and Y the patches of a."""
-        x, seen = self._of_images(d)
-        return _folded(x, seen.view.flatten(2, 1 + seen.places).flatten(3), layout, size)
-
-    def views(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Windows]:
-        """The same with the patches as a view, where an example is one image."""
-        return self._of_images(d) if len(self.input) == size else super().views(d, layout, size)
-
-    def _of_images(self, d: Tensor) -> tuple[Tensor, Windows]:
-        module, places = self.module, d.shape[3:]
-        dims, groups = len(places), module.groups
-        image = padded(self.input.detach(), module)
-        seen = patches(image, module.kernel_size, module.stride, module.dilation, places)
-        seen = seen.view(len(image), groups, -1, *seen.shape[2:])
+    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        module, groups, a = self.module, self.module.groups, self.input.detach()
+        if module.padding != "valid":
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+        seen = _patches(a, module, d.shape[3:])
+        seen = seen.reshape(len(a), groups, -1, d.shape[3:].numel()).transpose(2, 3)
         x = d.reshape(*d.shape[:2], groups, d.shape[2] // groups, -1).transpose(3, 4)
-        order = [0, 1, *range(3 + dims, 3 + 2 * dims), *range(2, 3 + dims)]
-        return x, Windows(seen.permute(order), dims)
+        return _folded(x, seen, layout, size)
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """(out, in/g, kernel…) as (g, out/g, in/g · kernel)."""
@@ -172,60 +146,23 @@ class ConvolutionUse(ProductUse):
         return tensor.reshape(groups, tensor.shape[0] // groups, -1)
 
 
-@dataclass(frozen=True, eq=False)
-class RotatedUse(ProductUse):
-    """A use whose weight is seen in other coordinates, X = Q_Lᵀ W Q_R: its gradients are Σ_p (X_p Q_L) (Y_p Q_R).
-
-    Attributes:
-        inner: the use as it is.
-        rotation: Q_L and Q_R.
-    """
-
-    inner: ProductUse = None  # type: ignore[assignment]
-    rotation: Rotation = None  # type: ignore[assignment]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """As the use itself has it."""
-        return self.inner.of(tensor)
-
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """X Q_L and Y Q_R."""
-        x, y = self.inner.factors(d, layout, size)
-        left, right = self.rotation.left, self.rotation.right
-        if isinstance(self.inner, TransposedMatrixUse):
-            left, right = right, left
-        return x if left is None else x @ left.to(x), y if right is None else y @ right.to(y)
-
-    def arranged(self, tensor: Tensor) -> Tensor:
-        """As the use itself has it."""
-        return self.inner.arranged(tensor)
-
-    def restored(self, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """As the use itself has it."""
-        return self.inner.restored(tensor, shape)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TransposedConvolutionUse(ProductUse):
     """The adjoint of a convolution: gradients are products of a with the patches of D."""
 
-    module: nn.modules.conv._ConvTransposeNd = None  # type: ignore[assignment]
+    module: nn.modules.conv._ConvTransposeNd
 
-    def factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """X the patches of D and Y = a."""
-        module, groups = self.module, self.module.groups
-        a = self.input.detach()
+    def _factors(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
+        module, groups, a = self.module, self.module.groups, self.input.detach()
         spatial = a.shape[2:]
-        # Every output place an input place reaches, whether or not the output kept it.
+        # Every output pixel that an input pixel reaches, whether or not the output kept it.
         needed = [
             (n - 1) * s + dil * (k - 1) + 1
             for n, s, dil, k in zip(spatial, module.stride, module.dilation, module.kernel_size, strict=True)
         ]
-        cut = [int(pad) for pad in module.padding]
-        sizes = list(zip(needed, cut, d.shape[3:], strict=True))
+        sizes = list(zip(needed, map(int, module.padding), d.shape[3:], strict=True))
         padding = [side for full, pad, seen in reversed(sizes) for side in (pad, full - pad - seen)]
-        flat = F.pad(d.flatten(0, 1), padding)
-        u = patches(flat, module.kernel_size, module.stride, module.dilation, spatial)
+        u = _patches(F.pad(d.flatten(0, 1), padding), module, spatial)
         u = u.reshape(*d.shape[:2], groups, -1, spatial.numel()).transpose(3, 4)
         a = a.reshape(a.shape[0], groups, a.shape[1] // groups, -1).transpose(2, 3)
         return _folded(u, a, layout, size)
@@ -240,19 +177,17 @@ class TransposedConvolutionUse(ProductUse):
         return super().restored(tensor.transpose(-1, -2), shape)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SumUse(Use):
     """z = w ⊙ x̂ + …, with one weight a feature: biases (x̂ = 1) and the affine parts of norms.
 
     Attributes:
         scale: gives x̂, of z's shape, when it is needed; None for a bias.
         channel: whether the features are z's second dimension, as in a convolution, or its last ones.
-        rotation: the coordinates that the weight is seen in, where they are not its own.
     """
 
     scale: Callable[[], Tensor] | None = None
     channel: bool = False
-    rotation: Rotation | None = None
 
     def gradients(self, d: Tensor, layout: Layout, size: int, shape: torch.Size) -> Tensor:
         """(c, b, *shape): the gradients themselves, which are small."""
@@ -260,56 +195,193 @@ class SumUse(Use):
             d = d * self.scale()
         grads = layout(d, size, 1)
         if self.channel:
-            # (c, b, k, channels, places…): a folded batch has k > 1.
+            # (c, b, k, channels, pixels…): a folded batch has k > 1.
             grads = grads.movedim(3, -1).flatten(2, -2).sum(dim=2)
         else:
             grads = grads.reshape(len(d), size, -1, *shape).sum(dim=2)
         return grads if self.rotation is None else self.rotation.to(None, grads.dtype).into(grads, len(shape))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingUse(Use):
-    """z = W[ids]: only the rows that an example names have a gradient."""
+    """z = W[ids]: only the rows that an example looks up have a gradient."""
 
-    ids: Tensor = None  # type: ignore[assignment]
+    ids: Tensor
     padding: int | None = None
 
     def looked_up(self, d: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
-        """Gradients (c, b, t, e) of the rows ids (b, t), place by place."""
+        """Gradients (c, b, t, e) of the rows ids (b, t), position by position."""
         ids = layout(self.ids, size, 0).reshape(size, -1)
         grads = layout(d, size, 1).reshape(len(d), size, ids.shape[1], -1)
-        if self.padding is not None:
-            grads = grads * (ids != self.padding)[None, :, :, None]
-        return grads, ids
-
-
-def gathered(grads: Tensor, ids: Tensor) -> Tensor:
-    """Gradients (c, b, t, e) with every row of an example at its first place, zero elsewhere."""
-    first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
-    index = first[None, :, :, None].expand_as(grads)
-    return torch.zeros_like(grads).scatter_add_(2, index, grads)
+        return grads if self.padding is None else grads * (ids != self.padding)[None, :, :, None], ids
 
 
 def _folded(x: Tensor, a: Tensor, layout: Layout, size: int) -> tuple[Tensor, Tensor]:
     """X (c, n, g, p, x) and Y (n, g, p, y) with the n images of b examples gathered as positions."""
-    ys = layout(a, size, 0).transpose(1, 2).flatten(2, 3)
-    xs = layout(x, size, 1).transpose(2, 3).flatten(3, 4)
-    return xs, ys
+    return layout(x, size, 1).transpose(2, 3).flatten(3, 4), layout(a, size, 0).transpose(1, 2).flatten(2, 3)
 
 
-def padded(a: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
-    """A convolution's input with its padding made explicit."""
-    if module.padding == "valid":
-        return a
-    sides = module._reversed_padding_repeated_twice
-    return F.pad(a, sides) if module.padding_mode == "zeros" else F.pad(a, sides, mode=module.padding_mode)
-
-
-def patches(
-    a: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], places: Sequence[int]
-) -> Tensor:
-    """(n, channels, kernel…, places…): what a convolution sees at every place, in any number of dimensions; a view of a."""
+def _patches(a: Tensor, module: nn.modules.conv._ConvNd, pixels: Sequence[int]) -> Tensor:
+    """(n, channels, kernel…, pixels…): what a convolution sees, in any number of dimensions; a view of a."""
     spatial = a.stride()[2:]
-    along = [step * dil for step, dil in zip(spatial, dilation, strict=True)]
-    across = [step * s for step, s in zip(spatial, stride, strict=True)]
-    return a.as_strided((*a.shape[:2], *kernel, *places), (*a.stride()[:2], *along, *across))
+    along = [step * dil for step, dil in zip(spatial, module.dilation, strict=True)]
+    across = [step * s for step, s in zip(spatial, module.stride, strict=True)]
+    return a.as_strided((*a.shape[:2], *module.kernel_size, *pixels), (*a.stride()[:2], *along, *across))
+
+
+# --- contraction ----------------------------------------------------------------------------------------------------
+
+
+# A use, D at its output, (c, ...), and how the examples lie there.
+Pulled = tuple[Use, Tensor, Layout]
+
+
+def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
+    """Σ_w J²_bcw S_w for each S, (k, b, c), or with `covariance` Σ_w J_bcw J_bdw S_w, (k, b, c, c).
+
+    `pulled` are all uses of one parameter, or of the same rows of it.
+    """
+    first = pulled[0][0]
+    variances = [first.of(s) for s in variances]
+    pulled = [(use, d.to(variances[0].dtype), layout) for use, d, layout in pulled]
+    kinds = {type(use) for use, _, _ in pulled}
+    if isinstance(first, ProductUse) and len(kinds) == 1:
+        return _products(*_joined_factors(pulled, size), [first.arranged(s) for s in variances], covariance)
+    if EmbeddingUse in kinds and all(issubclass(kind, EmbeddingUse | MatrixUse) for kind in kinds):
+        return _lookups(pulled, size, variances, covariance)
+    outputs = len(pulled[0][1])
+    step = outputs if covariance else max(1, _piece_size(variances[0]) // (size * variances[0].numel()))
+    parts = []
+    for c0 in range(0, outputs, step):
+        grads = _dense([(use, d[c0 : c0 + step], layout) for use, d, layout in pulled], size, variances[0])
+        parts.append(torch.stack([squared((grads * s.sqrt()).flatten(2), covariance) for s in variances]))
+    return torch.cat(parts, dim=2)
+
+
+def total_gradient(use: Use, d: Tensor, layout: Layout, size: int, weights: Tensor, like: Tensor) -> Tensor:
+    """Σ_b weights_b ∂f_b/∂(the rows in use), for one direction of outputs: what autograd must agree with."""
+    total = torch.zeros_like(use.of(like))
+    d = d.to(like.dtype)
+    if isinstance(use, ProductUse):
+        x, y = use.factors(d, layout, size)
+        total = use.restored(torch.einsum("bgpx,bgpy,b->gxy", x[0], y.to(like.dtype), weights), total.shape)
+    elif isinstance(use, EmbeddingUse):
+        grads, ids = use.looked_up(d, layout, size)
+        total.index_add_(0, ids.flatten(), (grads[0] * weights[:, None, None]).flatten(0, 1))
+    elif isinstance(use, SumUse):
+        total = torch.tensordot(weights, use.gradients(d, layout, size, total.shape)[0], dims=1)
+    return total
+
+
+def _joined_factors(pulled: Sequence[Pulled], size: int) -> tuple[Tensor, Tensor]:
+    """Several uses of one weight are more positions of it."""
+    pairs = [use.factors(d, layout, size) for use, d, layout in pulled if isinstance(use, ProductUse)]
+    dtype = pulled[0][1].dtype
+    if len(pairs) == 1:
+        return pairs[0][0], pairs[0][1].to(dtype)
+    return torch.cat([x for x, _ in pairs], dim=3), torch.cat([y.to(dtype) for _, y in pairs], dim=2)
+
+
+def _lookups(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor], covariance: bool) -> Tensor:
+    """A table that embeddings look up, and that may be a matrix too, as of a head tied to its embedding."""
+    found = [use.looked_up(d, layout, size) for use, d, layout in pulled if isinstance(use, EmbeddingUse)]
+    ids, grads = torch.cat([i for _, i in found], dim=1), torch.cat([g for g, _ in found], dim=2)
+    # The gradients of a row that comes several times are summed at its first position.
+    first = (ids[:, :, None] == ids[:, None, :]).to(torch.uint8).argmax(dim=2)
+    own = torch.zeros_like(grads).scatter_add_(2, first[None, :, :, None].expand_as(grads), grads)
+    roots = [s[ids].sqrt() for s in variances]
+    lefts = [(own * root).flatten(2) for root in roots]
+    total = torch.stack([squared(left, covariance) for left in lefts])
+    products = [one for one in pulled if isinstance(one[0], MatrixUse)]
+    if not products:
+        return total
+    x, y = _joined_factors(products, size)
+    # The same rows of the product's gradients, Σ_p X Y, (c, b, t, e).
+    index = ids[None, :, None, :].expand(x.shape[0], -1, x.shape[3], -1)
+    rows = torch.einsum("cbpt,bpe->cbte", x.squeeze(2).gather(3, index), y.squeeze(1))
+    rights = [(rows * root).flatten(2) for root in roots]
+    total = total + _products(x, y, [s.unsqueeze(0) for s in variances], covariance)
+    if not covariance:
+        return total + 2 * torch.stack([(a * b).sum(dim=2).T for a, b in zip(lefts, rights, strict=True)])
+    cross = torch.stack([a.transpose(0, 1) @ b.permute(1, 2, 0) for a, b in zip(lefts, rights, strict=True)])
+    return total + cross + cross.mT
+
+
+def _products(x: Tensor, y: Tensor, variances: Sequence[Tensor], covariance: bool) -> Tensor:
+    """Of gradients Σ_p X_p Y_p, formed a piece at a time."""
+    c, b, g, p, width = x.shape
+    if p == 1:
+        # One position: (x y)² factorises, and Σ S y² comes first.
+        inputs, outputs = y.squeeze(2).square(), x.squeeze(3)
+        inner = [torch.einsum("bgy,gxy->bgx", inputs, s) for s in variances]
+        return torch.stack([squared((outputs * t.sqrt()).flatten(2), covariance) for t in inner])
+    out = x.new_zeros(len(variances), b, c, *([c] if covariance else []))
+    depth, piece_size = y.shape[-1], _piece_size(x)
+    step_c = c if covariance else max(1, min(c, piece_size // (g * width * depth)))
+    step_x = max(1, min(width, piece_size // (step_c * g * depth)))
+    step_b = max(1, min(b, piece_size // (step_c * g * step_x * depth)))
+    roots = [s.sqrt() for s in variances]
+    flat = torch.stack(list(variances), dim=-1)
+    for b0 in range(0, b, step_b):
+        for c0 in range(0, c, step_c):
+            for x0 in range(0, width, step_x):
+                some = x[c0 : c0 + step_c, b0 : b0 + step_b, ..., x0 : x0 + step_x]
+                piece = _gradients(some, y[b0 : b0 + step_b])
+                if covariance:
+                    for total, root in zip(out, roots, strict=True):
+                        scaled = (piece * root[:, None, x0 : x0 + step_x]).permute(2, 0, 1, 3, 4).flatten(2)
+                        total[b0 : b0 + step_b] += squared(scaled, True)
+                else:
+                    rows = flat[:, x0 : x0 + step_x].flatten(1, 2)
+                    part = torch.einsum("bgcn,gnk->kbc", piece.square_().flatten(3), rows)
+                    out[:, b0 : b0 + step_b, c0 : c0 + step_c] += part
+    return out
+
+
+def _piece_size(like: Tensor) -> int:
+    return _PIECE if like.device.type == "cpu" else _DEVICE_PIECE
+
+
+def _gradients(x: Tensor, y: Tensor) -> Tensor:
+    """Σ_p X Y as (b, g, c, x, y)."""
+    c, b, g, _, width = x.shape
+    left = x.permute(1, 2, 0, 4, 3).reshape(b, g, c * width, -1)
+    return (left @ y).view(b, g, c, width, -1)
+
+
+def _dense(pulled: Sequence[Pulled], size: int, variance: Tensor) -> Tensor:
+    """The gradients (c, b, *shape) themselves: for small parameters, and for those used in unlike ways."""
+    total = variance.new_zeros(len(pulled[0][1]), size, *variance.shape)
+    for use, d, layout in pulled:
+        if isinstance(use, SumUse):
+            total += use.gradients(d, layout, size, variance.shape)
+        elif isinstance(use, EmbeddingUse):
+            grads, ids = use.looked_up(d, layout, size)
+            total.scatter_add_(2, ids[None, :, :, None].expand_as(grads), grads)
+        elif isinstance(use, ProductUse):
+            x, y = use.factors(d, layout, size)
+            total += use.restored(_gradients(x, y.to(d.dtype)).permute(2, 0, 1, 3, 4), variance.shape)
+    return total
+
+
+def squared(rows: Tensor, covariance: bool) -> Tensor:
+    """Rows (c, b, n) with themselves: Σ_n rows², (b, c), or (b, c, c)."""
+    return gram(rows.transpose(0, 1)) if covariance else rows.square().sum(dim=2).T
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Σ_n rows rowsᵀ, (b, c, n) → (b, c, c).
+
+    On a CPU numpy does it, which knows the product to be symmetric. Elsewhere long rows are cut and their parts summed:
+    few numbers out of many are slow work for a matrix product.
+    """
+    if rows.device.type == "cpu":
+        array = rows.numpy()
+        return torch.from_numpy(np.matmul(array, array.swapaxes(1, 2)))
+    b, c, n = rows.shape
+    parts = n // _LONG_ROW
+    if parts < 2:
+        return torch.bmm(rows, rows.mT)
+    even = rows[:, :, : parts * _LONG_ROW].reshape(b, c, parts, _LONG_ROW).transpose(1, 2).flatten(0, 1)
+    total = torch.bmm(even, even.mT).view(b, parts, c, c).sum(dim=1)
+    return total + gram(rows[:, :, parts * _LONG_ROW :]) if n % _LONG_ROW else total

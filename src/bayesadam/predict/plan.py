@@ -1,126 +1,276 @@
-"""Which layer explains which parameter of a model, found out on a few examples and checked against autograd."""
+"""Which layer explains which parameter: recorded in a forward pass, and checked against autograd on a few examples."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from bayesadam.errors import BayesAdamError, MatchError
-from bayesadam.predict import contract
 from bayesadam.predict.call import Call, Forward, batch_size, examples, explaining, repeated
-from bayesadam.predict.captured import has_graph
-from bayesadam.predict.layers import Layout, Output, SumUse, Use, batch_first
-from bayesadam.predict.recording import recording
+from bayesadam.predict.layers import (
+    ConvolutionUse,
+    EmbeddingUse,
+    Layout,
+    MatrixUse,
+    SumUse,
+    TransposedConvolutionUse,
+    TransposedMatrixUse,
+    Use,
+    batch_first,
+    batch_second,
+    total_gradient,
+)
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_KNOWN = (
+    *_LINEAR, *_CONVOLUTIONS, *_TRANSPOSED, *_BATCH_NORMS,
+    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention,
+)  # fmt: skip
+_FREE: tuple[Layout, ...] = (batch_first, batch_second)
+_FIRST: tuple[Layout, ...] = (batch_first,)
 _PLANS_KEPT = 16
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+# --- recording ------------------------------------------------------------------------------------------------------
+
+
+def recorded(
+    call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()
+) -> tuple[list[Use], Tensor]:
+    """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy each.
+
+    Hooks alone, removed in a `finally`. A layer whose class was changed, or a parameter used in another way, is not
+    noticed here: `make_plan` checks every parameter against autograd before it trusts the list.
+    """
+    size, names = batch_size(inputs), {id(leaf): name for name, leaf in leaves.items()}
+    owners = {name: call.model.get_submodule(name.rpartition(".")[0]) for name in shared}
+    tables = {name: size for name, owner in owners.items() if isinstance(owner, nn.Embedding)}
+    copies = {name: _copies(leaves[name], size) for name in shared if name not in tables}
+    uses: list[Use] = []
+    with _recording(call.model, names, tables, uses):
+        output = call({**leaves, **copies}, inputs)
+    for name, copy in copies.items():
+        uses.append(SumUse(name=name, edge=get_gradient_edge(copy), shape=copy.shape, layouts=_FIRST))
+    return uses, output
+
+
+def _copies(leaf: Tensor, size: int) -> Tensor:
+    """(size, *shape), or with the first dimension widened where it is 1."""
+    wide = leaf if leaf.dim() > 1 and leaf.shape[0] == 1 else leaf.unsqueeze(0)
+    return wide.expand(size, *wide.shape[1:]).clone()
+
+
+@contextmanager
+def _recording(
+    model: nn.Module, names: Mapping[int, str], tables: Mapping[str, int], uses: list[Use]
+) -> Iterator[None]:
+    """Fill `uses` as the model runs; embeddings whose tables are shared by all examples are repeated for each."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if isinstance(module, nn.MultiheadAttention):
+            noted, replaced = _attention(module, args, kwargs, output)
+        else:
+            given = args[0] if args else next(iter(kwargs.values()))
+            if isinstance(module, nn.Embedding) and (size := tables.get(names.get(id(module.weight), ""))):
+                given, output = _for_each(given, size, 0), _for_each(output, size, 1)
+            noted, replaced = _noted(module, given, output), None
+        for kind, parameter, z, fields in noted:
+            # What the model runs without gradients has none.
+            if parameter is not None and id(parameter) in names and z.requires_grad:
+                uses.append(kind(name=names[id(parameter)], edge=get_gradient_edge(z), shape=z.shape, **fields))
+        if replaced is not None:
+            return replaced
+        # What follows may work in place; D is wanted at the layer's own output.
+        return output.clone() if isinstance(output, Tensor) else None
+
+    handles = []
+    try:
+        for module in model.modules():
+            if type(module) in _KNOWN or _is_transposed_linear(module):
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _for_each(tensor: Tensor, size: int, features: int) -> Tensor:
+    """(positions, ...) or (1, positions, ...) as (size, positions, ...), with so many dimensions of features."""
+    whole = tensor if tensor.dim() > 1 + features else tensor.unsqueeze(0)
+    return whole.expand(size, *whole.shape[1:])
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it is the linear layer of transformers' GPT-2, which need not be installed."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+# The kind of a use, its parameter, the layer's output and the use's other fields.
+_Note = tuple[type[Use], Tensor | None, Tensor, dict[str, Any]]
+
+
+def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
+    """The uses of the parameters of one layer with input a and output z."""
+    free, first = {"layouts": _FREE}, {"layouts": _FIRST, "channel": True}
+    if isinstance(m, nn.Embedding):
+        return [] if m.max_norm else [(EmbeddingUse, m.weight, z, {**free, "ids": a, "padding": m.padding_idx})]
+    if isinstance(m, _CONVOLUTIONS + _TRANSPOSED):
+        kind = TransposedConvolutionUse if isinstance(m, _TRANSPOSED) else ConvolutionUse
+        own = {"layouts": _FIRST, "input": a, "module": m}
+        return [(kind, m.weight, z, own), (SumUse, m.bias, z, first)] if a.dim() == len(m.kernel_size) + 2 else []
+    if isinstance(m, _LINEAR) or _is_transposed_linear(m):
+        matrix = MatrixUse if isinstance(m, _LINEAR) else TransposedMatrixUse
+        return [(matrix, m.weight, z, {**free, "input": a}), (SumUse, m.bias, z, free)]
+    x = a.detach()
+    if isinstance(m, nn.LayerNorm):
+        scale = partial(F.layer_norm, x, m.normalized_shape, eps=m.eps)
+    elif isinstance(m, nn.RMSNorm):
+        scale = partial(F.rms_norm, x, m.normalized_shape, None, m.eps)
+    elif isinstance(m, nn.GroupNorm):
+        scale = partial(F.group_norm, x, m.num_groups, eps=m.eps)
+    elif m.running_mean is not None:
+        scale = partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
+    else:
+        return []
+    how = free if isinstance(m, nn.LayerNorm | nn.RMSNorm) else first
+    return [(SumUse, m.weight, z, {**how, "scale": scale}), (SumUse, getattr(m, "bias", None), z, how)]
+
+
+def _attention(m: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> tuple[list[_Note], Any]:
+    """Attention written out, so that its four projections are seen, and its result, which replaces the module's own."""
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = given["query"]
+    if m.bias_k is not None or m.add_zero_attn or query.dim() != 3 or query.is_nested:
+        return [], None
+    how: Any = {"layouts": _FIRST if m.batch_first else (batch_second,)}
+    own = None if m._qkv_same_embed_dim else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+    projected: list[Tensor] = []
+    noted: list[_Note] = []
+    for index, a in enumerate((query, given["key"], given["value"])):
+        bias_rows = slice(index * m.embed_dim, (index + 1) * m.embed_dim)
+        bias = None if m.in_proj_bias is None else m.in_proj_bias[bias_rows]
+        weight, rows = (m.in_proj_weight, bias_rows) if own is None else (own[index], None)
+        z = F.linear(a, weight if rows is None else weight[rows], bias)
+        noted.append((MatrixUse, weight, z, {**how, "input": a, "rows": rows}))
+        noted.append((SumUse, m.in_proj_bias, z, {**how, "rows": bias_rows}))
+        projected.append(z if m.batch_first else z.transpose(0, 1))
+    q, k, v = (z.reshape(*z.shape[:2], m.num_heads, -1).transpose(1, 2) for z in projected)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    mask = mask.view(scores.shape) if mask is not None and mask.dim() == 3 else mask
+    padding = None if padding is None else padding.view(len(scores), 1, 1, scores.shape[-1])
+    for each in (mask, padding):
+        if each is not None:
+            scores = scores.masked_fill(each, -math.inf) if each.dtype == torch.bool else scores + each
+    mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
+    mixed = mixed if m.batch_first else mixed.transpose(0, 1)
+    z = F.linear(mixed, m.out_proj.weight, m.out_proj.bias)
+    noted += [(MatrixUse, m.out_proj.weight, z, {**how, "input": mixed}), (SumUse, m.out_proj.bias, z, how)]
+    return noted, (z.clone(), output[1])
+
+
+# --- planning -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How the parameters of a model are handled, found out on a few examples.
+    """How the parameters of a model are handled, determined on a few examples.
 
     Attributes:
         uses: the parameter and the kind of every use of a layer, in order.
         layouts: for every use, how the examples lie in its tensors; None leaves the use out.
         generic: parameters whose gradients go through autograd, example by example.
-        repeated: parameters that all examples share as they are, such as vectors of places: they are run with a copy for
-            each example, so that the gradients of examples can be told apart.
         silent: parameters that had no gradient on these examples, so that nothing is known of them.
-        activations: entries of activations per example.
-        outputs: C, the outputs of the network.
+        repeated: parameters that all examples share as they are, such as position vectors: they are run with a copy for
+            each example, so that the gradients of examples can be separated.
         shape: the shape of one example's output.
+        activations: entries of activations per example.
         widest: entries per example of the largest of the activations.
-        first: f(x; μ) of the first example, (1, ...), as it was found when the plan was looked up.
-        checked: whether the model was looked at when the plan was looked up; if not, the result must agree with `first`.
+        first: f(x; μ) of the first example, (1, ...).
     """
 
     uses: tuple[tuple[str, type[Use]], ...]
     layouts: tuple[Layout | None, ...]
     generic: tuple[str, ...]
     silent: tuple[str, ...]
-    activations: int
-    outputs: int
+    repeated: tuple[str, ...]
     shape: torch.Size
-    repeated: tuple[str, ...] = ()
-    widest: int = 0
+    activations: int
+    widest: int
     first: Tensor | None = None
-    checked: bool = True
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of one example."""
+        return self.shape.numel()
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
-# The last plan for each kind of inputs.
-_latest: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(call: Call, leaves: Mapping[str, Tensor], inputs: Any, *, checked: bool = False) -> Plan:
-    """`make_plan`, remembered for a model as long as its modules, their settings, hooks and the kind of its inputs stay the same.
+def plan_for(call: Call, params: Mapping[str, Tensor], inputs: Any) -> Plan:
+    """`make_plan`, cached for a model as long as its modules, their settings, hooks and the kind of its inputs stay.
 
-    So must what it computes, which may depend on more than that (a variable that its forward closes over, a list that it
-    looks into): the first example is run at every call, and its operations, in order, and the outputs' shape belong to what
-    is remembered. Another dimension that an operation goes along is not seen there. Where work on such inputs is captured,
-    the model is not looked at, unless the plan must be `checked`: the replayed result is compared with the first example's.
+    What the model computes may depend on more than that (a variable that its forward closes over): the first example is
+    run at every call, and the operations behind its output belong to the key. A changed dimension of one of them is not
+    noticed.
     """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     flat, spec = pytree.tree_flatten(inputs)
-    known, kind = _plans.setdefault(call.model, {}), kind_of(call, inputs)
-    if not checked and has_graph(call.model, kind) and kind in _latest.get(call.model, {}):
-        with torch.no_grad():
-            alone = call(leaves, examples(inputs, 0, 1))
-        return replace(_latest[call.model][kind], first=alone, checked=False)
-    modules = tuple(
-        (id(m), type(m), id(m.__dict__.get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks), *_settings(m))
-        for m in call.model.modules()
-    )
+    known = _plans.setdefault(call.model, {})
+    modules = []
+    for m in call.model.modules():
+        hooks = len(m._forward_hooks), len(m._forward_pre_hooks)
+        # Its forward may depend on plain attributes.
+        plain = tuple((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str) and k != "training")
+        modules.append((id(m), type(m), id(m.__dict__.get("forward")), hooks, plain))
     kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
     tensors = tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves.items())
     operations, first = _operations(call, leaves, inputs)
-    key = (weakly(call.forward), call.at, modules, str(spec), kinds, tensors, operations)
+    key = (weakly(call.forward), call.at, tuple(modules), str(spec), kinds, tensors, operations)
     if key not in known:
         if len(known) >= _PLANS_KEPT:
             known.pop(next(iter(known)))
         known[key] = make_plan(call, leaves, inputs)
-    latest = _latest.setdefault(call.model, {})
-    if len(latest) >= _PLANS_KEPT:
-        latest.pop(next(iter(latest)))
-    latest[kind] = known[key]
     return replace(known[key], first=first)
 
 
-def kind_of(call: Call, inputs: Any) -> tuple[Any, ...]:
-    """How the model is called, and the shapes and types of what it is given."""
-    flat, spec = pytree.tree_flatten(inputs)
-    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in flat)
-    return weakly(call.forward), call.at, str(spec), kinds
-
-
 def weakly(forward: Forward | None) -> Any:
-    """What stands for a forward without keeping it, for it may hold the model, which would then never be freed."""
+    """A key for a forward that does not keep it alive: it may hold the model, which would then never be freed."""
     if forward is None:
         return None
     try:
         return WeakMethod(forward) if isinstance(forward, MethodType) else ref(forward)
     except TypeError:
-        # It cannot be distinguished from others without a reference: it is equal to none, itself included.
+        # It has no weak reference: equal to none, itself included.
         return object()
 
 
 def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
-    """The first example's output shape and the graph behind it: the kinds of its nodes, down to the parameters; and the output.
-
-    Where a node comes again its number stands for it.
-    """
+    """The first example's output shape, the kinds of the nodes of the graph behind it, and the output itself."""
     try:
         with torch.enable_grad():
             output = call(leaves, examples(inputs, 0, 1))
     except BayesAdamError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError):
+    except _FAILURES:
         # Reported by `make_plan`.
         return (), None
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -139,19 +289,12 @@ def _operations(call: Call, leaves: Mapping[str, Tensor], inputs: Any) -> tuple[
     return tuple(found), output.detach()
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Plain attributes, on which its forward may depend."""
-    for name, value in vars(module).items():
-        if isinstance(value, bool | int | float | str) and name != "training":
-            yield name, value
-
-
 def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()) -> Plan:
     """Try each way in which the examples may lie in a layer's tensors, and keep what agrees with autograd.
 
-    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors example
-    by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not what it
-    seems. The parameters `shared` by all examples have a copy for each; what no layer explains is tried so.
+    With random r and s, Σ_b s_b ∂(r_b · f_b)/∂w is computed twice: by autograd, and from the layer's own factors
+    example by example. They differ as soon as a weight is used elsewhere too, examples are mixed up, or a layer is not
+    what it seems. The parameters `shared` by all examples have a copy for each; what no layer explains is tried so.
     """
     size = batch_size(inputs)
     probe = repeated(inputs, 2) if size == 1 else examples(inputs, 0, min(size, 3))
@@ -159,19 +302,7 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
     with torch.enable_grad():
         with explaining(call, leaves, inputs):
             uses, output = recorded(call, leaves, probe, shared)
-        if output.shape[0] != size:
-            raise BayesAdamError(
-                f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
-                "Pass forward=lambda model, batch: ... that returns (batch, ...)"
-            )
-        if not output.requires_grad:
-            raise BayesAdamError(
-                "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
-                "there a torch.no_grad(), a detach() or an argmax in its forward?"
-            )
-        if output.numel() == 0:
-            raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
-        _check_alone(call, leaves, probe, output)
+        _check_output(call, leaves, probe, output, size)
         flat = output.reshape(size, -1)
         generator = torch.Generator().manual_seed(0)
         r = torch.randn(flat.shape, generator=generator).to(flat)
@@ -179,54 +310,64 @@ def make_plan(call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tup
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
         weighted = (s[:, None] * r * flat).sum()
         truths = torch.autograd.grad(weighted, list(leaves.values()), retain_graph=True, allow_unused=True)
-        ds = torch.autograd.grad((r * flat).sum(), edges_of(uses), allow_unused=True) if uses else ()
+        ds = torch.autograd.grad((r * flat).sum(), [use.edge for use in uses], allow_unused=True) if uses else ()
     layouts: list[Layout | None] = [None] * len(uses)
     generic, silent = [], []
     for name, truth in zip(leaves, truths, strict=True):
-        truth = None if truth is None else dense(truth)
-        if truth is None or not truth.any():
+        if truth is None or not dense(truth).any():
             silent.append(name)
             continue
         mine = [i for i, use in enumerate(uses) if use.name == name and ds[i] is not None]
-        chosen = _agreeing_layouts([uses[i] for i in mine], [ds[i] for i in mine], truth, s, size)
+        chosen = _agreeing_layouts([uses[i] for i in mine], [ds[i] for i in mine], dense(truth), s, size)
         if chosen is None:
             generic.append(name)
         for i, layout in zip(mine, chosen or [], strict=False):
             layouts[i] = layout
-    seen = {id(use.output): use.output.shape.numel() for use in uses}
-    activations = max(sum(seen.values()), flat.numel()) // size
-    more = tuple(name for name in generic if _can_be_repeated(call, leaves, probe, (*shared, name), output))
-    if more and not shared:
-        return make_plan(call, leaves, inputs, more)
-    handled = _kinds(uses), tuple(layouts), tuple(generic), tuple(silent)
-    widest = max([*seen.values(), flat.numel()]) // size
-    return Plan(*handled, activations, flat.shape[1], output.shape[1:], shared, widest)
+    if not shared:
+        more = tuple(name for name in generic if _can_be_repeated(call, leaves, probe, name, output.detach()))
+        if more:
+            return make_plan(call, leaves, inputs, more)
+    seen = [shape.numel() for shape in {use.at: use.shape for use in uses}.values()]
+    activations, widest = max(sum(seen), flat.numel()) // size, max([*seen, flat.numel()]) // size
+    kinds = tuple((use.name, type(use)) for use in uses)
+    found = kinds, tuple(layouts), tuple(generic), tuple(silent)
+    return Plan(*found, shared, output.shape[1:], activations, widest)
 
 
-def _can_be_repeated(
-    call: Call, leaves: Mapping[str, Tensor], probe: Any, shared: tuple[str, ...], output: Tensor
-) -> bool:
-    """Whether the model runs with a copy of the parameter for each example, to the same end."""
-    try:
-        with torch.enable_grad():
-            _, found = recorded(call, leaves, probe, shared)
-    except (RuntimeError, ValueError, IndexError, TypeError, BayesAdamError):
-        return False
-    return found.shape == output.shape and agree(found.detach(), output.detach())
+def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
+    """The plan for one chunk: weights that were silent, or all where other layers are used, go the generic way."""
+    same = tuple((use.name, type(use)) for use in uses) == plan.uses
+    unknown = plan.silent if same else tuple(leaves)
+    live: tuple[str, ...] = ()
+    if unknown and flat.requires_grad:
+        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
+        mine = [leaves[name] for name in unknown]
+        grads = torch.autograd.grad((r * flat).sum(), mine, retain_graph=True, allow_unused=True)
+        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(dense(g).any()))
+    if same:
+        return replace(plan, generic=plan.generic + live)
+    return replace(plan, layouts=(None,) * len(uses), generic=live)
 
 
-def _kinds(uses: Sequence[Use]) -> tuple[tuple[str, type[Use]], ...]:
-    return tuple((use.name, type(use)) for use in uses)
-
-
-def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor) -> None:
-    """An example must give the same alone as among others: work is cut along the batch."""
-    size = len(output)
+def _check_output(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: Tensor, size: int) -> None:
+    """The batch comes first, the output depends on the weights, and an example gives the same alone as among others."""
+    if output.shape[0] != size:
+        raise BayesAdamError(
+            f"the model returned {output.shape[0]} rows for {size} examples: its output must have the batch first. "
+            "Pass forward=lambda model, batch: ... that returns (batch, ...)"
+        )
+    if not output.requires_grad:
+        raise BayesAdamError(
+            "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
+            "there a torch.no_grad(), a detach() or an argmax in its forward?"
+        )
+    if output.numel() == 0:
+        raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
     wrong = (
         "each example's output must depend on that example alone, but the model gives something else when one is run "
-        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the batch "
-        "without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there no batch "
-        "dimension? A single example is x[None]"
+        "alone. Does it mix examples (batch norm without running statistics), or has an input as many rows as the "
+        "batch without being one row per example? Pass that one through forward=lambda model, batch: ... Or is there "
+        "no batch dimension? A single example is x[None]"
     )
     try:
         with torch.no_grad():
@@ -243,26 +384,37 @@ def _check_alone(call: Call, leaves: Mapping[str, Tensor], probe: Any, output: T
             again = call(leaves, examples(probe, size - 1, size))
         if again.shape == alone.shape and not torch.equal(again, alone):
             raise BayesAdamError(
-                "the model gives something else each time it is run on the same example, in evaluation mode: something in "
-                "it is random, such as functional.dropout without training=self.training. Use nn.Dropout, or pass that"
+                "the model gives something else each time it is run on the same example, in evaluation mode: something "
+                "in it is random, such as functional.dropout without training=self.training. Use nn.Dropout instead"
             )
         raise BayesAdamError(wrong)
 
 
+def _can_be_repeated(call: Call, leaves: Mapping[str, Tensor], probe: Any, name: str, output: Tensor) -> bool:
+    """Whether the model runs with a copy of the parameter for each example, to the same end."""
+    try:
+        with torch.enable_grad():
+            _, found = recorded(call, leaves, probe, (name,))
+    except (*_FAILURES, BayesAdamError):
+        return False
+    return found.shape == output.shape and agree(found.detach(), output)
+
+
 def agree(ours: Tensor, truth: Tensor) -> bool:
     """Equal but for rounding."""
-    return _disagreement(ours, truth) <= min(0.2, 10 * math.sqrt(torch.finfo(truth.dtype).eps))
+    return disagreement(ours, truth) <= min(0.2, 10 * math.sqrt(torch.finfo(truth.dtype).eps))
+
+
+def disagreement(ours: Tensor, truth: Tensor) -> float:
+    """|ours − truth| over |truth|, in float32 or wider."""
+    wide = torch.promote_types(truth.dtype, torch.float32)
+    ours, truth = ours.to(wide), truth.to(wide)
+    return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 
 def dense(gradient: Tensor) -> Tensor:
     """A gradient with every entry: that of an embedding may come as the rows it looked up."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def _disagreement(ours: Tensor, truth: Tensor) -> float:
-    wide = torch.promote_types(truth.dtype, torch.float32)
-    ours, truth = ours.to(wide), truth.to(wide)
-    return float((ours - truth).norm()) / (float(truth.norm()) or 1.0)
 
 
 def _agreeing_layouts(
@@ -273,62 +425,17 @@ def _agreeing_layouts(
     eps = max(torch.finfo(tensor.dtype).eps for tensor in (truth, *ds))
     best: tuple[float, list[Layout] | None] = (0.2, None)
     for attempt in range(max((len(use.layouts) for use in uses), default=0)):
-        layout = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
+        layouts = [use.layouts[min(attempt, len(use.layouts) - 1)] for use in uses]
         ours = torch.zeros_like(truth, dtype=wide)
         try:
-            for use, d, lay in zip(uses, ds, layout, strict=True):
-                part = contract.total_gradient([use], [d[None]], [lay], size, s.to(wide), ours)
-                use.of(ours).add_(part)
+            for use, d, layout in zip(uses, ds, layouts, strict=True):
+                use.of(ours).add_(total_gradient(use, d[None], layout, size, s.to(wide), ours))
         except (RuntimeError, IndexError):
             continue
-        found = _disagreement(ours, truth)
+        found = disagreement(ours, truth)
         if found <= min(4e-3, 10 * eps**0.5):
-            return layout
+            return layouts
         if eps > torch.finfo(torch.float32).eps and found < best[0]:
             # Rounding alone may come to this much; a wrong layout is still farther off.
-            best = (found, layout)
+            best = (found, layouts)
     return best[1]
-
-
-def fitted(plan: Plan, uses: Sequence[Use], flat: Tensor, leaves: Mapping[str, Tensor]) -> Plan:
-    """The plan for one chunk: weights that were silent before, or all where other layers are used, go the generic way."""
-    same = _kinds(uses) == plan.uses
-    unknown = plan.silent if same else tuple(leaves)
-    live: tuple[str, ...] = ()
-    if unknown and flat.requires_grad:
-        r = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
-        mine = [leaves[name] for name in unknown]
-        grads = torch.autograd.grad((r * flat).sum(), mine, retain_graph=True, allow_unused=True)
-        live = tuple(name for name, g in zip(unknown, grads, strict=True) if g is not None and bool(dense(g).any()))
-    if same:
-        return replace(plan, generic=plan.generic + live)
-    return replace(plan, layouts=(None,) * len(uses), generic=live)
-
-
-def recorded(
-    call: Call, leaves: Mapping[str, Tensor], inputs: Any, shared: tuple[str, ...] = ()
-) -> tuple[list[Use], Tensor]:
-    """The uses of the parameters in one forward pass, and its output; those `shared` by all examples have a copy for each."""
-    size, names = batch_size(inputs), {id(leaf): name for name, leaf in leaves.items()}
-    tables = {name for name in shared if isinstance(_owner(call.model, name), nn.Embedding)}
-    copies = {name: _copies(leaves[name], size) for name in shared if name not in tables}
-    with recording(call.model, names, dict.fromkeys(tables, size)) as uses:
-        output = call({**leaves, **copies}, inputs)
-    uses += [SumUse(name, Output.of(copy), (batch_first,)) for name, copy in copies.items()]
-    # What the model runs without gradients has none.
-    return [use for use in uses if use.output.edge is not None], output
-
-
-def edges_of(uses: Sequence[Use]) -> list[GradientEdge]:
-    """Where D arrives for each of them."""
-    return [use.output.edge for use in uses if use.output.edge is not None]
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _copies(leaf: Tensor, size: int) -> Tensor:
-    """(size, *shape), or with the first dimension widened where it is 1."""
-    wide = leaf if leaf.dim() > 1 and leaf.shape[0] == 1 else leaf.unsqueeze(0)
-    return wide.expand(size, *wide.shape[1:]).clone()

@@ -1,7 +1,7 @@
 """Predictions of a model that FSDP2 has sharded: gathered whole where that fits, module by module where it does not.
 
-FSDP2's hooks gather weights into memory of its own, past anything that is put in their place and past autograd's forward
-mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
+FSDP2's hooks gather weights into memory of its own, past anything that is put in their place and past autograd's
+forward mode. So they are set aside for the call, and what they do is done here, with weights of our choosing.
 """
 
 from collections import OrderedDict
@@ -17,59 +17,120 @@ from torch.autograd import forward_ad
 from bayesadam._shards import fsdp_modules, is_sharded, whole
 from bayesadam.errors import BayesAdamError, MemoryBudgetError, SettingError
 from bayesadam.predict.call import Call
-from bayesadam.predict.gaussian import Gaussian
-from bayesadam.readers import own_parameters
+from bayesadam.readers.match import own_parameters
 
 # θ, v̂, σ², μ in the parameters' type, and a draw.
 _COPIES = 5
 Gather = Callable[[str], Tensor]
-Groups = list[tuple[nn.Module, dict[str, Tensor]]]
 
 
-def fits(gaussian: Gaussian, predictive: str, budget: int) -> bool:
+def fits(gaussian: Any, predictive: str, budget: int) -> bool:
     """Whether the whole posterior may be gathered on every process; the exact method cannot do without.
 
     Raises:
         MemoryBudgetError: it may not, and must.
     """
-    needed = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
+    needed: int = _COPIES * sum(theta.numel() * theta.element_size() for theta in gaussian.mode.values())
     if needed > budget and predictive == "linearised":
         raise MemoryBudgetError(
-            f"predictive='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the memory "
-            f"budget is {budget:,}: raise memory_budget, or use predictive='linearised-sampled', which gathers one FSDP "
-            "module at a time"
+            f"predictive='linearised' gathers a sharded posterior on every process, about {needed:,} bytes, and the "
+            f"memory budget is {budget:,}: raise memory_budget, or use predictive='linearised-sampled', which gathers "
+            "one FSDP module at a time"
         )
     return needed <= budget
 
 
 @contextmanager
-def gathered(gaussian: Gaussian) -> Iterator[Gaussian]:
+def gathered(gaussian: Any) -> Iterator[Any]:
     """The posterior and its model in whole tensors on every process; the model's shards are back when it ends."""
     model = gaussian.model
     _check_fsdp(model)
-    with without_fsdp(model):
+    with _without_fsdp(model):
         named = {name: p for name, p in model.named_parameters() if is_sharded(p)}
 
         def gather(name: str) -> Tensor:
             if name not in gaussian.mode:
                 return whole(named[name].detach())
-            # Replaced at every call: it needs a shape, a type and a place, no values.
+            # Replaced at every call: it needs a shape, a type and a device, no values.
             return torch.zeros((), dtype=named[name].dtype, device=named[name].device).expand(named[name].shape)
 
         with _holding(model, named, gather):
             yield gaussian.gathered(model)
 
 
-@contextmanager
-def without_fsdp(model: nn.Module) -> Iterator[None]:
-    """The model's FSDP2 modules as the plain ones they were, without hooks; their parameters stay shards."""
+def draws_by_module(
+    gaussian: Any, call: Call, inputs: Any, predictive: str, generator: torch.Generator | None, n: int
+) -> tuple[Tensor, Tensor]:
+    """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
+
+    Every process runs 1 + n forwards, each on all of its own batch. The linearised network's draws are
+    f(x; μ) + J (θ − μ), weights being dual numbers.
+    """
+    model, mean = gaussian.model, gaussian.mean
+    _check_fsdp(model)
     modules = fsdp_modules(model)
-    before = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    owner = {id(parameter): module for module in modules for parameter in module.parameters()}
+    named = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+    groups = [(module, {name: p for name, p in named.items() if owner[id(p)] is module}) for module in modules]
+
+    def at_mean(name: str) -> Tensor:
+        return whole(mean.get(name, named[name]).detach().to(named[name].dtype))
+
+    def at(theta: Mapping[str, Tensor], name: str) -> Tensor:
+        return whole(theta[name]) if name in theta else at_mean(name)
+
+    def along(theta: Mapping[str, Tensor], name: str) -> Tensor:
+        centre = at_mean(name)
+        dual: Tensor = forward_ad.make_dual(centre, at(theta, name) - centre)  # type: ignore[no-untyped-call]
+        return dual
+
+    def forward(gather: Gather) -> Tensor:
+        """Each FSDP module's own weights are gathered as it starts and let go as it ends."""
+        with ExitStack() as handles:
+            for module, own in groups:
+                weights = ExitStack()
+                handles.enter_context(weights)
+
+                def enter(module: nn.Module, _: Any, weights: ExitStack = weights, own: Any = own) -> None:
+                    weights.enter_context(_holding(module, own, gather))
+
+                handles.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                leave = module.register_forward_hook(lambda *_, own=weights: own.close(), always_call=True)
+                handles.callback(leave.remove)
+            return call({}, inputs)
+
+    def forward_mode(theta: Mapping[str, Tensor]) -> Tensor:
+        with forward_ad.dual_level():
+            try:
+                value, tangent = forward_ad.unpack_dual(forward(partial(along, theta)))  # type: ignore[no-untyped-call]
+            except NotImplementedError as error:
+                raise BayesAdamError(
+                    f"an operation of the model has no forward-mode derivative ({error}): raise memory_budget, so that "
+                    "the whole posterior is gathered and other ways can be taken, or use predictive='sampled'"
+                ) from error
+            total: Tensor = value if tangent is None else value + tangent
+            return total
+
+    outputs = []
+    with _without_fsdp(model), torch.no_grad():
+        for _ in range(n):
+            theta = gaussian.sample(generator=generator)
+            outputs.append(forward(partial(at, theta)) if predictive == "sampled" else forward_mode(theta))
+        found = torch.stack(outputs)
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        return found, forward(at_mean).to(found.dtype)
+
+
+@contextmanager
+def _without_fsdp(model: nn.Module) -> Iterator[None]:
+    """The model's FSDP2 modules as the plain ones they were, without hooks; their parameters stay shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    before = [(m, type(m), m._forward_pre_hooks, m._forward_hooks) for m in fsdp_modules(model)]
     try:
-        for module in modules:
-            module.__class__ = _original(type(module))
-            module._forward_pre_hooks = _foreign(module._forward_pre_hooks)
-            module._forward_hooks = _foreign(module._forward_hooks)
+        for module, kind, pre_hooks, hooks in before:
+            module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+            module._forward_pre_hooks, module._forward_hooks = _foreign(pre_hooks), _foreign(hooks)
         yield
     finally:
         for module, kind, pre_hooks, hooks in before:
@@ -77,14 +138,8 @@ def without_fsdp(model: nn.Module) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = pre_hooks, hooks
 
 
-def _original(kind: type[nn.Module]) -> type[nn.Module]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
-
-
 def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw in silence."""
+    """The hooks that are not FSDP2's, of which there must be one: left in place, it would undo every draw."""
     owners = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
     foreign = OrderedDict((k, hook) for k, hook in hooks.items() if not owners[k].startswith("torch.distributed.fsdp."))
     if len(foreign) == len(hooks):
@@ -97,14 +152,13 @@ def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _check_fsdp(model: nn.Module) -> None:
     """Refuse tensors sharded by anything else: what their layers' hooks do is not known here."""
-    parameters = own_parameters(model)
     ours = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
-    for name, parameter in parameters.items():
+    for name, parameter in own_parameters(model).items():
         if is_sharded(parameter) and (id(parameter) not in ours or sum(p.is_shard() for p in parameter.placements) > 1):
             raise SettingError(
-                f"parameter {name!r} is placed as {parameter.placements} by something other than FSDP2: to predict, use "
-                "posterior.gathered(model) with a plain model of the same architecture, or run the model yourself inside "
-                "posterior.sampled()"
+                f"parameter {name!r} is placed as {parameter.placements} by something other than FSDP2: to predict, "
+                "use posterior.gathered(model) with a plain model of the same architecture, or run the model yourself "
+                "inside posterior.sampled()"
             )
 
 
@@ -127,79 +181,3 @@ def _holding(module: nn.Module, named: Mapping[str, Tensor], gather: Gather) -> 
     finally:
         for owner, key, parameter in held:
             owner._parameters[key] = parameter
-
-
-def draws_by_module(
-    gaussian: Gaussian, call: Call, inputs: Any, predictive: str, n: int, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Draws of f, (n, batch, ...), and f(x; μ); one FSDP module's weights are whole at a time, as in training.
-
-    Every process runs 1 + n forwards, each on all of its own batch.
-    """
-    model, mean = gaussian.model, gaussian.mean
-    _check_fsdp(model)
-    groups = _groups(model)
-    named = {name: p for _, own in groups for name, p in own.items()}
-
-    def at_mean(name: str) -> Tensor:
-        return whole(mean.get(name, named[name]).detach().to(named[name].dtype))
-
-    def at(theta: Mapping[str, Tensor], name: str) -> Tensor:
-        return whole(theta[name]) if name in theta else at_mean(name)
-
-    def along(theta: Mapping[str, Tensor], name: str) -> Tensor:
-        centre = at_mean(name)
-        dual: Tensor = forward_ad.make_dual(centre, at(theta, name) - centre)  # type: ignore[no-untyped-call]
-        return dual
-
-    outputs = []
-    with without_fsdp(model), torch.no_grad():
-        for _ in range(n):
-            theta = gaussian.sample(generator=generator)
-            if predictive == "sampled":
-                outputs.append(_forward(call, inputs, groups, partial(at, theta)))
-            else:
-                outputs.append(_forward_mode(call, inputs, groups, partial(along, theta)))
-        found = torch.stack(outputs)
-        found = found.to(torch.promote_types(found.dtype, torch.float32))
-        return found, _forward(call, inputs, groups, at_mean).to(found.dtype)
-
-
-def _groups(model: nn.Module) -> Groups:
-    """The FSDP modules, each with the sharded parameters that are its own and not an inner one's, by name."""
-    modules = fsdp_modules(model)
-    owner = {id(parameter): module for module in modules for parameter in module.parameters()}
-    sharded = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
-    return [(module, {name: p for name, p in sharded if owner[id(p)] is module}) for module in modules]
-
-
-def _forward_mode(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Tensor:
-    """f(x; μ) + J (θ − μ), weights being dual numbers."""
-    with forward_ad.dual_level():
-        try:
-            output = _forward(call, inputs, groups, gather)
-        except NotImplementedError as error:
-            raise BayesAdamError(
-                f"an operation of the model has no forward-mode derivative ({error}): raise memory_budget, so that the "
-                "whole posterior is gathered and other ways can be taken, or use predictive='sampled'"
-            ) from error
-        value, tangent = forward_ad.unpack_dual(output)  # type: ignore[no-untyped-call]
-        total: Tensor = value if tangent is None else value + tangent
-        return total
-
-
-def _forward(call: Call, inputs: Any, groups: Groups, gather: Gather) -> Tensor:
-    """The model's output, where each FSDP module's own weights are gathered as it starts and let go as it ends."""
-    with ExitStack() as handles:
-        for module, own in groups:
-            weights = ExitStack()
-            handles.enter_context(weights)
-            starts = module.register_forward_pre_hook(partial(_enter, weights, own, gather), prepend=True)
-            handles.callback(starts.remove)
-            ends = module.register_forward_hook(lambda *_, own=weights: own.close(), always_call=True)
-            handles.callback(ends.remove)
-        return call({}, inputs)
-
-
-def _enter(weights: ExitStack, own: Mapping[str, Tensor], gather: Gather, module: nn.Module, _: Any) -> None:
-    weights.enter_context(_holding(module, own, gather))

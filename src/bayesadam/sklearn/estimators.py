@@ -128,7 +128,9 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
     def _predictive(self, inputs: Tensor, name: LikelihoodName, *, seed: int = 0, **options: Any) -> Predictive:
         """The mixture's; with a generator of its own, for torch's global one is the user's."""
         generator = torch.Generator().manual_seed(seed)
-        return self.posterior_.predict(inputs, likelihood=name, generator=generator, novelty=False, **options)
+        how: Any = {"likelihood": name, "generator": generator, "novelty": False}
+        found: Predictive = self.posterior_.predict(inputs, **how, **options)
+        return found
 
 
 @dataclass(eq=False, repr=False)

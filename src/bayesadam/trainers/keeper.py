@@ -24,8 +24,7 @@ from bayesadam.held_out import aligned
 from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.report import CalibrationReport
-from bayesadam.predict.batches import Batch, batches_of
-from bayesadam.predict.call import Forward, to_device
+from bayesadam.predict.call import Batch, Forward, batches_of, to_device
 from bayesadam.scores import coverage, ece, nll, rmse
 
 FILE_NAME = "posterior.safetensors"
