@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesadam as ba
-from bayesadam.calibration import choice, data, log_marginal_likelihood, validation
-from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
+from bayesadam.calibration import fits, held_out, log_marginal_likelihood
+from bayesadam.calibration.fits import Predictions, best_known, by_draws
 from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.predict import CollapsedPredictionWarning, predict
@@ -101,8 +101,8 @@ def log_likelihood(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], **opti
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer settings tried, for tests that do not ask for the best ones."""
-    monkeypatch.setattr(validation, "_RATIOS", 5)
-    monkeypatch.setattr(validation, "_NOISE_SHARES", (0.1, 0.5, 1.0))
+    monkeypatch.setattr(fits, "_RATIOS", 5)
+    monkeypatch.setattr(fits, "_NOISE_SHARES", (0.1, 0.5, 1.0))
 
 
 every_likelihood = pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
@@ -450,8 +450,7 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ba.Posterior, dic
         seen.append((posterior, {**vars(options), "seed": options.generator.initial_seed()}))
         return original(posterior, inputs, options)
 
-    for module in (choice, data):
-        monkeypatch.setattr(module, "predictive_of", recorded)
+    monkeypatch.setattr(held_out, "predictive_of", recorded)
     return seen
 
 
@@ -552,8 +551,8 @@ def test_another_scale_of_the_linearised_network_costs_no_draws(classification):
 def search(posterior: ba.Posterior, batch: tuple[Tensor, Tensor], predictive: str) -> tuple[Any, Predictions]:
     """What a search over all examples finds, and all that it looked at."""
     options = Options(likelihood="classification", predictive=predictive, n_samples=6)
-    predictions = Predictions.of(data.HeldOut(posterior, [batch], options, seed=3))
-    found = by_repeated_prediction(posterior, torch.ones(len(batch[1]), dtype=torch.bool), predictions)
+    predictions = Predictions.of(held_out.HeldOut(posterior, [batch], options, seed=3))
+    found = by_draws(posterior, torch.ones(len(batch[1]), dtype=torch.bool), predictions)
     return found, predictions
 
 
@@ -601,14 +600,14 @@ def test_a_part_chooses_by_its_own_examples_among_what_was_looked_at(classificat
 def test_stretched_draws_are_those_of_another_scale(classification):
     posterior, (x, y) = classification
     options = Options(likelihood="classification", predictive="linearised-sampled", n_samples=6)
-    predictions = Predictions.of(data.HeldOut(posterior, [(x, y)], options, seed=3))
+    predictions = Predictions.of(held_out.HeldOut(posterior, [(x, y)], options, seed=3))
     every = torch.ones(len(y), dtype=torch.bool)
     predictions.scored(posterior, every, 0)
     for factor in (0.1, 7.0):
         delta = {name: factor * float(d) for name, d in posterior.prior_precision.items()}
         other = posterior.replace(scale=factor * posterior.settings.scale, prior_precision=delta)
         expected = at_best_temperature(other, (x, y), every, predictive="linearised-sampled")
-        assert predictions.scored(other, every, 0).value == approx(expected, abs=2e-3)
+        assert predictions.scored(other, every, 0)[0] == approx(expected, abs=2e-3)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Plain functions of tensors on any device. The tests hold them against scikit-lea
 import torch
 from torch import Tensor
 
-from bayesadam._measures import chance_above, in_bins
+from bayesadam._plots import chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import NumericPredictive, Predictive
 from bayesadam.likelihoods.classification import check_classes

@@ -56,7 +56,7 @@ def class_scores(probs: Tensor, method: SetMethod, uniform: Tensor) -> Tensor:
     scores = ordered.cumsum(dim=-1) - (1 - uniform).unsqueeze(-1).to(probs) * ordered
     if method == "raps":
         ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
-        scores = scores + _PENALTY * (ranks - _FREE_RANKS).clamp(min=0)
+        scores = scores + _PENALTY * (ranks - _FREE_RANKS).clamp(min=0).to(scores)
     return torch.empty_like(scores).scatter_(-1, order, scores)
 
 

@@ -17,9 +17,9 @@ from bayesadam import Diagnosis, Posterior, calibrate, doctor, pruning_masks, re
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import SettingError
 from bayesadam.inspect import quantiles
+from bayesadam.likelihoods import NumericPredictive
 from bayesadam.paper import plots
 from bayesadam.paper.run import Run, Track, generator, new_table, silent
-from bayesadam.predict import RegressionPredictive
 from bayesadam.pruning import Ranking
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Demo:
 
     train: ToyData
     grid: ToyData
-    predictive: RegressionPredictive
+    predictive: NumericPredictive
     draws: Tensor
     noise_std: float
     posterior: Posterior

@@ -16,7 +16,7 @@ from bayesadam._shards import whole
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
-from bayesadam.likelihoods.predictive import Score
+from bayesadam.likelihoods.component import Score
 from bayesadam.predict.asked import Outputs
 from bayesadam.predict.batches import for_model, inputs_of, is_loader
 from bayesadam.predict.call import Forward
@@ -201,8 +201,8 @@ class Distribution(ABC, Generic[R, C, B, H, P]):
             novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
             outputs: which outputs: `"all"`, `"top"` for the ten largest of every place, `Top(k)`, their numbers, (k,) or
                 (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin. Moments are then
-                of these. Probabilities are of all classes, the others' logits at their mean: see `SelectedClasses`.
-                Combinations come as a `RegressionPredictive` of their values. None is `"all"`, or `"top"` of more than a
+                of these. Probabilities are of all classes, the others' logits at their mean: see `LogitPredictive`.
+                Combinations come as a `NumericPredictive` of their values. None is `"all"`, or `"top"` of more than a
                 hundred classes under `"linearised"`.
             positions: which places, of outputs (batch, places, outputs): `"last"`, that of the inputs' `attention_mask` where
                 there is one, or a place for each example, (batch,): moments are then (batch, k). A boolean mask, (batch,

@@ -24,7 +24,8 @@ from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
 from bayesadam.likelihoods import Predictive
-from bayesadam.likelihoods.predictive import LogitMixture, Score, average
+from bayesadam.likelihoods.component import Component, Score
+from bayesadam.likelihoods.predictive import average
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.posterior import Posterior, read_report
 from bayesadam.posterior.report import CalibrationReport, described, settings_of, shown, table
@@ -40,11 +41,11 @@ _BESIDES = "besides"
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Mixture(
     Distribution[
-        likelihoods.RegressionMixture,
-        likelihoods.ClassificationMixture,
-        likelihoods.BinaryMixture,
-        likelihoods.HeteroscedasticMixture,
-        likelihoods.PoissonMixture,
+        likelihoods.NumericPredictive,
+        likelihoods.LogitPredictive,
+        likelihoods.LogitPredictive,
+        likelihoods.NumericPredictive,
+        likelihoods.NumericPredictive,
     ]
 ):
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
@@ -72,6 +73,7 @@ class Mixture(
     members: tuple[Posterior, ...]
     weights: tuple[float, ...]
     calibration: CalibrationReport | None
+    likelihood: str | None
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Mixture(
         weights: Iterable[float] | Tensor | None = None,
         *,
         calibration: CalibrationReport | None = None,
+        likelihood: str | None = None,
     ) -> None:
         if isinstance(members, Posterior):
             raise SettingError("a mixture is of several posteriors: Mixture([first, second, ...])")
@@ -87,6 +90,7 @@ class Mixture(
         object.__setattr__(self, "members", given)
         object.__setattr__(self, "weights", _normalised(weights, len(given)))
         object.__setattr__(self, "calibration", calibration)
+        object.__setattr__(self, "likelihood", likelihood)
         _warn_of_shared_statistics(given)
 
     @property
@@ -174,8 +178,9 @@ class Mixture(
         options = top_of(self.members, self.weights, inputs, options)
         streams = [replace(options, generator=_stream(seed, number)) for number in range(len(self))]
         members = [predictive_of(member, inputs, own) for member, own in zip(self.members, streams, strict=True)]
-        found = options.record.mixture(members, self.weights)
-        return found if self.calibration is None else replace(found, guarantee=self.calibration.guarantee)
+        components = tuple(each.components[0] for each in members)
+        guarantee = None if self.calibration is None else self.calibration.guarantee
+        return replace(members[0], components=components, weights=self.weights, guarantee=guarantee)
 
     def _score(self, inputs: Any, options: Options) -> Score:
         """Σ π_m of the members', each from a stream of its own, and of classes what members disagree on, which is exact."""
@@ -193,11 +198,9 @@ class Mixture(
         record, found = options.record, []
         for member in self.members:
             mean = outputs_at_mean(member, inputs, options)
-            of_member: Any = {"temperature": member.temperature, "averaged": False}
-            found.append(record.predictive(mean, torch.zeros_like(mean), **of_member))
-        mixed = record.mixture(found, self.weights)
-        assert isinstance(mixed, LogitMixture)
-        between = mixed.disagreement()
+            found.append(Component(mean, torch.zeros_like(mean), temperature=member.temperature, averaged=False))
+        mixed = record.predictive(found, self.weights)
+        between: Tensor = mixed.disagreement()
         if options.positions is None:
             return between.reshape(len(between), -1).sum(dim=1)
         places = chosen_places(options.positions, inputs, mixed.mean.shape[1:]).to(between.device)

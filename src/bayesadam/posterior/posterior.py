@@ -38,7 +38,7 @@ from bayesadam.gaussian.settings import (
 )
 from bayesadam.gaussian.structure import Directions, Reading, Stored, Structure, StructureSpec
 from bayesadam.likelihoods import Predictive
-from bayesadam.likelihoods.predictive import Score
+from bayesadam.likelihoods.component import Score
 from bayesadam.posterior import folder
 from bayesadam.posterior.distribution import Distribution, check_draws
 from bayesadam.posterior.header import SETTING_NAMES, header_of, own_weights, weight_roles
@@ -63,11 +63,11 @@ _GUARANTEE = "guarantee."
 @dataclass(frozen=True, eq=False)
 class Posterior(
     Distribution[
-        likelihoods.RegressionPredictive,
-        likelihoods.ClassificationPredictive,
-        likelihoods.BinaryPredictive,
-        likelihoods.HeteroscedasticPredictive,
-        likelihoods.PoissonPredictive,
+        likelihoods.NumericPredictive,
+        likelihoods.LogitPredictive,
+        likelihoods.LogitPredictive,
+        likelihoods.NumericPredictive,
+        likelihoods.NumericPredictive,
     ]
 ):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
@@ -116,6 +116,7 @@ class Posterior(
     calibration: CalibrationReport | None = None
     padding: Mapping[str, int] = None  # type: ignore[assignment]
     origin: Origin = UNKNOWN
+    likelihood: str | None = None
 
     def __post_init__(self) -> None:
         if self.padding is None:

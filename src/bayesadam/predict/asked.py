@@ -67,7 +67,7 @@ class Asked:
     """
 
     outputs: Top | Tensor
-    record: Likelihood
+    record: Likelihood[Any]
     noise_variance: Tensor | None
     rest: bool
     probes: int
@@ -179,7 +179,7 @@ class Probes:
         places: which of them count, (batch, places); None for all.
     """
 
-    record: Likelihood
+    record: Likelihood[Any]
     noise_variance: Tensor | None
     count: int
     seed: int

@@ -1,7 +1,7 @@
 """The options of a prediction, checked once."""
 
 from dataclasses import InitVar, dataclass, field
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -81,6 +81,6 @@ class Options:
             raise SettingError(f"memory_budget must be a positive number of bytes, got {self.memory_budget!r}")
 
     @property
-    def record(self) -> Likelihood:
+    def record(self) -> Likelihood[Any]:
         """The likelihood of that name."""
         return likelihood(self.likelihood)

@@ -15,7 +15,8 @@ from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.sharded import common_seed
 from bayesadam.likelihoods import LikelihoodName, Predictive
-from bayesadam.likelihoods.predictive import FEW_OUTPUTS, Novel, Score, average, rows
+from bayesadam.likelihoods.component import Component, Novel, Score
+from bayesadam.likelihoods.predictive import FEW_OUTPUTS, average, rows
 from bayesadam.predict.asked import MANY_CLASSES, Outputs, Top
 from bayesadam.predict.batches import for_model
 from bayesadam.predict.call import Call, evaluating, plain
@@ -120,7 +121,7 @@ def _predictive(gaussian: Gaussian, inputs: Any, options: Options) -> Predictive
             call, inputs = cut
             options = replace(options, positions=None, outputs=_at_place(options, inputs[1]))
         plan = _plan(call, params, inputs)
-        if plan.first is not None and (doubt := options.record.doubt(plan.first)) is not None:
+        if plan.first is not None and (doubt := options.record.mismatch(plan.first)) is not None:
             warn(doubt)
         chosen = _chosen(options, plan.shape)
         if chosen is None:
@@ -177,9 +178,12 @@ def _of_every_output(gaussian: Gaussian, call: Call, inputs: Any, options: Optio
         draws, centre = _draws(gaussian, call, inputs, options, plan)
         mean, variance, block = _moments_of_draws(draws, centre, options)
         how = f"{options.predictive}: {len(draws)} draws"
-    of_outputs: Any = {"temperature": gaussian.temperature, "averaged": gaussian.averaged, "link": options.link}
-    of_outputs |= {"noise_variance": gaussian.noise_variance, "novel": novel}
-    return replace(record.predictive(mean, variance, block, draws, **of_outputs), plan=how)
+    of_network: Any = {"noise_variance": gaussian.noise_variance, "novel": novel}
+    of_network |= {"temperature": gaussian.temperature, "averaged": gaussian.averaged}
+    found: Predictive = record.predictive(
+        [Component(mean, variance, block, draws, **of_network)], link=options.link, plan=how
+    )
+    return found
 
 
 def _linearised(

@@ -27,7 +27,7 @@ Noise = Callable[[torch.Size], Tensor]
 _CACHED = 1 << 27
 
 
-def warn_of_collapse(record: Likelihood, draws: Tensor, centre: Tensor) -> None:
+def warn_of_collapse(record: Likelihood[Any], draws: Tensor, centre: Tensor) -> None:
     """Warn where averaging over draws changed the answer of the network at the mean out of recognition."""
     told = record.collapse(draws, centre)
     if told is not None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.likelihoods import Likelihood, Predictive, RegressionPredictive, SelectedClasses
-from bayesadam.likelihoods.predictive import Novel, Score
+from bayesadam.likelihoods import Component, Likelihood, Predictive, likelihood
+from bayesadam.likelihoods.component import Novel, Score
 from bayesadam.predict.asked import Asked, Probes, Top, rest_weights
 from bayesadam.predict.call import Call, batch_size, examples
 from bayesadam.predict.gaussian import Gaussian, moments_of
@@ -160,7 +160,7 @@ class _Selection:
         return self.plan.shape
 
     @property
-    def record(self) -> Likelihood:
+    def record(self) -> Likelihood[Any]:
         return self.options.record
 
 
@@ -361,36 +361,23 @@ def _restricted(found: _Found, mask: Tensor | None) -> _Found:
 
 def _assembled(task: _Selection, found: _Found) -> Predictive:
     """The predictive of the moments."""
-    gaussian, record, options = task.gaussian, task.record, task.options
-    given: dict[str, Any] = {"novel": found.novel, "score": found.score, "plan": found.plan}
-    parts = (found.mean, found.variance, found.covariance, found.draws)
+    gaussian, record = task.gaussian, task.record
+    given: dict[str, Any] = {"novel": found.novel, "score": found.score}
     if task.asked.is_combination:
-        own = found.mean.new_zeros(()) if found.noise is None else found.noise
-        return RegressionPredictive(*parts, noise_variance=own, **given)
-    noise = gaussian.noise_variance if record.noise else None
-    if noise is not None:
-        noise = noise.to(found.mean).expand(found.logits.shape[-1])
-    if record.coupled:
-        return SelectedClasses(
-            *parts,
-            link=options.link,
-            temperature=gaussian.temperature,
-            averaged=gaussian.averaged,
-            outputs=found.numbers,
-            logits=found.logits,
-            rest_variance=found.rest if found.rest is not None else torch.zeros_like(found.mean[..., 0]),
-            **given,
-        )
-    selected = None if noise is None else noise[found.numbers]
-    made = record.predictive(
-        *parts,
-        link=options.link,
-        noise_variance=selected,
-        novel=found.novel,
-        temperature=gaussian.temperature,
-        averaged=gaussian.averaged,
-    )
-    return replace(made, score=found.score, plan=found.plan)
+        record = likelihood("regression")
+        given["noise_variance"] = found.mean.new_zeros(()) if found.noise is None else found.noise
+    else:
+        given |= {"temperature": gaussian.temperature, "averaged": gaussian.averaged, "outputs": found.numbers}
+        if record.noise and gaussian.noise_variance is not None:
+            given["noise_variance"] = gaussian.noise_variance.to(found.mean).expand(found.logits.shape[-1])[
+                found.numbers
+            ]
+        if record.coupled:
+            rest = found.rest if found.rest is not None else torch.zeros_like(found.mean[..., 0])
+            given |= {"logits": found.logits, "rest_variance": rest}
+    component = Component(found.mean, found.variance, found.covariance, found.draws, **given)
+    made: Predictive = record.predictive([component], link=task.options.link, plan=found.plan)
+    return made
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -18,7 +18,7 @@ from bayesadam.engine.rules.adam import adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive, likelihood
+from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive, likelihood
 from bayesadam.posterior import Posterior
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
@@ -55,7 +55,7 @@ class Data:
         return self.x.shape[1]
 
     @property
-    def kind(self) -> Likelihood:
+    def kind(self) -> Likelihood[Any]:
         """The likelihood's record."""
         return likelihood(self.likelihood)
 
@@ -205,11 +205,14 @@ def held_out_noise(problem: Problem, index: int, draw: Callable[[Tensor], Tensor
     return noise_variance(draws.mean(dim=0), draws.var(dim=0, correction=int(len(draws) > 1)), data.y_held_out[index])
 
 
-def from_draws(kind: Likelihood, draws: Tensor, noise: Tensor | None) -> Predictive:
+def from_draws(kind: Likelihood[Any], draws: Tensor, noise: Tensor | None) -> Predictive:
     """Draws of f, (n, b, outputs), as a predictive distribution; one draw is a function that is known."""
     if len(draws) == 1:
-        return kind.predictive(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)
-    return kind.predictive(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)
+        component = Component(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)
+    else:
+        component = Component(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)
+    found: Predictive = kind.predictive([component])
+    return found
 
 
 def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:

@@ -9,7 +9,7 @@ from torch import Tensor
 from bayesadam._extras import require
 from bayesadam._progress import Bar
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods import Predictive
+from bayesadam.likelihoods import Component, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.paper.methods.base import Fitted, Problem
 
@@ -66,6 +66,7 @@ def _predictor(gpytorch: Any, outputs: list[Any]) -> Callable[[Tensor], Predicti
             mean = torch.stack([f.mean for f in found], dim=-1).float()
             variance = torch.stack([f.variance for f in found], dim=-1).float()
             noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-        return likelihood_named("regression").predictive(mean, variance, noise_variance=noise)
+        made: Predictive = likelihood_named("regression").predictive([Component(mean, variance, noise_variance=noise)])
+        return made
 
     return predictor

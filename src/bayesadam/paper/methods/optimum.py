@@ -11,8 +11,8 @@ from torch.func import functional_call, jacrev
 from bayesadam.calibration import calibrate
 from bayesadam.engine.network import Network, forward, member
 from bayesadam.errors import UnusedPosteriorWarning
-from bayesadam.likelihoods import Predictive, likelihood
-from bayesadam.paper.methods.base import Fitted, Problem, from_draws, held_out_noise, sampled
+from bayesadam.likelihoods import Component, Predictive, likelihood
+from bayesadam.paper.methods.base import Fitted, Problem, held_out_noise, sampled
 from bayesadam.posterior import Posterior
 
 N_MEMBERS = 5
@@ -84,7 +84,12 @@ def fit_ensemble(problem: Problem, *, members: int = N_MEMBERS) -> Fitted:
             return forward(problem.network, own, x)
 
         noise = held_out_noise(problem, index, draw)
-        return lambda x: kind.mixture([from_draws(kind, f[None], noise) for f in draw(x)], (1 / members,) * members)
+        weights = (1 / members,) * members
+
+        def components(x: Tensor) -> list[Component]:
+            return [Component(f, torch.zeros_like(f), noise_variance=noise) for f in draw(x)]
+
+        return lambda x: kind.predictive(components(x), weights)
 
     return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
 
@@ -165,6 +170,7 @@ def _full_predictor(
             cross = cross.T.view(*here.shape[:2], -1)
             covariance = ((here @ here.mT - cross @ cross.mT) / delta).float()
         variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
-        return problem.data.kind.predictive(mean, variance, covariance, noise_variance=noise)
+        found: Predictive = problem.data.kind.predictive([Component(mean, variance, covariance, noise_variance=noise)])
+        return found
 
     return predictor
