@@ -16,7 +16,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration.choice import _PARAMETERS, _parts
+from bayesadam.calibration.choice import _PARAMETERS, _parts, _Scores
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
@@ -379,6 +379,45 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     assert not close(sampled.probs, p.probs, rtol=1e-3)
     used = found.replace(averaged=True).predict(x, likelihood="classification")
     assert not close(used.probs, p.probs, rtol=1e-4)
+
+
+def scores_of(**means: float) -> _Scores:
+    """Scores of 800 examples with these means, whose differences have a standard deviation of 0.1."""
+    noise = torch.randn(3, 800, generator=seeded(), dtype=torch.float64)
+    noise = 0.1 / math.sqrt(2) * (noise - noise.mean(dim=1, keepdim=True)) / noise.std(dim=1, keepdim=True)
+    names = {"posterior": "posterior", "temperature": "best temperature alone", "alone": "network alone"}
+    each = {names[key]: noise[i] - nll for i, (key, nll) in enumerate(means.items())}
+    return _Scores(each, (), (), math.inf, crossed=True)
+
+
+def test_the_posterior_must_beat_every_simpler_candidate_beyond_chance():
+    # A split on which the temperature failed: the posterior beats it by far, and the network alone beats both.
+    assert not scores_of(posterior=0.0679, temperature=0.0762, alone=0.0551).is_posterior_best
+    assert not scores_of(posterior=0.0551, temperature=0.0762, alone=0.0561).is_posterior_best
+    assert not scores_of(posterior=0.0551, temperature=0.0561, alone=0.0762).is_posterior_best
+    assert scores_of(posterior=0.0551, temperature=0.0662, alone=0.0762).is_posterior_best
+
+
+def test_five_folds_are_the_default():
+    batch = blobs(60, 1)
+    default, five = ba.calibrate(network(), batch, likelihood="classification"), calibrated(network(), batch, folds=5)
+    assert default.calibration.nll == five.calibration.nll
+
+
+def test_calibration_keeps_the_likelihood():
+    batch = blobs(40, 1)
+    found = calibrated(network(), batch)
+    assert found.likelihood == "classification"
+    assert calibrated(found, batch, likelihood=None).likelihood == "classification"
+    assert calibrated(ba.Mixture([network()]), batch).likelihood == "classification"
+    with pytest.raises(SettingError, match="is for likelihood='classification', and likelihood='binary' was given"):
+        calibrated(found, batch, likelihood="binary")
+    with pytest.raises(SettingError, match="no likelihood yet: pass likelihood='classification'"):
+        ba.calibrate(network(), batch)
+    with pytest.raises(SettingError, match="no likelihood yet"):
+        ba.log_marginal_likelihood(network(), batch)
+    own = ba.log_marginal_likelihood(found, batch)
+    assert_close(own, ba.log_marginal_likelihood(found, batch, likelihood="classification"))
 
 
 def test_a_few_examples_that_are_all_right_do_not_make_it_certain():

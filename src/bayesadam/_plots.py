@@ -58,8 +58,8 @@ def predictive(p: Any, x: Any, targets: Any, other: Any, kind: str | None, level
     places = None if x is None else _array(torch.as_tensor(x)).reshape(-1)
     if places is not None and len(places) != n:
         raise MatchError(
-            f"x has {len(places)} numbers and the prediction {n} examples: it must have one number for each, such as one "
-            "column of the inputs"
+            f"x has {len(places)} numbers and the prediction {n} examples: it must have one number for each, such as "
+            "one column of the inputs"
         )
     y = None if targets is None else torch.as_tensor(targets)
     if kind == "novelty":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError, UnusedPosteriorWarning
-from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, likelihood
+from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
 from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
 from floats import approx, assert_close
@@ -88,6 +88,14 @@ def test_names_are_the_registrys():
     assert set(EXAMPLES) == set(LIKELIHOODS)
     with pytest.raises(SettingError, match=r"likelihood must be one of \('regression', .*got 'gamma'"):
         likelihood("gamma")
+
+
+def test_a_call_and_the_posterior_agree_on_a_likelihood():
+    assert agreed("binary", None) == agreed(None, "binary") == agreed("binary", "binary") == "binary"
+    with pytest.raises(SettingError, match="no likelihood yet: pass likelihood='classification'"):
+        agreed(None, None)
+    with pytest.raises(SettingError, match=r"is for likelihood='binary', and likelihood='poisson' was given.*replace"):
+        agreed("poisson", "binary")
 
 
 @every_likelihood

@@ -63,8 +63,8 @@ class Audit:
         likelihood: of the targets.
         suspicion: how strongly the network, and its uncertainty, speak against the label: look at the largest first.
         novelty: how unlike the training data the input is, as `posterior.novelty`.
-        influence: |Δf|, how far the network's outputs at the example would move if it were left out; the order counts, the
-            size is too large.
+        influence: |Δf|, how far the network's outputs at the example would move if it were left out; the order counts,
+            the size is too large.
         loss: −log p(y) of the network at the posterior's mean.
         labels: the targets.
         predicted: the likeliest class, or the expected target.
@@ -132,9 +132,9 @@ class Audit:
 
         Args:
             path: the file, which is replaced once the page is complete.
-            inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W), bytes
-                or other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as rows of
-                pixels are.
+            inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W),
+                bytes or other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as
+                rows of pixels are.
             names: of the classes.
             title: of the page.
         """
@@ -151,11 +151,12 @@ def audit(
 ) -> Audit:
     """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
 
-    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label that
-    the network is against, or only just holds on to where other data said little, as it does to one learned by heart.
-    −d alone does not see the latter, and −d/√Var[d] overrates how far variances differ. For numbers it is the residual in
-    standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own settings and e = ∂(−log p)/∂f: the change
-    of f if the example were left out, to first order (memory perturbation, Nickl et al. 2023).
+    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
+    that the network is against, or only just holds on to where other data said little, as it does to one learned by
+    heart. −d alone does not see the latter, and −d/√Var[d] overrates how far variances differ. For numbers it is the
+    residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own settings and
+    e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation, Nickl et al.
+    2023).
 
     The model is as before when it returns, or raises.
 
@@ -303,7 +304,8 @@ def _check_one_class(outputs: Tensor, y: Tensor) -> None:
         )
     if y.is_floating_point():
         raise MatchError(
-            f"class indices are whole numbers, got {y.dtype}: pass labels.long(), or likelihood='regression' for numbers"
+            f"class indices are whole numbers, got {y.dtype}: pass labels.long(), or likelihood='regression' for "
+            "numbers"
         )
 
 

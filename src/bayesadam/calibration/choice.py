@@ -14,11 +14,10 @@ from bayesadam._kinds import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.fits import (
-    Predictions,
+    MOST_DRAWN,
     Tables,
-    best_known,
+    Widths,
     best_temperature,
-    by_draws,
     by_evidence,
     by_validation,
     tables_of,
@@ -68,38 +67,37 @@ def calibrate(
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
-    the very predictive that will be used. For classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance and under a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, for which a few examples that
-    are all right are no reason to be certain. Where the posterior is not better by more than 1.5 standard errors than the
-    network at its best temperature, and than the network alone, probabilities are the mean network's at that temperature,
-    a warning and the report say so, and the posterior stays for everything else.
+    the very predictive that will be used. For classes it chooses a temperature T with them, within bounds that leave
+    the outputs a variance and under a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, for which a few
+    examples that are all right are no reason to be certain. Where the posterior is not better by more than 1.5 standard
+    errors than the network at its best temperature, and than the network alone, probabilities are the mean network's at
+    that temperature, a warning and the report say so, and the posterior stays for everything else.
 
     `"evidence"` takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total
-    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point
-    δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
+    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ =
+    γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
     uncertainty there to nothing, so regression defaults to evidence; for classification evidence fails where validation
-    works, so that is the default there, as for every likelihood without a noise of its own to estimate. Either way δ comes
-    out as one number for all parameters, whatever it was before; a `LoraPrior` is multiplied by one number. `novelty` is
-    not touched.
+    works, so that is the default there, as for every likelihood without a noise of its own to estimate. Either way δ
+    comes out as one number for all parameters, whatever it was before; a `LoraPrior` is multiplied by one number.
+    `novelty` is not touched.
 
-    The comparison, `prediction_set` and `novelty_pvalue` rest on scores of examples under settings that were fitted to the
-    others; the settings themselves are fitted to all. `posterior.calibration` is the report.
+    The comparison, `prediction_set` and `novelty_pvalue` rest on scores of examples under settings that were fitted to
+    the others; the settings themselves are fitted to all. `posterior.calibration` is the report.
 
-    Under a predictive that samples, every candidate is a prediction of its own: the search starts from what suits the
-    linearised network, takes coarse steps on 500 of the examples, drawn at random, and fine ones on 2,000 (the noise of a
-    regression takes all). A fit to a part of the examples then chooses among the candidates of the fine steps, by the
-    log-likelihood of that part alone, with a temperature of its own.
+    Under a predictive that samples, s and δ of the linearised network are multiplied by one number, the best of powers of
+    ten from 0.1 to 10⁵ in half steps, by predictions of at most 2,000 of the examples, drawn at random. A fit to a part
+    of the examples chooses by the log-likelihood of that part alone, with a temperature of its own.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
-            belong to the outputs at their positions; labels inside a mapping are taken as the model's own loss takes them,
-            which for a causal language model is one position further on. Classes of −100 are left out.
+            belong to the outputs at their positions; labels inside a mapping are taken as the model's own loss takes
+            them, which for a causal language model is one position further on. Classes of −100 are left out.
         likelihood: of the targets; the result keeps it. None for the posterior's own.
         method: `"validation"` or `"evidence"`; None takes the default above.
         predictive: the one that `predict` will be called with; so are the rest.
-        folds: the number of parts of the data, each scored under a fit to the others. With 1, or fewer than 20 examples,
-            there are no such scores, hence no guarantees.
+        folds: the number of parts of the data, each scored under a fit to the others. With 1, or fewer than 20
+            examples, there are no such scores, hence no guarantees.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
@@ -149,44 +147,50 @@ class _Network:
     method: CalibrationMethod
 
     @cached_property
-    def predictions(self) -> Predictions:
-        return Predictions.of(self.data)
+    def some(self) -> tuple[HeldOut, Tensor]:
+        """The examples that the search looks at, and their numbers: all, or a random part under draws."""
+        n = n_examples(self.data.batches)
+        if self.data.options.predictive == "linearised" or n <= MOST_DRAWN:
+            return self.data, torch.arange(n)
+        chosen = torch.randperm(n, generator=torch.Generator().manual_seed(1)) < MOST_DRAWN
+        return replace(self.data, batches=cut(self.data.batches, chosen)), chosen.nonzero().flatten()
 
     @cached_property
     def tables(self) -> Tables:
-        """Of all examples, or of those that are predicted again and again, which start from them."""
-        data = self.data
-        if data.options.predictive == "linearised":
-            return tables_of(data.posterior, data, torch.arange(n_examples(data.batches)))
-        looked_at = replace(data, batches=[batch for piece in self.predictions.pieces for batch in piece])
-        return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.examples)))
+        return tables_of(*self.some)
+
+    @cached_property
+    def widths(self) -> Widths:
+        """Under draws, those of the fit to all."""
+        every = torch.ones(n_examples(self.data.batches), dtype=torch.bool)
+        return Widths(self._start(every, self.data), *self.some)
 
     @cached_property
     def whole(self) -> _Fit:
         """Fitted to all examples."""
-        return self._fitted(torch.ones(n_examples(self.data.batches), dtype=torch.bool), self.data)
+        return self.fitted(torch.ones(n_examples(self.data.batches), dtype=torch.bool))
 
     def fitted(self, chosen: Tensor) -> _Fit:
-        """Fitted to the chosen examples, booleans; under draws and without a noise, among the finalists of `whole`."""
-        whole = self.whole
-        if self.data.options.predictive != "linearised" and not self.data.options.record.noise:
-            return _Fit(best_known(chosen, self.predictions), whole.temperature)
-        return self._fitted(chosen, replace(self.data, batches=cut(self.data.batches, chosen)))
-
-    def _fitted(self, chosen: Tensor, data: HeldOut) -> _Fit:
-        options = data.options
-        if self.method == "evidence":
-            best = by_evidence(data.posterior, data)
-        else:
-            best = by_validation(data.posterior, options, self.tables.of(chosen))
+        """Fitted to the chosen examples, booleans."""
+        options, record = self.data.options, self.data.options.record
+        if options.predictive != "linearised" and not record.noise:
+            return _Fit(self.widths.best(chosen))
+        data = self.data if bool(chosen.all()) else replace(self.data, batches=cut(self.data.batches, chosen))
+        best = self._start(chosen, data)
         if options.predictive != "linearised":
-            return _Fit(by_draws(best, chosen, self.predictions))
-        if not options.record.noise and not options.record.tempered:
+            return _Fit(Widths(best, *self.some).best(chosen))
+        if not record.noise and not record.tempered:
             return _Fit(best)
         mean, y = data.outputs(best)
-        if options.record.noise:
+        if record.noise:
             return _Fit(best, noise_variance=(y - mean).square().mean(dim=0))
         return _Fit(best, best_temperature(options, mean, torch.zeros_like(mean), y))
+
+    def _start(self, chosen: Tensor, data: HeldOut) -> Posterior:
+        """The best settings of the linearised network, where a search under draws starts."""
+        if self.method == "evidence":
+            return by_evidence(data.posterior, data)
+        return by_validation(data.posterior, data.options, self.tables.of(chosen))
 
     def candidates(self, fit: _Fit, inputs: Any) -> dict[str, Component]:
         """What may be in use in the end, on one batch: the posterior, or the mean network."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._progress import progress
-from bayesadam.calibration.held_out import Batches, HeldOut, Rows, aligned, cut, examples_of, n_examples
+from bayesadam.calibration.held_out import HeldOut, aligned, examples_of
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
@@ -34,21 +34,17 @@ _TEMPERATURES = (COLDEST, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
 _NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _ROUNDS = 4
 _NOISE_ROUNDS = 8
-# Under draws: how many examples the coarse steps look at, and the fine ones; more would hardly say more about three
-# numbers. Factors on scale and prior together, or on the prior alone. Rises in nats that are worth a step: at the flat
-# end the posterior no longer matters.
-LEVELS = (500, 2_000)
-_MOVES = (((True, 10.0), (False, 10.0)), ((True, 10.0**0.5), (True, 10.0**0.25)))
-_RISES = (1e-3, 1e-4)
-_MOST_STEPS = 8
+# Under draws: how many examples are looked at, more would hardly say more about two numbers, and the factors tried.
+MOST_DRAWN = 2_000
+_FACTORS = tuple(10.0 ** (i / 2) for i in range(-2, 11))
 _DRAWN_TEMPERATURES = tuple(COLDEST * 2 ** (i / 2) for i in range(13))
 
 
 def log_prior(temperature: float) -> float:
     """log p(T) but for a constant, −½ (log T/τ)² with τ = ½ below T = 1 and 1 above.
 
-    Without it a few examples that are all right would ask for the coldest temperature, and the next wrong one would cost
-    dearly; hundreds of examples outvote it.
+    Without it a few examples that are all right would ask for the coldest temperature, and the next wrong one would
+    cost dearly; hundreds of examples outvote it.
     """
     log = math.log(temperature)
     return -0.5 * (log / (_COLD if log < 0 else _HOT)) ** 2
@@ -67,23 +63,16 @@ def _scores(options: Options, mean: Tensor, variances: Tensor, y: Tensor, **of_o
 def _refined(
     score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
 ) -> float:
-    """Golden-section search in the logarithm, up to `reach` to either side of `start`, from `least` to `most`."""
-    golden = (math.sqrt(5) - 1) / 2
-    low, high = max(start * math.exp(-reach), least), min(start * math.exp(reach), most)
-    low, high = math.log(low), math.log(high)
-    a, b = high - golden * (high - low), low + golden * (high - low)
-    fa, fb = score(math.exp(a)), score(math.exp(b))
-    for _ in range(25):
-        if fa >= fb:
-            high, b, fb = b, a, fa
-            a = high - golden * (high - low)
-            fa = score(math.exp(a))
-        else:
-            low, a, fa = a, b, fb
-            b = low + golden * (high - low)
-            fb = score(math.exp(b))
-    refined = math.exp((low + high) / 2)
-    return refined if score(refined) >= score(start) else start
+    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`."""
+    best, value = start, score(start)
+    while reach > 1e-4:
+        centre = best
+        for offset in (-reach, -reach / 2, reach / 2, reach):
+            at = min(max(centre * math.exp(offset), least), most)
+            if (found := score(at)) > value:
+                best, value = at, found
+        reach /= 2
+    return best
 
 
 def best_temperature(
@@ -131,12 +120,13 @@ class Tables:
         return Tables(self.ratios, self.means[:, here], self.variances[:, here], self.targets[here], self.numbers[rows])
 
 
-def tables_of(posterior: Posterior, data: HeldOut, examples: Tensor) -> Tables:
+def tables_of(data: HeldOut, examples: Tensor) -> Tables:
     """One pass over the data, whose examples have these numbers, for all ratios.
 
-    In the likelihood form the mean, too, depends on the ratio: there it takes a pass for each, as it does where directions
-    over all weights change with it.
+    In the likelihood form the mean, too, depends on the ratio: there it takes a pass for each, as it does where
+    directions over all weights change with it.
     """
+    posterior = data.posterior
     settings, structure = posterior.settings, posterior.structure
     curvatures, shape = structure.curvatures(settings.power), settings.prior_shape
     relative = curvatures if shape is None else structure.curvatures(settings.power, shape)
@@ -160,9 +150,8 @@ def tables_of(posterior: Posterior, data: HeldOut, examples: Tensor) -> Tables:
             passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__], directions=[at.directions])))
     means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
     variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
-    parts: list[Rows] = passes[0]
-    owners = torch.cat([part.owners for part in parts])
-    return Tables(ratios, means, variances, torch.cat([part.y for part in parts]), examples[owners])
+    owners = torch.cat([part.owners for part in passes[0]])
+    return Tables(ratios, means, variances, torch.cat([part.y for part in passes[0]]), examples[owners])
 
 
 def by_validation(posterior: Posterior, options: Options, found: Tables) -> Posterior:
@@ -211,7 +200,7 @@ def by_validation(posterior: Posterior, options: Options, found: Tables) -> Post
 
 
 def _middle(mean: Tensor, table: Tensor) -> float:
-    """The weight at which the variances of f, table/w, are on average as large as the outputs' own; 0 if they vanish."""
+    """The weight at which the variances of f, table/w, are on average the outputs' own; 0 if they vanish."""
     scale = float(mean.var()) if mean.numel() > 1 else 1.0
     found = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
     return found if math.isfinite(found) else 0.0
@@ -221,7 +210,7 @@ def _middle(mean: Tensor, table: Tensor) -> float:
 
 
 def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
-    """s and δ from the curvature of the outputs; where there is a σ² these depend on it, and all three are found in turn."""
+    """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
     record, shape = data.options.record, posterior.settings.prior_shape
     unit: VarianceOf = lambda name: torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])  # noqa: E731
     if not record.noise:
@@ -289,8 +278,8 @@ def log_marginal_likelihood(
 ) -> Tensor:
     """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
 
-    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it. Where every
-    position of a sequence has a class, N counts positions. `likelihood=None` is the posterior's own.
+    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it. Where
+    every position of a sequence has a class, N counts positions. `likelihood=None` is the posterior's own.
     """
     require_one_network(posterior, "a marginal likelihood")
     options = Options(likelihood=agreed(likelihood, posterior.likelihood), forward=forward)
@@ -322,164 +311,54 @@ def log_marginal_likelihood(
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
-    """log p of held-out examples under every candidate, each predicted once, for predictives that sample.
+class Widths:
+    """A posterior at several widths for predictives that sample, each predicted once on at most 2,000 examples.
 
-    A fit to some of the examples sums over those alone. Of classes log p is known at temperatures from the coldest to 16.
-
-    Attributes:
-        data: all held-out data.
-        pieces: the examples that the coarse steps look at, then those that the fine ones look at besides.
-        examples: the numbers of a piece's examples.
-        numbers: the example that each score in a piece belongs to.
-        tried: the candidates.
+    A fit to some of the examples sums over those alone. For classes log p is known at temperatures from the coldest to
+    16. Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be far
+    too wide for the real one.
     """
 
-    data: HeldOut
-    pieces: Sequence[Batches]
-    examples: Sequence[Tensor]
-    numbers: Sequence[Tensor]
-    tried: dict[Any, Posterior] = field(default_factory=dict)
-    _known: dict[Any, Tensor] = field(default_factory=dict)
-    _drawn: dict[Any, tuple[float, list[Component]]] = field(default_factory=dict)
+    def __init__(self, start: Posterior, data: HeldOut, numbers: Tensor) -> None:
+        """Of the examples with these numbers, which are all that `data` holds."""
+        record, link = data.options.record, data.options.link
+        self.record, self.owners = record, numbers[examples_of(record, data.batches)]
+        self.known: list[tuple[Posterior, Tensor]] = []
+        settings = start.settings
+        for factor in _FACTORS:
+            prior = {name: factor * delta for name, delta in settings.prior_precision.items()}
+            at = start.replace(scale=factor * settings.scale, prior_precision=prior, covariant=settings.covariant)
+            found = []
+            for inputs, y in data.batches:
+                c = data.predicted(at, inputs)
+                tempered = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]
+                each = [record.predictive([one], link=link) for one in tempered]
+                found.append(torch.stack([record.log_probs(p, y.to(c.mean.device)) for p in each]).cpu())
+            self.known.append((at, torch.cat(found, dim=1)))
 
-    @classmethod
-    def of(cls, data: HeldOut) -> Predictions:
-        """Pieces drawn at random, always the same; with few examples a single one, the batches as they are."""
-        total = n_examples(data.batches)
-        if total <= LEVELS[0]:
-            pieces, numbers = [data.batches], [torch.arange(total)]
-        else:
-            order = torch.randperm(total, generator=torch.Generator().manual_seed(1))
-            level = torch.bucketize(order, torch.tensor(LEVELS), right=True)
-            pieces = [cut(data.batches, level == i) for i in range(len(LEVELS))]
-            numbers = [(level == i).nonzero().flatten() for i in range(len(LEVELS))]
-        owners = [examples_of(data.options.record, piece) for piece in pieces]
-        return cls(data, pieces, numbers, [own[owner] for own, owner in zip(numbers, owners, strict=True)])
+    def best(self, chosen: Tensor) -> Posterior:
+        """Of the greatest log-likelihood of the chosen examples, booleans, at their own temperature."""
+        scored = [(self._scored(log_probs[:, chosen[self.owners]]), at) for at, log_probs in self.known]
+        (value, temperature), best = max(scored, key=lambda pair: pair[0][0])
+        if not math.isfinite(value):
+            raise CalibrationError(
+                "no scale gives a finite log-likelihood under draws; the posterior is unchanged. Use "
+                "predictive='linearised'"
+            )
+        return best.replace(temperature=temperature)
 
-    def scored(self, candidate: Posterior, chosen: Tensor, level: int) -> tuple[float, float]:
-        """The mean log-likelihood of the chosen examples, booleans, of the pieces up to a level, and its temperature."""
-        level = min(level, len(self.pieces) - 1)
-        parts = [self._log_probs(candidate, i)[:, chosen[self.numbers[i]]] for i in range(level + 1)]
-        scores = torch.cat(parts, dim=1)
-        values = scores.mean(dim=1, dtype=torch.float64)
-        values = torch.where(values.isfinite(), values, -math.inf)
-        if not self.data.options.record.tempered:
-            return float(values), candidate.temperature
-        prior = values.new_tensor([log_prior(t) for t in _DRAWN_TEMPERATURES])
-        return _peak((values + prior / scores.shape[1]).tolist())
-
-    @property
-    def finalists(self) -> list[Posterior]:
-        """The candidates that were scored on all pieces."""
-        every = range(len(self.pieces))
-        return [found for own, found in self.tried.items() if all((*own, piece) in self._known for piece in every)]
-
-    def _log_probs(self, candidate: Posterior, piece: int) -> Tensor:
-        """log p, (t, rows), at every temperature, one where the likelihood has none."""
-        own = _identity(candidate)
-        if (*own, piece) not in self._known:
-            self.tried[own] = candidate
-            record, link, found = self.data.options.record, self.data.options.link, []
-            for c, (_, y) in zip(self._predicted(candidate, piece), self.pieces[piece], strict=True):
-                at = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]
-                y = y.to(c.mean.device)
-                found.append(torch.stack([record.log_probs(record.predictive([e], link=link), y) for e in at]).cpu())
-            self._known[(*own, piece)] = torch.cat(found, dim=1)
-        return self._known[(*own, piece)]
-
-    def _predicted(self, candidate: Posterior, piece: int) -> Iterator[Component]:
-        """Draws batch by batch.
-
-        Those of the linearised network at the same δ/w are one set, f + J (θ − μ) with θ − μ ∝ w^(−½): another weight
-        stretches them, as long as they fit the memory budget.
-        """
-        weight, delta, noise = _identity(candidate)
-        fresh = (self.data.predicted(candidate, inputs) for inputs, _ in self.pieces[piece])
-        if self.data.options.predictive != "linearised-sampled":
-            return fresh
-        key = (f"{delta / weight:.5g}", noise, piece)
-        if key not in self._drawn:
-            kept, spent = [], sum(_bytes(c) for _, before in self._drawn.values() for c in before)
-            for c in fresh:
-                kept.append(c)
-                spent += _bytes(c)
-                if spent > self.data.options.memory_budget:
-                    kept = []
-                    break
-            self._drawn[key] = weight, kept
-        known, kept = self._drawn[key]
-        if not kept:
-            return (self.data.predicted(candidate, inputs) for inputs, _ in self.pieces[piece])
-        return (_stretched(c, known / weight) for c in kept)
-
-
-def by_draws(start: Posterior, chosen: Tensor, predictions: Predictions) -> Posterior:
-    """Start from what suits the linearised network, then go uphill under the real predictive, in ever smaller steps.
-
-    First in steps of ten, along scale and prior together and along the prior alone; then, along both, in smaller ones on
-    more examples. Of classes each candidate has its own temperature. `chosen`, booleans, are the examples fitted to.
-    """
-    best = start
-    for level, (moves, rise) in enumerate(zip(_MOVES, _RISES, strict=True)):
-        value, temperature = predictions.scored(best, chosen, level)
-        for together, factor in moves:
-            for step in (factor, 1 / factor):
-                for _ in range(_MOST_STEPS):
-                    candidate = _moved(best, step, together=together)
-                    fresh = predictions.scored(candidate, chosen, level)
-                    if not fresh[0] > value + rise:
-                        break
-                    best, (value, temperature) = candidate, fresh
-    if not math.isfinite(value):
-        raise CalibrationError(
-            "no scale or prior precision gives a finite log-likelihood under "
-            f"predictive={predictions.data.options.predictive!r}; the posterior is unchanged. Use "
-            "predictive='linearised'"
-        )
-    return best.replace(temperature=temperature)
-
-
-def best_known(chosen: Tensor, predictions: Predictions) -> Posterior:
-    """The finalist of a search that suits the chosen examples best, at their own temperature: nothing is predicted."""
-    scored = [(predictions.scored(each, chosen, len(LEVELS)), each) for each in predictions.finalists]
-    (_, temperature), best = max(scored, key=lambda pair: pair[0][0])
-    return best.replace(temperature=temperature)
-
-
-def _moved(posterior: Posterior, step: float, *, together: bool) -> Posterior:
-    """The prior times a step, and the scale with it, or not."""
-    settings = posterior.settings
-    prior = {name: step * delta for name, delta in settings.prior_precision.items()}
-    scale = settings.scale * (step if together else 1.0)
-    return posterior.replace(scale=scale, prior_precision=prior, covariant=settings.covariant)
-
-
-def _identity(posterior: Posterior) -> tuple[float, float, str]:
-    """What distinguishes candidates: w, δ of the first parameter, to which all others are in proportion, and σ²."""
-    first = next(iter(posterior.prior_precision.values()))
-    delta = float(first.flatten()[0] if isinstance(first, Tensor) else first)
-    noise = "" if posterior.noise_variance is None else str(posterior.noise_variance.tolist())
-    return float(f"{posterior.settings.weight:.6g}"), float(f"{delta:.6g}"), noise
-
-
-def _peak(values: Sequence[float]) -> tuple[float, float]:
-    """The vertex of the parabola, in log T, through the best of the temperatures and its neighbours."""
-    top = max(range(len(values)), key=values.__getitem__)
-    if not 0 < top < len(values) - 1 or not all(map(math.isfinite, values[top - 1 : top + 2])):
-        return values[top], _DRAWN_TEMPERATURES[top]
-    before, at, after = values[top - 1 : top + 2]
-    bend = before - 2 * at + after
-    shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
-    return at - 0.25 * (before - after) * shift, _DRAWN_TEMPERATURES[top] * 2 ** (shift / 2)
-
-
-def _stretched(c: Component, factor: float) -> Component:
-    """The same draws with `factor` times their variance."""
-    assert c.draws is not None
-    return replace(c, draws=c.mean + math.sqrt(factor) * (c.draws - c.mean), variance=factor * c.variance)
-
-
-def _bytes(c: Component) -> int:
-    return 0 if c.draws is None else c.draws.numel() * c.draws.element_size()
+    def _scored(self, log_probs: Tensor) -> tuple[float, float]:
+        """The mean log-likelihood and the temperature, by a parabola in log T through the best and its neighbours."""
+        means = log_probs.mean(dim=1, dtype=torch.float64)
+        means = torch.where(means.isfinite(), means, -math.inf)
+        if not self.record.tempered:
+            return float(means), 1.0
+        prior = means.new_tensor([log_prior(t) for t in _DRAWN_TEMPERATURES])
+        values = (means + prior / log_probs.shape[1]).tolist()
+        top = max(range(len(values)), key=values.__getitem__)
+        if not 0 < top < len(values) - 1 or not all(map(math.isfinite, values[top - 1 : top + 2])):
+            return values[top], _DRAWN_TEMPERATURES[top]
+        before, at, after = values[top - 1 : top + 2]
+        bend = before - 2 * at + after
+        shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
+        return at - 0.25 * (before - after) * shift, _DRAWN_TEMPERATURES[top] * 2 ** (shift / 2)

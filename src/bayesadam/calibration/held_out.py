@@ -96,8 +96,8 @@ def _model_shifts(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -
     else:
         reason = f"the targets are the inputs at the same positions, and {kind} computes no loss of its own"
     raise MatchError(
-        f"{reason}: pass forward=lambda model, batch: ... that returns the outputs, and (inputs, targets) with a target "
-        "for each. A language model's output is for the next token: forward=lambda model, batch: "
+        f"{reason}: pass forward=lambda model, batch: ... that returns the outputs, and (inputs, targets) with a "
+        "target for each. A language model's output is for the next token: forward=lambda model, batch: "
         "model(**batch).logits[:, :-1] and labels[:, 1:]"
     )
 
@@ -105,13 +105,14 @@ def _model_shifts(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -
 def _loss_shifts(call: Call, params: Mapping[str, Tensor], inputs: Any, labels: Tensor) -> bool | None:
     """Whether the model's own loss compares each label with the output one position before; None where it is unclear.
 
-    The names of classes do not say it: GPT2LMHeadModel does, XLNetLMHeadModel and BartForCausalLM do not. So the model is
-    given labels at the first position alone, of which nothing is left where they are shifted. The loss of all labels must
-    then be the mean negative log-likelihood of its outputs.
+    The names of classes do not say it: GPT2LMHeadModel does, XLNetLMHeadModel and BartForCausalLM do not. So the model
+    is given labels at the first position alone, of which nothing is left where they are shifted. The loss of all labels
+    must then be the mean negative log-likelihood of its outputs.
     """
     logits = call(params, inputs)
     keep = labels != IGNORED
-    # First, for it refuses numbers that are not classes, which might leave a CUDA device unusable in the model's own loss.
+    # First, for it refuses numbers that are not classes, which might leave a CUDA device unusable in the model's own
+    # loss.
     plain, shifted = _mean_nll(logits, labels), _mean_nll(logits, _shifted(labels))
     if not keep.any():
         return None
@@ -235,8 +236,8 @@ class HeldOut:
     ) -> Iterator[Rows]:
         """Of the linearised network at a posterior's mean, batch by batch, under each of k variances of the weights.
 
-        Classes have a row for every position that counts. Where there are many, a few positions of each example have one,
-        and variances of 0 but for the largest outputs, as predictions have them.
+        Classes have a row for every position that counts. Where there are many, a few positions of each example have
+        one, and variances of 0 but for the largest outputs, as predictions have them.
         """
         record, params = self.options.record, parameters_at_mean(posterior)
         call, device = Call(self.posterior.model, self.options.forward), next(iter(params.values())).device

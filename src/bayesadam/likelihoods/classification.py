@@ -43,9 +43,9 @@ class LogitPredictive(Predictive):
 
     Without draws of its own, a component's probabilities are by the probit approximation, `link="probit"`, or averages
     over 200 Gaussian draws of the logits, `link="sampling"`. Those draws, which `mutual_information` takes too, are
-    independent from logit to logit unless the prediction was made with `covariance=True`. Logits are correlated, a shift
-    of all of them changes no probability, and without their covariance both can be off. 200 draws alone leave errors of
-    .02 to .05 in the mutual information, more where variances are large.
+    independent from logit to logit unless the prediction was made with `covariance=True`. Logits are correlated, a
+    shift of all of them changes no probability, and without their covariance both can be off. 200 draws alone leave
+    errors of .02 to .05 in the mutual information, more where variances are large.
 
     Where k outputs were asked for, `mean`, `variance`, `covariance` and `draws` are of their logits; `probs` are of all
     classes, and so are `log_prob`, `entropy` and `prediction_set`, the other classes' logits being at their mean.
@@ -390,7 +390,7 @@ class Classification(ClassLikelihood):
 
 
 class Binary(ClassLikelihood):
-    """p(y = 1) = σ(f) for each output, a logit, binary cross-entropy in training; probit: σ(f (1 + π Var[f]/8)^(-1/2))."""
+    """p(y = 1) = σ(f) for each output, a logit, binary cross-entropy in training."""
 
     name = "binary"
 

@@ -117,14 +117,15 @@ class Poisson(NumericLikelihood):
             return None
         if bool((outputs > 0).all()) and float((rates - targets * logs - outputs + targets * outputs.log()).mean()) > 0:
             return (
-                "the held-out counts are likelier if the outputs are rates, but likelihood='poisson' takes them for the "
-                "logarithms of rates: pass forward=lambda model, x: model(x).log(), or train on if they are logarithms"
+                "the held-out counts are likelier if the outputs are rates, but likelihood='poisson' takes them for "
+                "the logarithms of rates: pass forward=lambda model, x: model(x).log(), or train on if they "
+                "are logarithms"
             )
         return (
             f"the held-out counts vary {dispersion:.2g} times as much about the network's rates as Poisson counts "
             "would. Calibration makes up for that by widening the posterior: p.predicted_mean is then too high, and "
-            "p.interval too wide. Take p.mean.exp() for the rate, and p.prediction_set(level), which holds its level on "
-            "data like the held-out"
+            "p.interval too wide. Take p.mean.exp() for the rate, and p.prediction_set(level), which holds its level "
+            "on data like the held-out"
         )
 
 
@@ -164,7 +165,7 @@ def _counts(y: Tensor) -> Tensor:
     wrong = y[~(torch.isfinite(y) & (y >= 0) & (y == y.floor()))]
     if wrong.numel():
         raise MatchError(
-            f"the targets of a Poisson likelihood are counts, 0, 1, 2, …, but one is {float(wrong[0]):g}: round them, or "
-            "use likelihood='regression' for real numbers"
+            f"the targets of a Poisson likelihood are counts, 0, 1, 2, …, but one is {float(wrong[0]):g}: round them, "
+            "or use likelihood='regression' for real numbers"
         )
     return y

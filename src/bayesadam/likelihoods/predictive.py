@@ -99,7 +99,7 @@ class Likelihood(ABC, Generic[P]):
         return self.outputs_per_target * targets[0].numel()
 
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
-        """Targets of a data set as `loss` takes them, checked: (n, k) numbers in the type and on the device of `like`."""
+        """Targets of a data set as `loss` takes them, checked: (n, k), in the type and on the device of `like`."""
         return targets.reshape(len(targets), -1).to(like)
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
@@ -283,8 +283,8 @@ class Predictive(ABC):
             remedy = f"calibrate the posterior with at least {FEWEST_SCORED} examples and two folds"
         elif name == "novelty":
             remedy = (
-                f"calibration keeps it for at most {FEW_OUTPUTS} outputs. For more, with h = posterior.novelty(held_out): "
-                "(1 + (h >= p.novelty[:, None]).sum(1)) / (1 + len(h))"
+                f"calibration keeps it for at most {FEW_OUTPUTS} outputs. For more, with h = "
+                "posterior.novelty(held_out): (1 + (h >= p.novelty[:, None]).sum(1)) / (1 + len(h))"
             )
         else:
             remedy = "calibration keeps them where each example has one class, and none is left out"
@@ -332,12 +332,12 @@ class Predictive(ABC):
     ) -> Any:
         """A picture of the prediction, with matplotlib; returns its axes.
 
-        | kind              | shows                                                             | the default              |
-        |-------------------|-------------------------------------------------------------------|--------------------------|
-        | `"bands"`         | mean and intervals of numbers over x, or example by example       | for numbers              |
-        | `"probabilities"` | of classes over x, or their means                                 | for classes              |
-        | `"reliability"`   | accuracy against confidence, and the expected calibration error   | for classes with targets |
-        | `"novelty"`       | a histogram of `novelty`; with `other`, both and the AUROC        | with `other`             |
+        | kind              | shows                                                           | default for          |
+        |-------------------|-----------------------------------------------------------------|----------------------|
+        | `"bands"`         | mean and intervals over x, or example by example                | numbers              |
+        | `"probabilities"` | of classes over x, or their means                               | classes              |
+        | `"reliability"`   | accuracy against confidence, and the expected calibration error | classes with targets |
+        | `"novelty"`       | a histogram of `novelty`; with `other`, both and the AUROC      | `other`              |
 
         Where the noise of a regression is not known, its bands are those of the function alone.
 

@@ -128,8 +128,8 @@ class Regression(GaussianLikelihood):
         """√(rᵀ (Cov[f] + σ²)⁻¹ r), r = y − E[f]: the studentised residual |r|/√(σ² + Var[f]) of a single output.
 
         For an example that the posterior has not seen this is, in a linear model, the textbook's |r|/(σ√(1 − h)), r and
-        h those of a fit with it. One that was trained on has pulled f towards itself, which is not corrected for: Var[f]
-        of a network is far too rough for that.
+        h those of a fit with it. One that was trained on has pulled f towards itself, which is not corrected for:
+        Var[f] of a network is far too rough for that.
         """
         if c.covariance is None:
             return super().distance(c, y)
@@ -149,17 +149,17 @@ class Regression(GaussianLikelihood):
             return None
         return (
             "the targets are counts, and exp(output) is nearer to them than the output is (root mean squared error "
-            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained for "
-            "log-rates: use likelihood='poisson'"
+            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained "
+            "for log-rates: use likelihood='poisson'"
         )
 
 
 class Heteroscedastic(GaussianLikelihood):
-    """y = m + N(0, exp g): a Gaussian with a variance of its own for every input; 2 k outputs for k targets, means first.
+    """y = m + N(0, exp g), a variance of its own for every input: 2 k outputs for k targets, means first.
 
-    p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian: m is integrated in closed form,
-    g by quadrature, or over its draws where the prediction sampled. m and g are independent unless the prediction was
-    made with `covariance=True`; the k targets of an example always are, but for `sample`.
+    p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian: m is integrated in closed
+    form, g by quadrature, or over its draws where the prediction sampled. m and g are independent unless the prediction
+    was made with `covariance=True`; the k targets of an example always are, but for `sample`.
 
     The Hessian in (m, g) is taken in expectation over y, diag(exp(−g), ½): at a single y it is not positive.
     """
