@@ -18,8 +18,7 @@ from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
-from bayesadam.predict.call import Call, Forward, evaluating, to_device
-from bayesadam.predict.gaussian import parameters_at_mean
+from bayesadam.predict.call import Forward
 from bayesadam.predict.generic import VarianceOf
 from bayesadam.predict.options import Options
 
@@ -283,20 +282,15 @@ def log_marginal_likelihood(
     """
     require_one_network(posterior, "a marginal likelihood")
     options = Options(likelihood=agreed(likelihood, posterior.likelihood), forward=forward)
-    data = list(aligned(posterior, batches, likelihood=options.likelihood, forward=forward))
     if options.record.noise and posterior.noise_variance is None:
         raise SettingError("the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)")
-    call, params = Call(posterior.model, forward), parameters_at_mean(posterior)
-    device = next(iter(params.values())).device
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    with evaluating(posterior.model), torch.no_grad():
-        for inputs, y in progress(data, "log_marginal_likelihood"):
-            mean = call(params, to_device(inputs, device))
-            mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            component = Component(mean, torch.zeros_like(mean), noise_variance=posterior.noise_variance)
-            scores = options.record.log_probs(options.record.predictive([component]), y.to(device))
-            total += scores.sum(dtype=torch.float64).cpu()
-            count += len(scores)
+    data = list(aligned(posterior, batches, likelihood=options.likelihood, forward=forward))
+    total, count = 0.0, 0
+    for batch in progress(data, "log_marginal_likelihood"):
+        mean, y = HeldOut(posterior, [batch], options, 0).outputs(posterior)
+        component = Component(mean, torch.zeros_like(mean), noise_variance=posterior.noise_variance)
+        scores = options.record.predictive([component]).log_prob(y)
+        total, count = total + float(scores.sum(dtype=torch.float64)), count + len(scores)
     penalty = torch.zeros((), dtype=torch.float64)
     for name, mu in posterior.mean.items():
         delta = torch.as_tensor(posterior.prior_precision[name], dtype=mu.dtype, device=mu.device)

@@ -407,11 +407,6 @@ class Binary(ClassLikelihood):
         p = outputs.sigmoid()
         return p * (1 - p)
 
-    def epistemic(self, component: Component) -> Tensor | None:
-        """½ Σ p (1 − p) Var f over outputs, of the logits over T."""
-        hessian = self.hessian_diagonal(component.mean / component.temperature)
-        return rows(hessian * component.variance).sum(dim=1) / (2 * component.temperature**2)
-
     def of_classes(self, probs: Tensor) -> Tensor:
         """p(y = 0) and p(y = 1), in a new last dimension."""
         return torch.stack([1 - probs, probs], dim=-1)

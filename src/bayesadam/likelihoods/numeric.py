@@ -12,10 +12,12 @@ from torch import Tensor
 
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
-from bayesadam.likelihoods.predictive import Likelihood, Predictive, average, pooled, rows
+from bayesadam.likelihoods.predictive import Likelihood, Predictive, average, mixed, pooled, rows
 
 _ENTROPY_DRAWS = 256
-_HALVINGS = 60
+_HALVINGS = 64
+# Quantiles are looked for up to here.
+_FAR = 1e18
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +38,8 @@ class NumericPredictive(Predictive):
     @property
     def total_variance(self) -> Tensor:
         """Var[y] = Σ π_m (Var_m[y] + (E_m[y] − E[y])²), observation noise included."""
-        parts, centre = [self.likelihood.total_variance(c) for c in self.components], self.predicted_mean
-        if len(parts) == 1:
-            return parts[0]
-        away = [(self.likelihood.expected(c) - centre).square() for c in self.components]
-        return average(self.weights, [v + d for v, d in zip(parts, away, strict=True)])
+        each = [(self.likelihood.expected(c), self.likelihood.total_variance(c)) for c in self.components]
+        return mixed(self.weights, each)[1]
 
     @property
     def stddev(self) -> Tensor:
@@ -113,7 +112,10 @@ class NumericPredictive(Predictive):
 
 
 class NumericLikelihood(Likelihood[NumericPredictive]):
-    """p(y | f) of numbers. Its methods are of one component.
+    """p(y | f) of numbers. Its methods are of one component c.
+
+    A new one defines `expected`, `total_variance`, `sample` and `log_density`, besides what every likelihood defines.
+    Its intervals are then right to some hundredths of the probability; `mass` makes them exact.
 
     Attributes:
         resolution: half the distance of neighbouring targets or less; 0 where targets are real.
@@ -131,10 +133,6 @@ class NumericLikelihood(Likelihood[NumericPredictive]):
         """Var[y], observation noise included."""
 
     @abstractmethod
-    def noise_variance(self, c: Component) -> Tensor:
-        """E[Var[y | f]], the observation noise."""
-
-    @abstractmethod
     def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
         """n draws of y."""
 
@@ -142,13 +140,20 @@ class NumericLikelihood(Likelihood[NumericPredictive]):
     def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
         """y, (..., batch, ...) → log p(y), (..., batch); factorises once."""
 
-    @abstractmethod
-    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
-        """y → P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64."""
+    def noise_variance(self, c: Component) -> Tensor:
+        """σ² of the observations, 0 where there is none."""
+        return c.mean.new_zeros(()) if c.noise_variance is None else c.noise_variance.to(c.mean)
 
-    @abstractmethod
+    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
+        """y → P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64; by draws."""
+        draws = self.fixed_draws(c, 0)
+        return lambda y: (draws > y if upper else draws <= y).double().mean(dim=0)
+
     def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
-        """Two bounds between which the quantile lies."""
+        """Two bounds between which the quantile lies, E[y] ± sd[y] √(1/tail − 1), by Cantelli's inequality."""
+        centre, stddev = self.expected(c).double(), self.total_variance(c).double().sqrt()
+        reach = stddev * math.sqrt(1 / tail - 1)
+        return (centre - reach).nan_to_num(-_FAR).clamp(min=-_FAR), (centre + reach).nan_to_num(_FAR).clamp(max=_FAR)
 
     def quantile(self, c: Component, tail: float, upper: bool) -> Tensor:
         """The least y with P(Y ≤ y) ≥ `tail`, or with P(Y > y) ≤ `tail`."""

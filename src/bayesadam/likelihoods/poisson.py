@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.numeric import NumericLikelihood, nodes_like, summed
-from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, function_draws, rows
+from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, function_draws
 
 # Nodes to the unit: of log p, centred on each target, and of the cumulative distribution, which has steep steps.
 _NODES_PER_UNIT = 2
@@ -40,10 +40,6 @@ class Poisson(NumericLikelihood):
         """exp f."""
         return outputs.exp()
 
-    def epistemic(self, component: Component) -> Tensor | None:
-        """½ Σ exp(E[f]) Var[f] over outputs."""
-        return rows(component.mean.exp() * component.variance).sum(dim=1) / 2
-
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
         """Counts, (n, k)."""
         return _counts(super().shaped(targets, like))
@@ -64,10 +60,6 @@ class Poisson(NumericLikelihood):
         """Var[y] = E[exp f] + Var[exp f]."""
         rate = self.expected(c)
         return rate + (rate.square() * c.variance.expm1() if c.draws is None else c.draws.exp().var(dim=0))
-
-    def noise_variance(self, c: Component) -> Tensor:
-        """E[exp f]."""
-        return self.expected(c)
 
     def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
         """Counts at draws of f."""
@@ -99,12 +91,6 @@ class Poisson(NumericLikelihood):
             return torch.where(y < 0, float(upper), found)
 
         return mass
-
-    def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
-        """−1, and a count that the greatest rate exceeds with a probability below `tail`, by Chernoff's bound."""
-        most = self._rates(c)[1].amax(dim=0)
-        slack = -2 * torch.log(most.new_tensor(tail))
-        return torch.full_like(most, -1.0), most + (most * slack).sqrt() + slack
 
     def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Overdispersion, Σ (y − exp f)²/Σ exp f, far above 1."""

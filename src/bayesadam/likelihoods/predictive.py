@@ -76,9 +76,12 @@ class Likelihood(ABC, Generic[P]):
         eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return self.hessian_root_times(outputs.unsqueeze(-2), eye, noise_variance).mT
 
-    @abstractmethod
     def epistemic(self, component: Component) -> Tensor | None:
-        """½ tr(H Cov[f]) of each example from the moments; None where they do not determine it."""
+        """½ tr(H Cov[f]) of each example, of the logits over T; None where the moments do not determine it."""
+        noise, t = component.noise_variance, component.temperature if self.tempered else 1.0
+        if self.noise and (noise is None or not bool((noise > 0).all())):
+            return None
+        return rows(self.hessian_diagonal(component.mean / t, noise) * component.variance).sum(dim=1) / (2 * t**2)
 
     def predictive(
         self,
@@ -169,14 +172,11 @@ class Predictive(ABC):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """E[f] = Σ π_m E_m[f] and Var[f] = Σ π_m (Var_m[f] + (E_m[f] − E[f])²), the covariance alike."""
-        first = self.components[0]
         if len(self.components) == 1:
-            return first.mean, first.variance, first.covariance
-        mean = average(self.weights, [c.mean for c in self.components])
-        away = [rows(c.mean - mean) for c in self.components]
-        pairs = list(zip(self.components, away, strict=True))
-        variance = average(self.weights, [c.variance + d.square().view_as(mean) for c, d in pairs])
-        blocks = [c.covariance + d[:, :, None] * d[:, None, :] for c, d in pairs if c.covariance is not None]
+            return self.components[0].mean, self.components[0].variance, self.components[0].covariance
+        mean, variance = mixed(self.weights, [(c.mean, c.variance) for c in self.components])
+        pairs = [(c.covariance, rows(c.mean - mean)) for c in self.components]
+        blocks = [block + d[:, :, None] * d[:, None, :] for block, d in pairs if block is not None]
         return mean, variance, average(self.weights, blocks) if len(blocks) == len(pairs) else None
 
     @property
@@ -260,8 +260,7 @@ class Predictive(ABC):
         return self._novelty(found)
 
     def _novelty(self, found: Sequence[Novel]) -> Tensor:
-        mean = average(self.weights, [n.mean for n in found])
-        variance = average(self.weights, [n.variance + (n.mean - mean).square() for n in found])
+        _, variance = mixed(self.weights, [(n.mean, n.variance) for n in found])
         precision = average(self.weights, [n.precision for n in found])
         return 0.5 * rows(torch.log1p(variance * precision)).sum(dim=1)
 
@@ -362,6 +361,12 @@ def average(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
     if len(values) == 1:
         return values[0]
     return reduce(torch.add, [weight * value for weight, value in zip(weights, values, strict=True)])
+
+
+def mixed(weights: Sequence[float], moments: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Σ π_m E_m and Σ π_m (Var_m + (E_m − E)²), of means and variances."""
+    mean = average(weights, [each for each, _ in moments])
+    return mean, average(weights, [v if len(moments) == 1 else v + (m - mean).square() for m, v in moments])
 
 
 def pooled(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:

@@ -47,11 +47,6 @@ class Regression(GaussianLikelihood):
         ones = torch.ones_like(outputs)
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
 
-    def epistemic(self, component: Component) -> Tensor | None:
-        """½ Σ Var[f]/σ² over outputs; None where σ² is not known."""
-        noise = self.noise_variance(component)
-        return rows(component.variance / noise).sum(dim=1) / 2 if bool((noise > 0).all()) else None
-
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Targets in the outputs' shape; the error names the likelihood that outputs of another shape are of."""
         try:
@@ -71,10 +66,6 @@ class Regression(GaussianLikelihood):
     def expected(self, c: Component) -> Tensor:
         """E[y] = E[f]."""
         return c.mean
-
-    def noise_variance(self, c: Component) -> Tensor:
-        """σ², 0 where it is not known."""
-        return c.mean.new_zeros(()) if c.noise_variance is None else c.noise_variance.to(c.mean)
 
     def _noise(self, c: Component) -> Tensor:
         """σ², with a warning where it is not known."""
@@ -176,10 +167,6 @@ class Heteroscedastic(GaussianLikelihood):
         """exp(−g) for the means, ½ for the log-variances."""
         precision = (-outputs.chunk(2, dim=-1)[1]).exp()
         return torch.cat([precision, torch.full_like(precision, 0.5)], dim=-1)
-
-    def epistemic(self, component: Component) -> Tensor | None:
-        """½ Σ (exp(−g) Var m + ½ Var g) over targets."""
-        return rows(self.hessian_diagonal(component.mean) * component.variance).sum(dim=1) / 2
 
     def locations(self, outputs: Tensor) -> Tensor:
         """The means."""
