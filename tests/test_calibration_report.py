@@ -16,7 +16,8 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration.choice import _PARAMETERS, _parts, _Scores
+from bayesadam.calibration.choice import _PARAMETERS, _folds, _Scores
+from bayesadam.calibration.held_out import cut, n_examples
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
@@ -106,9 +107,14 @@ def best_temperature(f: np.ndarray, y: Tensor) -> float:
     return math.exp(found.x)
 
 
+def parts_of(batches: list[Any], folds: int) -> list[Any]:
+    fold_of = _folds(n_examples(batches), folds)
+    return [cut(batches, fold_of == number) for number in range(folds)]
+
+
 def crossed(posterior: Any, batch: Batch, **options: Any) -> list[tuple[Any, Batch]]:
     """The posterior fitted to each half of the data, whatever else would do better there, with the other half."""
-    (first,), (second,) = _parts([batch], 2)
+    (first,), (second,) = parts_of([batch], 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_PARAMETERS, "posterior", -math.inf)
         fits = [calibrated(posterior, fitted, folds=1, **options) for fitted in (second, first)]
@@ -138,7 +144,7 @@ def test_parts_are_disjoint_and_exhaustive(size, folds):
     n = 101
     x = torch.arange(n)
     batches = [({"a": x[i : i + size], "const": torch.ones(())}, 10 * x[i : i + size]) for i in range(0, n, size)]
-    parts, again = _parts(batches, folds), _parts(batches, folds)
+    parts, again = parts_of(batches, folds), parts_of(batches, folds)
     assert len(parts) == folds
     assert all(abs(sum(len(y) for _, y in part) - n / folds) < 1 for part in parts)
     every = [batch for part in parts for batch in part]
@@ -148,7 +154,7 @@ def test_parts_are_disjoint_and_exhaustive(size, folds):
     for one, other in zip(every, [batch for part in again for batch in part], strict=True):
         assert torch.equal(one[1], other[1])
     # Whatever the batches, an example is in the same part.
-    (whole,) = _parts([(x, x)], folds)[0]
+    (whole,) = parts_of([(x, x)], folds)[0]
     assert torch.equal(torch.cat([inputs["a"] for inputs, _ in parts[0]]), whole[1])
     # Nor are they by order: sorted data would else be fitted to other classes than they are scored on.
     assert 0.2 < float((whole[1] < 50).double().mean()) < 0.8
@@ -158,7 +164,7 @@ def test_random_numbers_of_the_user_s_are_left_alone():
     posterior = network()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    _parts([(torch.arange(100), torch.arange(100))], 2)
+    parts_of([(torch.arange(100), torch.arange(100))], 2)
     calibrated(posterior, blobs(24, 1))
     assert torch.equal(torch.get_rng_state(), before)
 

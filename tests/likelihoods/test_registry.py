@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
-from bayesadam.likelihoods.numeric import NumericLikelihood, nodes_like, summed
 from bayesadam.likelihoods.predictive import function_draws
+from bayesadam.likelihoods.regression import NumericLikelihood, nodes_like, summed
 from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
 from floats import approx, assert_close

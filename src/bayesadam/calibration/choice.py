@@ -22,7 +22,7 @@ from bayesadam.calibration.fits import (
     by_validation,
     tables_of,
 )
-from bayesadam.calibration.held_out import Batches, HeldOut, aligned, cut, examples_of, n_examples
+from bayesadam.calibration.held_out import HeldOut, aligned, cut, examples_of, n_examples
 from bayesadam.errors import HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods import Component, Link, Predictive, agreed
@@ -84,9 +84,9 @@ def calibrate(
     The comparison, `prediction_set` and `novelty_pvalue` rest on scores of examples under settings that were fitted to
     the others; the settings themselves are fitted to all. `posterior.calibration` is the report.
 
-    Under a predictive that samples, s and δ of the linearised network are multiplied by one number, the best of powers of
-    ten from 0.1 to 10⁵ in half steps, by predictions of at most 2,000 of the examples, drawn at random. A fit to a part
-    of the examples chooses by the log-likelihood of that part alone, with a temperature of its own.
+    Under a predictive that samples, s and δ of the linearised network are multiplied by one number, the best of powers
+    of ten from 0.1 to 10⁵ in half steps, by predictions of at most 2,000 of the examples, drawn at random. A fit to a
+    part of the examples chooses by the log-likelihood of that part alone, with a temperature of its own.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
@@ -247,15 +247,14 @@ def _scored(networks: Sequence[_Network], weights: Sequence[float], folds: int) 
     data = networks[0].data
     record, n = data.options.record, n_examples(data.batches)
     crossed = folds > 1 and n >= FEWEST_SCORED
-    parts = _parts(data.batches, folds) if crossed else [data.batches]
-    fold_of = _folds(n, len(parts))
+    folds = folds if crossed else 1
+    fold_of = _folds(n, folds)
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
     conformity: list[dict[str, Guarantee]] = []
     novelty: list[Tensor] = []
     limit = math.inf
-    for number, part in enumerate(parts):
-        if not part:
-            continue
+    for number in range(min(folds, n)):
+        part = cut(data.batches, fold_of == number) if crossed else data.batches
         fits = [network.fitted(fold_of != number) if crossed else network.whole for network in networks]
         for inputs, y in part:
             each = [network.candidates(fit, inputs) for network, fit in zip(networks, fits, strict=True)]
@@ -365,9 +364,3 @@ def _warn_of_chance(data: HeldOut, fits: Sequence[_Fit], nll: Mapping[str, float
 def _folds(total: int, folds: int) -> Tensor:
     """The part of each example: parts of equal size, drawn at random, always the same."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
-
-
-def _parts(batches: Batches, folds: int) -> list[Batches]:
-    """The examples part by part."""
-    fold_of = _folds(n_examples(batches), folds)
-    return [cut(batches, fold_of == number) for number in range(folds)]

@@ -309,8 +309,8 @@ class Widths:
     """A posterior at several widths for predictives that sample, each predicted once on at most 2,000 examples.
 
     A fit to some of the examples sums over those alone. For classes log p is known at temperatures from the coldest to
-    16. Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be far
-    too wide for the real one.
+    16. Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be
+    far too wide for the real one.
     """
 
     def __init__(self, start: Posterior, data: HeldOut, numbers: Tensor) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods.classification import Binary, Classification, LogitPredictive
 from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.numeric import NumericPredictive
 from bayesadam.likelihoods.poisson import Poisson
 from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
-from bayesadam.likelihoods.regression import Heteroscedastic, Regression
+from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
 
 # A new likelihood is one more line.
 _ALL: tuple[Likelihood[Any], ...] = (

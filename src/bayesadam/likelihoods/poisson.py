@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.component import Component
-from bayesadam.likelihoods.numeric import NumericLikelihood, nodes_like, summed
 from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, function_draws
+from bayesadam.likelihoods.regression import NumericLikelihood, nodes_like, summed
 
 # Nodes to the unit: of log p, centred on each target, and of the cumulative distribution, which has steep steps.
 _NODES_PER_UNIT = 2
