@@ -138,8 +138,8 @@ def log_probs(fit: Any, x: Tensor, y: Tensor) -> Tensor:
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 101])
-@pytest.mark.parametrize("folds", [2, 3, 10])
+@pytest.mark.parametrize("size", [1, 7, 101])
+@pytest.mark.parametrize("folds", [2, 10])
 def test_parts_are_disjoint_and_exhaustive(size, folds):
     n = 101
     x = torch.arange(n)
@@ -288,7 +288,7 @@ def test_randomised_sets_have_random_numbers_of_their_own():
     assert bool(((held_out > -0.02) & (held_out < 1.02))[own > 0.05].all())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_false_alarms_and_coverage_are_about_nominal(seed):
     found = calibrated(network(), blobs(400, 10 + seed))
     x, y = blobs(2000, 20 + seed)
@@ -355,7 +355,7 @@ def test_folds_that_are_no_number_of_parts_are_refused(folds):
         calibrated(network(), blobs(60, 1), folds=folds)
 
 
-@pytest.mark.parametrize("folds", [3, 24, 30])
+@pytest.mark.parametrize("folds", [24, 30])
 def test_any_number_of_folds_serves(folds):
     """Up to, and beyond, one example a part."""
     report = calibrated(curve(), waves(24, 1), "regression", folds=folds).calibration
@@ -528,7 +528,7 @@ def test_it_is_never_worse_than_the_best_temperature(count):
     assert np.mean(mine) <= 1.01 * np.mean(floor)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_fifty_examples_are_enough_for_a_regression(seed):
     found = calibrated(curve(), waves(50, 50 + seed), "regression")
     x, y = waves(400, 7)

@@ -10,13 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from bayesadam._extras import require
 from bayesadam._progress import progress

@@ -305,19 +305,9 @@ def _chosen(
         )
     n = n_examples(data.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
-    report = CalibrationReport(
-        data.options.likelihood,
-        networks[0].method,
-        n,
-        n if scores.crossed else 0,
-        nll,
-        temperatures,
-        averaged,
-        preferred,
-        guarantee,
-        settings_of(before),
-    )
-    return report, chosen
+    of_data = data.options.likelihood, networks[0].method, n, n if scores.crossed else 0
+    of_scores = nll, temperatures, averaged, preferred, guarantee
+    return CalibrationReport(*of_data, *of_scores, settings_of(before)), chosen
 
 
 def _warn_of_data(data: HeldOut) -> None:

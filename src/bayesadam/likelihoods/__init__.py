@@ -10,14 +10,8 @@ from bayesadam.likelihoods.poisson import Poisson
 from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
 from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
 
-# A new likelihood is one more line.
-_ALL: tuple[Likelihood[Any], ...] = (
-    Regression(),
-    Classification(),
-    Binary(),
-    Heteroscedastic(),
-    Poisson(),
-)
+# A new likelihood is added here, and nowhere else.
+_ALL: tuple[Likelihood[Any], ...] = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson())
 LIKELIHOODS: Mapping[str, Likelihood[Any]] = {each.name: each for each in _ALL}
 # One of the registry's names, which are checked where they are used.
 LikelihoodName = str
