@@ -210,7 +210,7 @@ def labels_cell(name: str, network: str, length: str, seed: int, sizes: Sizes, o
     for title, richer in zip(OURS, ({}, {"structure": "kronecker", "recorder": trained.recorder}), strict=True):
         posterior = ba.Posterior.from_optimizer(trained.model, trained.optimizer, len(x), **given, **richer)
         began = time.perf_counter()
-        found = audit(posterior, batches((x, y), CHUNK))
+        found = audit(posterior, batches((x, y), CHUNK), likelihood="classification")
         seconds[title] = time.perf_counter() - began
         rows[title] = found.suspicion
         own = alternatives(found, logits.cpu(), y.cpu())
@@ -252,7 +252,7 @@ def refits_cell(units: str, seed: int, sizes: Sizes, options: Any) -> Cell:
     }
     sizes_of = {}
     for title, posterior in posteriors(found, (x, y), PRIOR).items():
-        influence = audit(posterior, (x[rows], y[rows])).influence
+        influence = audit(posterior, (x[rows], y[rows]), likelihood="classification").influence
         guesses[f"ours, {title}"] = influence
         sizes_of[f"ours, {title}"] = float((influence / true).median())
     ranked = {title: spearman(guess.cpu(), true) for title, guess in guesses.items()}
@@ -271,7 +271,7 @@ def page_cell(seed: int, sizes: Sizes, options: Any, path: Path) -> Cell:
     posterior = ba.Posterior.from_recorder(
         trained.model, trained.recorder, len(x), batch_size=min(BATCH, len(x)), prior_precision=PRIOR
     )
-    found = audit(posterior, batches((test_x, test_y), CHUNK))
+    found = audit(posterior, batches((test_x, test_y), CHUNK), likelihood="classification")
     path.parent.mkdir(parents=True, exist_ok=True)
     found.report(path, inputs=test_x, n=20, title="MNIST's test set: which labels to look at")
     return {

@@ -41,8 +41,8 @@ from bayesadam import scores
 from bayesadam.data.toy import ToyData
 from bayesadam.engine.network import Network, initial, member
 from bayesadam.engine.stack import Stack
-from bayesadam.likelihoods import RegressionPredictive
-from bayesadam.likelihoods.record import CalibrationMethod
+from bayesadam.likelihoods import Component, Predictive, likelihood
+from bayesadam.likelihoods.predictive import CalibrationMethod
 from bayesadam.paper.methods import Data, Problem, Training
 from bayesadam.paper.regression import RegressionSettings, drawn
 from harness import arguments, import_peer, mean_and_error, parallel, setting, write_results
@@ -215,7 +215,8 @@ def ensemble(task: Task) -> Fitted:
     mean, variance = moments(task.x_held_out)
     square = (task.y_held_out - mean).square().mean()
     noise = (square - variance.mean()).clamp(min=0.05 * square)
-    return Fitted(lambda x: RegressionPredictive(*moments(x), noise_variance=noise))
+    record = likelihood("regression")
+    return Fitted(lambda x: record.predictive([Component(*moments(x), noise_variance=noise)]))
 
 
 # --- the peers: a variance of f for every noise, and the noise from held-out residuals --------------------------------
@@ -243,10 +244,11 @@ def with_noise(model: nn.Module, task: Task, fit: Callable[[float], Fit]) -> Fit
 
 
 def fitted(model: nn.Module, found: Fit, noise: float) -> Fitted:
-    def predict(x: Tensor) -> RegressionPredictive:
+    def predict(x: Tensor) -> Predictive:
         with torch.no_grad():
             mean = model(x)
-        return RegressionPredictive(mean, found.variance(x).to(mean), noise_variance=torch.tensor(noise))
+        component = Component(mean, found.variance(x).to(mean), noise_variance=torch.tensor(noise))
+        return likelihood("regression").predictive([component])
 
     return Fitted(predict, found.gamma, found.delta, noise)
 

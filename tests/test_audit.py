@@ -7,10 +7,10 @@ import html
 import io
 import math
 import re
-import struct
-import zlib
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import bayesadam as ba
-from bayesadam.auditing import Audit, audit
-from bayesadam.auditing.measures import rivals, robust_variance
-from bayesadam.auditing.picture import png, shown
+from bayesadam.auditing import Audit, audit, robust_variance
+from bayesadam.auditing.page import shown
 from bayesadam.errors import BayesAdamError, MatchError, SettingError
+from bayesadam.likelihoods import likelihood
+from bayesadam.likelihoods.component import Novel
 from cases import mlp, trained
 from floats import approx, assert_close
 
@@ -44,7 +45,8 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
             optimizer.step()
     optimizer.zero_grad()
     given = {"power": 1.0, "batch_size": BATCH, "prior_precision": PRIOR}
-    return ba.Posterior.from_optimizer(model, optimizer, n, **given), x, y
+    posterior = ba.Posterior.from_optimizer(model, optimizer, n, **given)
+    return replace(posterior, likelihood="classification"), x, y
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
@@ -231,7 +233,9 @@ def test_flipped_labels_come_first():
             F.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=50, prior_precision=1.0)
-    suspects = audit(posterior, DataLoader(TensorDataset(x, y), batch_size=64)).suspects(20)
+    suspects = audit(posterior, DataLoader(TensorDataset(x, y), batch_size=64), likelihood="classification").suspects(
+        20
+    )
     assert len({one.index for one in suspects} & set(flipped.tolist())) >= 16
 
 
@@ -352,14 +356,6 @@ def test_moments_of_novelty_are_computed_once(monkeypatch):
     assert_close(alone, together)
 
 
-def test_progress_is_shown_on_standard_error(capfd):
-    posterior, x, y = fitted()
-    audit(posterior, DataLoader(TensorDataset(x, y), batch_size=8), progress=True)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "audit" in err
-
-
 # --- what comes out -------------------------------------------------------------------------------------------------
 
 
@@ -429,25 +425,18 @@ def test_a_page_that_cannot_be_made_leaves_no_file(options, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def decoded(data: bytes) -> Tensor:
-    """The pixels of a PNG without filters, by its specification."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height, depth, kind = struct.unpack(">IIBB", data[16:26])
-    assert depth == 8
-    length = struct.unpack(">I", data[33:37])[0]
-    body = zlib.decompress(data[41 : 41 + length])
-    channels = {0: 1, 2: 3, 6: 4}[kind]
-    lines = torch.tensor(list(body)).view(height, 1 + width * channels)
-    assert (lines[:, 0] == 0).all()
-    return lines[:, 1:].reshape(height, width, channels)
+def decoded(address: str) -> Tensor:
+    """The pixels of inline PNG data, (height, width, channels)."""
+    image = pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert image.format == "PNG"
+    pixels = torch.from_numpy(np.array(image)).long()
+    return pixels if pixels.dim() == 3 else pixels[..., None]
 
 
-def test_pictures_hold_the_pixels():
-    pixels = torch.randint(256, (3, 5, 3), dtype=torch.uint8)
-    assert torch.equal(decoded(png(pixels)), pixels.long())
-    imread = pytest.importorskip("matplotlib.image").imread
-    read = imread(io.BytesIO(png(pixels)))
-    assert_close(torch.tensor(read), pixels.float() / 255)
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_pictures_hold_the_pixels(channels):
+    pixels = torch.randint(256, (channels, 7, 5), dtype=torch.uint8)
+    assert torch.equal(decoded(shown([pixels])[0]["picture"]), pixels.permute(1, 2, 0).long())
 
 
 @pytest.mark.parametrize(
@@ -465,9 +454,9 @@ def test_pictures_hold_the_pixels():
     ],
 )
 def test_examples_are_shown_for_what_they_are(example, kind):
-    assert getattr(shown([example])[0], kind)
+    assert set(shown([example])[0]) == {kind}
     if isinstance(example, Tensor) and example.dim() == 1:
-        assert "(30 numbers)" in shown([example])[0].text
+        assert "(30 numbers)" in shown([example])[0]["text"]
 
 
 def test_pictures_are_scaled_to_the_range_of_all_of_them():
@@ -475,7 +464,7 @@ def test_pictures_are_scaled_to_the_range_of_all_of_them():
     dark[0, 0] = 4.0
 
     def pixels(one):
-        return decoded(base64.b64decode(one.picture.partition(",")[2]))
+        return decoded(one["picture"])
 
     first, second = map(pixels, shown([dark, light]))
     assert (int(first[0, 0, 0]), int(first[1, 1, 0])) == (64, 0)
@@ -496,13 +485,25 @@ def test_an_audit_of_a_few_steps_is_warned_of():
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 8, prior_precision=1.0)
     with pytest.warns(ba.BayesAdamWarning, match="has 3 gradients behind it"):
-        audit(posterior, (x, y))
+        audit(posterior, (x, y), likelihood="classification")
     with pytest.raises(MatchError, match="posterior must be a Posterior, got Sequential"):
         audit(model, (x, y))
 
 
 def test_the_rival_is_the_strongest_other_class():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
-    difference, rival = rivals(logits, torch.tensor([1, 2]))
+    blocks = torch.diag_embed(torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]))
+    novel = Novel(logits, blocks.diagonal(dim1=1, dim2=2), blocks, torch.ones(2, 3))
+    difference, variance = likelihood("classification").margin(novel, torch.tensor([1, 2]))
     assert difference.tolist() == [1.0, -4.0]
-    assert rival.tolist() == [2, 0]
+    assert variance.tolist() == [6.0, 40.0]
+
+
+def test_a_likelihood_is_needed_once():
+    posterior, x, y = fitted()
+    without = replace(posterior, likelihood=None)
+    with pytest.raises(SettingError, match="no likelihood yet: pass likelihood='classification'"):
+        audit(without, (x, y))
+    with pytest.raises(SettingError, match="is for likelihood='classification', and likelihood='binary'"):
+        audit(posterior, (x, y), likelihood="binary")
+    assert_close(audit(without, (x, y), likelihood="classification").suspicion, audit(posterior, (x, y)).suspicion)

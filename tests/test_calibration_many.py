@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration import data
+from bayesadam.calibration import held_out
 from bayesadam.predict.options import Options
 from floats import assert_close
 
@@ -37,18 +37,18 @@ def text_posterior() -> tuple[ba.Posterior, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
 def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
-    posterior, held_out = text_posterior()
-    inputs, targets = held_out[:, :-1], held_out[:, 1:].clone()
+    posterior, text = text_posterior()
+    inputs, targets = text[:, :-1], text[:, 1:].clone()
     targets[:, 0] = -100
     asked = []
-    compute = data.moments
+    compute = held_out.moments
 
     def counting(*given, **options):
         found = compute(*given, **options)
         asked.append((options["rows"], found.variance.shape))
         return found
 
-    monkeypatch.setattr(data, "moments", counting)
+    monkeypatch.setattr(held_out, "moments", counting)
     calibrated = ba.calibrate(posterior, (inputs, targets), likelihood="classification")
     assert asked
     assert all(along is not None and shape[2] == 10 for along, shape in asked)
@@ -62,9 +62,9 @@ def test_of_many_classes_the_largest_at_some_places_are_looked_at(monkeypatch):
 def test_rows_of_many_classes_are_what_predictions_have():
     posterior, text = text_posterior()
     inputs, targets = text[:, :-1], text[:, 1:]
-    held_out = data.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
+    data = held_out.HeldOut(posterior, [(inputs, targets)], Options(likelihood="classification"), 0)
     variance = posterior.variance
-    parts = list(held_out.moments(posterior, [variance.__getitem__]))
+    parts = list(data.moments(posterior, [variance.__getitem__]))
     assert sum(len(y) for *_, y, _ in parts) == 4 * len(inputs)
     assert torch.equal(torch.cat([owner for *_, owner in parts]).bincount(), torch.full((len(inputs),), 4))
     whole = posterior.predict(inputs, likelihood="classification", n_samples=10**6, probes=0)

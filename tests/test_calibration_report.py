@@ -16,7 +16,8 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibration.choice import _PARAMETERS, _parts
+from bayesadam.calibration.choice import _PARAMETERS, _folds, _Scores
+from bayesadam.calibration.held_out import cut, n_examples
 from bayesadam.errors import CalibrationError, HeldOutWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods.conformal import uniform_like
 from cases import mlp
@@ -106,9 +107,14 @@ def best_temperature(f: np.ndarray, y: Tensor) -> float:
     return math.exp(found.x)
 
 
+def parts_of(batches: list[Any], folds: int) -> list[Any]:
+    fold_of = _folds(n_examples(batches), folds)
+    return [cut(batches, fold_of == number) for number in range(folds)]
+
+
 def crossed(posterior: Any, batch: Batch, **options: Any) -> list[tuple[Any, Batch]]:
     """The posterior fitted to each half of the data, whatever else would do better there, with the other half."""
-    (first,), (second,) = _parts([batch], 2)
+    (first,), (second,) = parts_of([batch], 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_PARAMETERS, "posterior", -math.inf)
         fits = [calibrated(posterior, fitted, folds=1, **options) for fitted in (second, first)]
@@ -132,13 +138,13 @@ def log_probs(fit: Any, x: Tensor, y: Tensor) -> Tensor:
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 101])
-@pytest.mark.parametrize("folds", [2, 3, 10])
+@pytest.mark.parametrize("size", [1, 7, 101])
+@pytest.mark.parametrize("folds", [2, 10])
 def test_parts_are_disjoint_and_exhaustive(size, folds):
     n = 101
     x = torch.arange(n)
     batches = [({"a": x[i : i + size], "const": torch.ones(())}, 10 * x[i : i + size]) for i in range(0, n, size)]
-    parts, again = _parts(batches, folds), _parts(batches, folds)
+    parts, again = parts_of(batches, folds), parts_of(batches, folds)
     assert len(parts) == folds
     assert all(abs(sum(len(y) for _, y in part) - n / folds) < 1 for part in parts)
     every = [batch for part in parts for batch in part]
@@ -148,7 +154,7 @@ def test_parts_are_disjoint_and_exhaustive(size, folds):
     for one, other in zip(every, [batch for part in again for batch in part], strict=True):
         assert torch.equal(one[1], other[1])
     # Whatever the batches, an example is in the same part.
-    (whole,) = _parts([(x, x)], folds)[0]
+    (whole,) = parts_of([(x, x)], folds)[0]
     assert torch.equal(torch.cat([inputs["a"] for inputs, _ in parts[0]]), whole[1])
     # Nor are they by order: sorted data would else be fitted to other classes than they are scored on.
     assert 0.2 < float((whole[1] < 50).double().mean()) < 0.8
@@ -158,7 +164,7 @@ def test_random_numbers_of_the_user_s_are_left_alone():
     posterior = network()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    _parts([(torch.arange(100), torch.arange(100))], 2)
+    parts_of([(torch.arange(100), torch.arange(100))], 2)
     calibrated(posterior, blobs(24, 1))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -282,7 +288,7 @@ def test_randomised_sets_have_random_numbers_of_their_own():
     assert bool(((held_out > -0.02) & (held_out < 1.02))[own > 0.05].all())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_false_alarms_and_coverage_are_about_nominal(seed):
     found = calibrated(network(), blobs(400, 10 + seed))
     x, y = blobs(2000, 20 + seed)
@@ -349,7 +355,7 @@ def test_folds_that_are_no_number_of_parts_are_refused(folds):
         calibrated(network(), blobs(60, 1), folds=folds)
 
 
-@pytest.mark.parametrize("folds", [3, 24, 30])
+@pytest.mark.parametrize("folds", [24, 30])
 def test_any_number_of_folds_serves(folds):
     """Up to, and beyond, one example a part."""
     report = calibrated(curve(), waves(24, 1), "regression", folds=folds).calibration
@@ -379,6 +385,45 @@ def test_where_temperature_alone_is_better_the_posterior_is_not_used():
     assert not close(sampled.probs, p.probs, rtol=1e-3)
     used = found.replace(averaged=True).predict(x, likelihood="classification")
     assert not close(used.probs, p.probs, rtol=1e-4)
+
+
+def scores_of(**means: float) -> _Scores:
+    """Scores of 800 examples with these means, whose differences have a standard deviation of 0.1."""
+    noise = torch.randn(3, 800, generator=seeded(), dtype=torch.float64)
+    noise = 0.1 / math.sqrt(2) * (noise - noise.mean(dim=1, keepdim=True)) / noise.std(dim=1, keepdim=True)
+    names = {"posterior": "posterior", "temperature": "best temperature alone", "alone": "network alone"}
+    each = {names[key]: noise[i] - nll for i, (key, nll) in enumerate(means.items())}
+    return _Scores(each, (), (), math.inf, crossed=True)
+
+
+def test_the_posterior_must_beat_every_simpler_candidate_beyond_chance():
+    # A split on which the temperature failed: the posterior beats it by far, and the network alone beats both.
+    assert not scores_of(posterior=0.0679, temperature=0.0762, alone=0.0551).is_posterior_best
+    assert not scores_of(posterior=0.0551, temperature=0.0762, alone=0.0561).is_posterior_best
+    assert not scores_of(posterior=0.0551, temperature=0.0561, alone=0.0762).is_posterior_best
+    assert scores_of(posterior=0.0551, temperature=0.0662, alone=0.0762).is_posterior_best
+
+
+def test_five_folds_are_the_default():
+    batch = blobs(60, 1)
+    default, five = ba.calibrate(network(), batch, likelihood="classification"), calibrated(network(), batch, folds=5)
+    assert default.calibration.nll == five.calibration.nll
+
+
+def test_calibration_keeps_the_likelihood():
+    batch = blobs(40, 1)
+    found = calibrated(network(), batch)
+    assert found.likelihood == "classification"
+    assert calibrated(found, batch, likelihood=None).likelihood == "classification"
+    assert calibrated(ba.Mixture([network()]), batch).likelihood == "classification"
+    with pytest.raises(SettingError, match="is for likelihood='classification', and likelihood='binary' was given"):
+        calibrated(found, batch, likelihood="binary")
+    with pytest.raises(SettingError, match="no likelihood yet: pass likelihood='classification'"):
+        ba.calibrate(network(), batch)
+    with pytest.raises(SettingError, match="no likelihood yet"):
+        ba.log_marginal_likelihood(network(), batch)
+    own = ba.log_marginal_likelihood(found, batch)
+    assert_close(own, ba.log_marginal_likelihood(found, batch, likelihood="classification"))
 
 
 def test_a_few_examples_that_are_all_right_do_not_make_it_certain():
@@ -483,7 +528,7 @@ def test_it_is_never_worse_than_the_best_temperature(count):
     assert np.mean(mine) <= 1.01 * np.mean(floor)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_fifty_examples_are_enough_for_a_regression(seed):
     found = calibrated(curve(), waves(50, 50 + seed), "regression")
     x, y = waves(400, 7)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import bayesadam as ba  # noqa: E402
-from bayesadam.calibration import calibrate, log_marginal_likelihood, validation  # noqa: E402
+from bayesadam.calibration import calibrate, fits, log_marginal_likelihood  # noqa: E402
+from bayesadam.calibration.held_out import aligned  # noqa: E402
 from bayesadam.errors import MatchError  # noqa: E402
-from bayesadam.held_out import aligned  # noqa: E402
 from floats import approx, assert_close  # noqa: E402
 from predict.cases_networks import jacobian, posterior_over  # noqa: E402
 
@@ -173,7 +173,7 @@ def test_a_sequence_classifier_keeps_its_labels():
 @pytest.mark.parametrize("method", ["validation", "evidence"])
 @pytest.mark.parametrize("predictive", ["linearised", "linearised-sampled"])
 def test_calibration_on_labels_is_that_on_outputs_cut_by_hand(method: str, predictive: str, monkeypatch):
-    monkeypatch.setattr(validation, "_RATIOS", 5)
+    monkeypatch.setattr(fits, "_RATIOS", 5)
     posterior = posterior_over(built(gpt2), n_data=4 * (LENGTH - 2))
     ids = torch.randint(3, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
@@ -292,7 +292,7 @@ def test_targets_beside_the_inputs_belong_to_the_outputs_as_they_are():
         assert mean_nll(posterior, (inputs, ids[:, 1:])) == approx(expected, rel=1e-6)
     assert mean_nll(posterior, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}) == approx(expected, rel=1e-6)
     for batch in (({"input_ids": ids}, ids), (ids, ids), {"input_ids": ids, "targets": ids}):
-        with pytest.raises(MatchError, match="under 'labels', or move them by one place"):
+        with pytest.raises(MatchError, match="under 'labels', or shift them by one position"):
             log_marginal_likelihood(posterior, batch, likelihood="classification")
     with pytest.raises(MatchError, match="under 'labels'"):
         calibrate(posterior, [({"input_ids": ids}, ids)], likelihood="classification")

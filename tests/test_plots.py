@@ -12,7 +12,7 @@ import torch
 import bayesadam as ba
 from bayesadam import scores
 from bayesadam.errors import MatchError, MissingExtraError, SettingError
-from bayesadam.likelihoods import likelihood
+from bayesadam.likelihoods import Component, likelihood
 from cases import mlp
 from floats import approx, assert_close
 from processes import run_python
@@ -32,13 +32,13 @@ def _close():
 def numbers(n: int = 12, outputs: int = 1, noise: float | None = 0.25, name: str = "regression") -> Any:
     mean, variance = torch.randn(n, outputs, generator=G), 0.1 + torch.rand(n, outputs, generator=G)
     given = None if noise is None else torch.tensor(noise)
-    return likelihood(name).predictive(mean, variance, noise_variance=given)
+    return likelihood(name).predictive([Component(mean, variance, noise_variance=given)])
 
 
 def classes(n: int = 300, k: int = 4) -> tuple[Any, torch.Tensor]:
     logits = 2 * torch.randn(n, k, generator=G)
     y = torch.multinomial((logits / 2).softmax(dim=-1), 1, generator=G).squeeze(1)
-    return likelihood("classification").predictive(logits, torch.rand(n, k, generator=G)), y
+    return likelihood("classification").predictive([Component(logits, torch.rand(n, k, generator=G))]), y
 
 
 def posterior() -> ba.Posterior:
@@ -98,8 +98,8 @@ def test_other_numbers_have_bands_too(name):
 
 
 def test_mixtures_are_drawn_like_their_kind():
-    members = [numbers(), numbers()]
-    ax = likelihood("regression").mixture(members, [0.5, 0.5]).plot(torch.arange(12))
+    members = [numbers().components[0] for _ in range(2)]
+    ax = likelihood("regression").predictive(members, [0.5, 0.5]).plot(torch.arange(12))
     assert labels(ax)[0] == "95 % of observations"
 
 

@@ -6,7 +6,7 @@ Plain functions of tensors on any device. The tests hold them against scikit-lea
 import torch
 from torch import Tensor
 
-from bayesadam._measures import chance_above, in_bins
+from bayesadam._plots import chance_above, in_bins
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import NumericPredictive, Predictive
 from bayesadam.likelihoods.classification import check_classes
@@ -74,7 +74,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 
 
 def fpr95(inside: Tensor, outside: Tensor) -> float:
-    """Share of in-distribution examples above the threshold that at least 95 % of the out-of-distribution ones reach."""
+    """Share of in-distribution examples above the threshold that 95 % of the out-of-distribution ones reach."""
     if not inside.numel() or not outside.numel():
         raise MatchError("FPR95 needs in- and out-of-distribution scores")
     ordered = outside.flatten().double().sort(descending=True).values

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import CalibrationError, SettingError
-from bayesadam.likelihoods import predictive as predictive_module
-from bayesadam.likelihoods.classification import BinaryPredictive, ClassificationPredictive
+from bayesadam.likelihoods import Component, LogitPredictive, classification, likelihood
 from bayesadam.likelihoods.conformal import Guarantee, class_scores, p_values, threshold, uniform_like
-from bayesadam.likelihoods.regression import HeteroscedasticPredictive, RegressionPredictive
 from floats import assert_close
 
 METHODS = ["lac", "aps", "raps"]
@@ -33,9 +31,14 @@ def drawn_classes(probs: Tensor, seed: int) -> Tensor:
     return torch.multinomial(probs, 1, generator=seeded(seed)).squeeze(1)
 
 
-def classes_at(probs: Tensor, guarantee: Guarantee | None) -> ClassificationPredictive:
+def made(name: str, mean: Tensor, variance: Tensor, guarantee: Guarantee | None = None, noise: Tensor | None = None):
+    component = Component(mean, variance, noise_variance=torch.zeros(()) if noise is None else noise)
+    return likelihood(name).predictive([component], guarantee=guarantee)
+
+
+def classes_at(probs: Tensor, guarantee: Guarantee | None) -> LogitPredictive:
     """A predictive of these probabilities."""
-    return ClassificationPredictive(probs.log(), torch.zeros_like(probs), guarantee=guarantee)
+    return made("classification", probs.log(), torch.zeros_like(probs), guarantee)
 
 
 def held_out(probs: Tensor, y: Tensor, uniform: Tensor) -> Guarantee:
@@ -166,7 +169,7 @@ def test_sets_are_mapie_s(monkeypatch, method, level, n):
     _, sets = reference.predict_set(after.numpy(), conformity_score_params=params)
     # MAPIE takes off a share u of the probability, both times from the same stream; here 1 − u of it stays.
     u = {size: 1 - torch.from_numpy(np.random.RandomState(7).uniform(size=size)) for size in (n, 300)}
-    monkeypatch.setattr(predictive_module, "uniform_like", lambda probs, seed: u[len(probs)])
+    monkeypatch.setattr(classification, "uniform_like", lambda probs, seed: u[len(probs)])
     found = classes_at(after, held_out(before, y, u[n])).prediction_set(level, method=method)
     assert torch.equal(found, torch.from_numpy(sets[:, :, 0]))
     assert 0 < int(found.sum()) < found.numel()
@@ -223,9 +226,8 @@ def test_intervals_are_mapie_s(level, n):
     reference.conformalize(x[:n], y[:n, 0].numpy())
     _, ends = reference.predict_interval(x[n:])
     residuals = (y[:n] - mean[:n]).abs() / stddev[:n]
-    found = RegressionPredictive(
-        mean[n:], variance[n:], noise_variance=noise, guarantee=Guarantee(residuals=residuals)
-    ).prediction_set(level)
+    predictive = made("regression", mean[n:], variance[n:], Guarantee(residuals=residuals), noise)
+    found = predictive.prediction_set(level)
     for end, expected in zip(found, (ends[:, 0, 0], ends[:, 1, 0]), strict=True):
         assert_close(end[:, 0], torch.from_numpy(expected))
 
@@ -294,7 +296,7 @@ def test_a_class_that_was_seldom_held_out_is_in_every_set():
 def test_too_few_held_out_examples_give_the_whole_line():
     mean = torch.randn(5, 2, generator=seeded())
     residuals = torch.rand(18, 2, generator=seeded())
-    found = RegressionPredictive(mean, torch.ones(5, 2), guarantee=Guarantee(residuals=residuals))
+    found = made("regression", mean, torch.ones(5, 2), Guarantee(residuals=residuals))
     low, high = found.prediction_set(0.95)
     assert bool((low == -math.inf).all())
     assert bool((high == math.inf).all())
@@ -307,7 +309,7 @@ def test_intervals_of_every_shape(shape):
     variance = torch.rand(shape, generator=seeded(1), dtype=torch.float64) + 0.1
     outputs = mean[0].numel()
     residuals = torch.rand(40, outputs, generator=seeded(2), dtype=torch.float64)
-    found = RegressionPredictive(mean, variance, guarantee=Guarantee(residuals=residuals))
+    found = made("regression", mean, variance, Guarantee(residuals=residuals))
     low, high = found.prediction_set(0.9)
     reach = torch.tensor([sorted(residuals[:, k].tolist())[math.ceil(41 * 0.9) - 1] for k in range(outputs)])
     expected = reach.double().view(mean[0].shape) * variance.sqrt()
@@ -320,7 +322,7 @@ def test_intervals_of_means_and_log_variances():
     outputs = torch.randn(7, 4, generator=seeded(), dtype=torch.float64)
     variance = torch.rand(7, 4, generator=seeded(1), dtype=torch.float64)
     residuals = torch.rand(40, 2, generator=seeded(2), dtype=torch.float64)
-    found = HeteroscedasticPredictive(outputs, variance, guarantee=Guarantee(residuals=residuals))
+    found = made("heteroscedastic", outputs, variance, Guarantee(residuals=residuals))
     low, high = found.prediction_set(0.8)
     stddev = (variance[:, :2] + (outputs[:, 2:] + variance[:, 2:] / 2).exp()).sqrt()
     reach = residuals.sort(dim=0).values[math.ceil(41 * 0.8) - 1]
@@ -334,9 +336,7 @@ def test_sets_of_binary_outputs_are_output_by_output(outputs):
     y = torch.bernoulli(logits.sigmoid(), generator=seeded(1)).long()
     probs = torch.stack([1 - logits.sigmoid(), logits.sigmoid()], dim=-1)
     true = 1 - probs.gather(2, y[..., None]).squeeze(2)
-    found = BinaryPredictive(logits, torch.zeros_like(logits), guarantee=Guarantee({"lac": true}, y)).prediction_set(
-        0.8
-    )
+    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": true}, y)).prediction_set(0.8)
     assert found.shape == (80, outputs, 2)
     for k in range(outputs):
         limit = sorted(true[:, k].tolist())[math.ceil(81 * 0.8) - 1]
@@ -414,7 +414,7 @@ def test_levels_that_are_no_probabilities_are_refused(level):
     guarantee = held_out(probs, drawn_classes(probs, 1), uniform_like(probs, 0))
     with pytest.raises(SettingError, match="between 0 and 1"):
         classes_at(probs, guarantee).prediction_set(level)
-    numbers = RegressionPredictive(probs, probs, guarantee=Guarantee(residuals=probs))
+    numbers = made("regression", probs, probs, Guarantee(residuals=probs))
     with pytest.raises(SettingError, match="between 0 and 1"):
         numbers.prediction_set(level)
 
@@ -431,7 +431,7 @@ def test_without_held_out_scores_the_remedy_is_told():
     with pytest.raises(CalibrationError, match=r"calibrate.*20 examples.*two folds"):
         classes_at(probs, None).prediction_set()
     with pytest.raises(CalibrationError, match=r"calibrate.*20 examples.*two folds"):
-        RegressionPredictive(probs, probs).prediction_set()
+        made("regression", probs, probs).prediction_set()
 
 
 def test_with_no_scores_in_the_guarantee_the_remedy_is_told():
@@ -442,7 +442,7 @@ def test_with_no_scores_in_the_guarantee_the_remedy_is_told():
 def test_by_class_needs_one_label_per_example():
     logits = torch.randn(30, 3, generator=seeded(), dtype=torch.float64)
     y = torch.ones(30, 3).long()
-    found = BinaryPredictive(logits, torch.zeros_like(logits), guarantee=Guarantee({"lac": logits.sigmoid()}, y))
+    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": logits.sigmoid()}, y))
     with pytest.raises(SettingError, match="one label per example"):
         found.prediction_set(by_class=True)
 
@@ -451,7 +451,7 @@ def test_by_class_serves_a_single_binary_output():
     logits = torch.randn(80, 1, generator=seeded(), dtype=torch.float64)
     y = torch.bernoulli(logits.sigmoid(), generator=seeded(1)).long()
     scores = torch.where(y > 0, 1 - logits.sigmoid(), logits.sigmoid())
-    found = BinaryPredictive(logits, torch.zeros_like(logits), guarantee=Guarantee({"lac": scores}, y))
+    found = made("binary", logits, torch.zeros_like(logits), Guarantee({"lac": scores}, y))
     assert found.prediction_set(0.8, by_class=True).shape == (80, 1, 2)
 
 

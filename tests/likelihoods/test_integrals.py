@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, Poisson
 
-from bayesadam.likelihoods import likelihood
+from bayesadam.likelihoods import Component, likelihood
+from bayesadam.likelihoods.predictive import function_draws
 from floats import approx, assert_close
 
 Z = torch.linspace(-9, 9, 721, dtype=torch.float64)
@@ -45,7 +46,7 @@ def one_target(place: int, example: int, whole: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("whole", [False, True], ids=["variances", "covariance"])
 def test_a_heteroscedastic_predictive_is_the_integral(whole):
     mean, variance, covariance = moments(4)
-    found = likelihood("heteroscedastic").predictive(mean, variance, covariance if whole else None)
+    found = likelihood("heteroscedastic").predictive([Component(mean, variance, covariance if whole else None)])
     y = random(6, 2, seed=5)
     low, high = found.interval(0.9)
     log_probs = torch.zeros(6, 2).double()
@@ -69,9 +70,9 @@ def test_a_heteroscedastic_predictive_is_the_integral(whole):
 
 def test_heteroscedastic_draws_are_the_nodes_of_the_log_variance():
     mean, variance, covariance = moments(2)
-    draws = likelihood("heteroscedastic").predictive(mean, variance, covariance)._function_draws(50_000, None)
-    by_draws = likelihood("heteroscedastic").predictive(mean, variance, covariance, draws)
-    exact = likelihood("heteroscedastic").predictive(mean, variance, covariance)
+    draws = function_draws(Component(mean, variance, covariance), 50_000, None)
+    by_draws = likelihood("heteroscedastic").predictive([Component(mean, variance, covariance, draws)])
+    exact = likelihood("heteroscedastic").predictive([Component(mean, variance, covariance)])
     y = random(6, seed=5)
     assert_close(by_draws.log_prob(y), exact.log_prob(y), atol=0.05)
     assert_close(by_draws.interval(0.9)[1], exact.interval(0.9)[1], rtol=0.05, atol=0.05)
@@ -81,21 +82,23 @@ def test_heteroscedastic_draws_are_the_nodes_of_the_log_variance():
 def test_heteroscedastic_outputs_may_have_places():
     """(batch, places, 2 k): each place is as if it were alone."""
     mean, variance, _ = moments(4)
-    found = likelihood("heteroscedastic").predictive(mean.view(3, 2, 4), variance.view(3, 2, 4))
-    flat = likelihood("heteroscedastic").predictive(mean, variance)
+    found = likelihood("heteroscedastic").predictive([Component(mean.view(3, 2, 4), variance.view(3, 2, 4))])
+    flat = likelihood("heteroscedastic").predictive([Component(mean, variance)])
     y = random(6, 2, seed=5)
     assert_close(found.log_prob(y.view(3, 2, 2)), flat.log_prob(y).view(3, 2).sum(dim=1))
     covariance = torch.zeros(3, 8, 8).double()
     covariance.diagonal(dim1=1, dim2=2).copy_(variance.view(3, 8))
-    whole = likelihood("heteroscedastic").predictive(mean.view(3, 2, 4), variance.view(3, 2, 4), covariance)
+    whole = likelihood("heteroscedastic").predictive(
+        [Component(mean.view(3, 2, 4), variance.view(3, 2, 4), covariance)]
+    )
     assert_close(whole.log_prob(y.view(3, 2, 2)), found.log_prob(y.view(3, 2, 2)))
 
 
 def test_the_entropy_of_y_is_right_to_some_hundredths():
     mean, variance, _ = moments(2)
-    found = likelihood("heteroscedastic").predictive(mean, variance)
+    found = likelihood("heteroscedastic").predictive([Component(mean, variance)])
     grid = torch.linspace(-200, 200, 40_001, dtype=torch.float64)
-    log_p = found._log_density()(grid[:, None, None].expand(-1, 6, 1))
+    log_p = found.likelihood.log_density(found.components[0])(grid[:, None, None].expand(-1, 6, 1))
     expected = -(log_p.exp() * log_p).sum(dim=0) * (grid[1] - grid[0])
     assert_close(found.entropy(), expected, atol=0.2)
     assert float((found.entropy() - expected).mean().abs()) < 0.1
@@ -117,7 +120,7 @@ def log_probabilities(counts: Tensor, reach: float, nodes: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)], ids=str)
 def test_a_poisson_predictive_is_the_integral(shape):
-    found = likelihood("poisson").predictive(MEAN.view(shape), VARIANCE.view(shape))
+    found = likelihood("poisson").predictive([Component(MEAN.view(shape), VARIANCE.view(shape))])
     counts = torch.tensor([0.0, 1.0, 5.0, 40.0, 300.0, 1000.0], dtype=torch.float64)
     expected = log_probabilities(counts, 40, 40_001)
     for count, row in zip(counts, expected, strict=True):
@@ -136,7 +139,7 @@ def test_a_poisson_predictive_is_the_integral(shape):
 
 def test_poisson_draws_are_averaged_over():
     draws = MEAN + VARIANCE.sqrt() * random(7, 6)
-    found = likelihood("poisson").predictive(draws.mean(dim=0), draws.var(dim=0), None, draws)
+    found = likelihood("poisson").predictive([Component(draws.mean(dim=0), draws.var(dim=0), None, draws)])
     y = torch.tensor([0.0, 2.0, 3.0, 50.0, 400.0, 1.0], dtype=torch.float64)
     expected = Poisson(draws.exp()).log_prob(y).exp().mean(dim=0).log()
     assert_close(found.log_prob(y), expected, rtol=1e-10, atol=1e-12)
@@ -146,7 +149,7 @@ def test_poisson_draws_are_averaged_over():
 
 
 def test_a_posterior_without_bounds_still_has_an_interval():
-    found = likelihood("poisson").predictive(torch.zeros(2), torch.tensor([1e6, 0.0]))
+    found = likelihood("poisson").predictive([Component(torch.zeros(2), torch.tensor([1e6, 0.0]))])
     low, high = found.interval(0.95)
     assert bool((low >= 0).all())
     assert bool(high.isfinite().all())

@@ -12,16 +12,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Mul
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import (
-    BinaryMixture,
-    BinaryPredictive,
-    ClassificationMixture,
-    ClassificationPredictive,
-    Predictive,
-    PredictiveMixture,
-    RegressionMixture,
-    RegressionPredictive,
-)
+from bayesadam.likelihoods import Component, LogitPredictive, NumericPredictive, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.mixture import Mixture
 from cases import mlp, soap, train, trained
@@ -33,11 +24,15 @@ LIKELIHOODS = ["regression", "classification", "binary"]
 METHODS = ["linearised", "sampled", "linearised-sampled"]
 
 
-KINDS = dict(zip((RegressionPredictive, ClassificationPredictive, BinaryPredictive), LIKELIHOODS, strict=True))
+def made(name: str, *moments: Tensor | None, noise_variance: Tensor | None = None, link: str = "probit") -> Predictive:
+    noise = torch.zeros(()) if noise_variance is None else noise_variance
+    return likelihood_of(name).predictive([Component(*moments, noise_variance=noise)], link=link)
 
 
-def mixed(members: list[Predictive], weights: tuple[float, ...]) -> PredictiveMixture:
-    return likelihood_of(KINDS[type(members[0])]).mixture(members, weights)
+def mixed(members: list[Predictive], weights: tuple[float, ...]) -> Predictive:
+    first = members[0]
+    components = [component for member in members for component in member.components]
+    return first.likelihood.predictive(components, weights, link=first.link)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -63,7 +58,7 @@ def posteriors() -> list[ba.Posterior]:
     return [p.replace(noise_variance=[0.1 + 0.1 * i, 0.3]) for i, p in enumerate(found)]
 
 
-def gaussians(shape: tuple[int, ...], *, whole: bool = False, count: int = 3) -> list[RegressionPredictive]:
+def gaussians(shape: tuple[int, ...], *, whole: bool = False, count: int = 3) -> list[NumericPredictive]:
     """Far enough apart to have several modes, near enough to overlap."""
     found = []
     for seed in range(count):
@@ -73,12 +68,18 @@ def gaussians(shape: tuple[int, ...], *, whole: bool = False, count: int = 3) ->
         variance = covariance.diagonal(dim1=1, dim2=2).reshape(shape)
         noise = random(*shape[1:], seed=20 + seed).square() + 0.1
         found.append(
-            RegressionPredictive(1.5 * random(*shape, seed=seed), variance, covariance if whole else None, None, noise)
+            made(
+                "regression",
+                1.5 * random(*shape, seed=seed),
+                variance,
+                covariance if whole else None,
+                noise_variance=noise,
+            )
         )
     return found
 
 
-def reference(members: list[RegressionPredictive]) -> MixtureSameFamily:
+def reference(members: list[NumericPredictive]) -> MixtureSameFamily:
     """The mixture over the joint outputs of an example."""
     size = len(members[0].mean)
     means = torch.stack([m.mean.reshape(size, -1) for m in members], dim=1)
@@ -116,7 +117,7 @@ def test_regression_moments_and_densities_are_those_of_the_mixture(shape, whole)
     else:
         assert found.covariance is None
     # Not the Gaussian of the same moments.
-    gaussian = RegressionPredictive(found.mean, found.variance, found.covariance, None, found.noise_variance)
+    gaussian = made("regression", found.mean, found.variance, found.covariance, noise_variance=found.noise_variance)
     assert float((gaussian.log_prob(y) - found.log_prob(y)).abs().max()) > 0.05
 
 
@@ -133,7 +134,7 @@ def test_the_interval_has_the_mass_asked_for_and_half_the_rest_on_either_side(le
     assert_close(cdf(low), tail, rtol=1e-6, atol=1e-14)
     assert_close(1 - cdf(high), tail, rtol=1e-6, atol=1e-14)
     mirrored = mixed(
-        [RegressionPredictive(-m.mean, m.variance, None, None, m.noise_variance) for m in members], WEIGHTS
+        [made("regression", -m.mean, m.variance, noise_variance=m.noise_variance) for m in members], WEIGHTS
     )
     for one, other in zip(mirrored.interval(level), (-high, -low), strict=True):
         assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -157,7 +158,7 @@ def test_a_level_that_is_no_probability_is_named(level):
 
 
 def test_the_interval_of_members_without_any_spread():
-    points = [RegressionPredictive(torch.tensor([float(i)]), torch.zeros(1)) for i in range(3)]
+    points = [made("regression", torch.tensor([float(i)]), torch.zeros(1)) for i in range(3)]
     low, high = mixed(points, (0.2, 0.6, 0.2)).interval(0.5)
     assert low.tolist() == approx([1.0])
     assert high.tolist() == approx([1.0])
@@ -175,7 +176,7 @@ def test_draws_of_y_have_the_moments_of_the_mixture_and_come_from_one_member_eac
     assert float(centred.mean(dim=0).abs().max()) < 5 / math.sqrt(n)
     assert float((centred.square().mean(dim=0) - 1).abs().max()) < 5 * math.sqrt(3 / n)
     assert torch.equal(draws, found.sample(n, generator=seeded()))
-    far = [RegressionPredictive(torch.full((4, 1), 100.0 * i), torch.ones(4, 1)) for i in range(3)]
+    far = [made("regression", torch.full((4, 1), 100.0 * i), torch.ones(4, 1)) for i in range(3)]
     nearest = (mixed(far, WEIGHTS).sample(n, generator=seeded()) / 100).round()[..., 0]
     assert bool((nearest == nearest[:, :1]).all())
     shares = torch.bincount(nearest[:, 0].long(), minlength=3) / n
@@ -195,14 +196,14 @@ def test_the_entropy_is_that_of_the_mixture(shape, whole):
     # Members that cannot be told apart add nothing; members that cannot be mistaken add all there is to know.
     equal = mixed([members[0]] * 3, WEIGHTS).entropy()
     assert_close(equal, members[0].entropy(), rtol=1e-9, atol=1e-9)
-    apart = [RegressionPredictive(m.mean + 1e3 * i, m.variance, m.covariance) for i, m in enumerate(members)]
+    apart = [made("regression", m.mean + 1e3 * i, m.variance, m.covariance) for i, m in enumerate(members)]
     known = sum(w * m.entropy() - w * math.log(w) for w, m in zip(WEIGHTS, apart, strict=True))
     assert_close(mixed(apart, WEIGHTS).entropy(), known, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [RegressionPredictive, BinaryPredictive])
+@pytest.mark.parametrize("kind", ["regression", "binary"])
 def test_targets_of_another_shape_are_refused(kind):
-    members = [kind(random(5, 3, seed=i), torch.ones(5, 3).double()) for i in range(2)]
+    members = [made(kind, random(5, 3, seed=i), torch.ones(5, 3).double()) for i in range(2)]
     with pytest.raises(MatchError, match=r"targets have shape .*the outputs \(5, 3\)"):
         mixed(members, (0.5, 0.5)).log_prob(torch.zeros(5, 2))
 
@@ -210,10 +211,8 @@ def test_targets_of_another_shape_are_refused(kind):
 # --- classification and binary --------------------------------------------------------------------------------------
 
 
-def logits(kind: type, shape: tuple[int, ...], **options: object) -> list:
-    return [
-        kind(2 * random(*shape, seed=i), random(*shape, seed=30 + i).square(), None, None, **options) for i in range(3)
-    ]
+def logits(kind: str, shape: tuple[int, ...], **options: object) -> list:
+    return [made(kind, 2 * random(*shape, seed=i), random(*shape, seed=30 + i).square(), **options) for i in range(3)]
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -223,7 +222,7 @@ def entropy(probs: Tensor) -> Tensor:
 @pytest.mark.parametrize("link", ["probit", "sampling"])
 @pytest.mark.parametrize("shape", [(5, 4), (5, 2, 4)], ids=str)
 def test_probabilities_of_classes_are_averaged(link, shape):
-    members = logits(ClassificationPredictive, shape, link=link)
+    members = logits("classification", shape, link=link)
     found = mixed(members, WEIGHTS)
     probs = sum(w * m.probs for w, m in zip(WEIGHTS, members, strict=True))
     assert_close(found.probs, probs, rtol=1e-12)
@@ -241,7 +240,7 @@ def test_probabilities_of_classes_are_averaged(link, shape):
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 3)], ids=str)
 def test_binary_outputs_of_an_example_are_one_members(shape):
-    members = logits(BinaryPredictive, shape)
+    members = logits("binary", shape)
     found = mixed(members, WEIGHTS)
     probs = sum(w * m.probs for w, m in zip(WEIGHTS, members, strict=True))
     assert_close(found.probs, probs, rtol=1e-12)
@@ -262,7 +261,7 @@ def test_binary_outputs_of_an_example_are_one_members(shape):
     assert float((share - joint).abs().max()) < 5 * math.sqrt(0.25 / 20_000)
 
 
-@pytest.mark.parametrize("kind", [ClassificationPredictive, BinaryPredictive])
+@pytest.mark.parametrize("kind", ["classification", "binary"])
 def test_mutual_information_is_what_all_draws_together_say(kind):
     """Against H[E p] − E[H p] over many draws of the logits of all members."""
     members = logits(kind, (5, 4), link="sampling")
@@ -271,14 +270,14 @@ def test_mutual_information_is_what_all_draws_together_say(kind):
     spread = 0.0
     for w, m in zip(WEIGHTS, members, strict=True):
         f = m.mean + m.variance.sqrt() * random(20_000, 5, 4, seed=40)
-        p = f.softmax(dim=-1) if kind is ClassificationPredictive else f.sigmoid()
+        p = f.softmax(dim=-1) if kind == "classification" else f.sigmoid()
         total = total + w * p.mean(dim=0)
-        both = p if kind is ClassificationPredictive else torch.stack([p, 1 - p], dim=-1)
+        both = p if kind == "classification" else torch.stack([p, 1 - p], dim=-1)
         spread = spread + w * torch.special.entr(both).sum(dim=-1).mean(dim=0)
-    both = total if kind is ClassificationPredictive else torch.stack([total, 1 - total], dim=-1)
+    both = total if kind == "classification" else torch.stack([total, 1 - total], dim=-1)
     assert_close(found, entropy(both) - spread, atol=0.06)
     assert bool((found >= 0).all())
-    certain = [kind(m.mean, torch.zeros_like(m.variance)) for m in members]
+    certain = [made(kind, m.mean, torch.zeros_like(m.variance)) for m in members]
     disagreement = mixed(certain, WEIGHTS)
     assert float(disagreement.mutual_information().max()) > 0.1
     agreed = mixed([certain[0]] * 3, WEIGHTS).mutual_information()
@@ -290,7 +289,7 @@ def test_mutual_information_is_what_all_draws_together_say(kind):
 
 def test_draws_are_the_members_in_turn_and_in_proportion():
     drawn = [i + torch.arange(8).view(8, 1) / 100 for i in range(3)]
-    members = [RegressionPredictive(d.mean(dim=0), d.var(dim=0), None, d) for d in drawn]
+    members = [made("regression", d.mean(dim=0), d.var(dim=0), None, d) for d in drawn]
     equal = mixed(members, (1 / 3, 1 / 3, 1 / 3)).draws
     assert equal.shape == (24, 1)
     assert equal[:6, 0].floor().tolist() == [0, 1, 2, 0, 1, 2]
@@ -313,8 +312,7 @@ def test_predict_mixes_what_the_members_predict(likelihood, predictive):
     options = {"likelihood": likelihood, "predictive": predictive, "covariance": True, "n_samples": 100}
     before = [{k: v.clone() for k, v in m.model.state_dict().items()} for m in mixture]
     found = mixture.predict(x, generator=seeded(), **options)
-    kinds = dict(zip(LIKELIHOODS, (RegressionMixture, ClassificationMixture, BinaryMixture), strict=True))
-    assert type(found) is kinds[likelihood]
+    assert type(found) is (NumericPredictive if likelihood == "regression" else LogitPredictive)
     again = mixture.predict(x, generator=seeded(), **options)
     assert torch.equal(found.variance, again.variance)
     exact = [m.predict(x, likelihood=likelihood, covariance=True) for m in mixture]
@@ -383,7 +381,7 @@ def test_members_draw_different_weights():
     found = Mixture([one, one]).predict(
         random(6, 3), likelihood="regression", predictive="sampled", n_samples=5, generator=seeded()
     )
-    assert not torch.equal(found.members[0].draws, found.members[1].draws)
+    assert not torch.equal(found.components[0].draws, found.components[1].draws)
     torch.manual_seed(3)
     first = Mixture([one, one]).predict(random(6, 3), likelihood="regression", predictive="sampled", n_samples=5)
     torch.manual_seed(3)
@@ -412,7 +410,10 @@ def test_float32_networks_keep_their_type():
     assert {t.dtype for t in (found.mean, found.variance, low, high, found.log_prob(found.mean), found.entropy())} == {
         torch.float32
     }
-    cdf = sum(Normal(m.mean.double(), m.stddev.double()).cdf(low.double()) / 2 for m in found.members)
+    cdf = sum(
+        Normal(c.mean.double(), (c.variance + c.noise_variance).double().sqrt()).cdf(low.double()) / 2
+        for c in found.components
+    )
     assert_close(cdf, torch.full_like(cdf, 0.025), rtol=1e-4)
 
 

@@ -12,7 +12,6 @@ from torch.func import functional_call, jacrev
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.likelihoods import RegressionPredictive, SelectedClasses, SelectedMixture
 from cases import mlp, soap
 from floats import assert_close
 
@@ -107,7 +106,7 @@ def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str
     x = numbers()
     posterior = posterior_over(NETWORKS[network](), x, structure)
     found = posterior.predict(x, likelihood="classification", outputs=ba.Top(4), covariance=True)
-    assert isinstance(found, SelectedClasses)
+    assert isinstance(found, LogitPredictive)
     for example, chosen in enumerate(found.outputs):
         whole = dense_covariance(posterior, x[example])
         expected = whole[chosen][:, chosen]
@@ -146,7 +145,7 @@ def test_numbers_and_combinations_have_the_dense_moments(of_each: bool) -> None:
         assert_close(found.noise_variance[example], 0.1 * (own + 1).double(), rtol=1e-5)
     margin = torch.randn(4, 2, 6).double() if of_each else torch.randn(2, 6).double()
     found = posterior.predict(x, outputs=margin, likelihood="classification")
-    assert type(found) is RegressionPredictive
+    assert type(found) is NumericPredictive
     rows = margin if of_each else margin.expand(4, -1, -1)
     assert_close(found.variance, (rows @ whole @ rows.mT).diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
     assert_close(found.mean, (rows @ posterior.model(x).unsqueeze(-1)).squeeze(-1))
@@ -345,7 +344,7 @@ def test_members_of_a_mixture_are_asked_for_the_same_classes() -> None:
         torch.manual_seed(seed)
         members.append(posterior_over(mlp(3, 4, CLASSES), x))
     found = ba.Mixture(members).predict(x, likelihood="classification")
-    assert isinstance(found, SelectedMixture)
+    assert isinstance(found, LogitPredictive)
     mean = torch.stack([m.model(x).softmax(dim=1) for m in members]).mean(dim=0)
     assert torch.equal(found.outputs, mean.topk(10).indices)
     each = [m.predict(x, likelihood="classification", outputs=found.outputs) for m in members]
@@ -379,7 +378,7 @@ def test_novelty_of_many_classes_takes_the_rest_as_one() -> None:
     x = numbers()
     posterior = posterior_over(mlp(3, 4, CLASSES), x)
     found = posterior.predict(x, likelihood="classification", outputs="top", novelty=True)
-    assert found.novel.mean.shape == (4, 11)
+    assert found.components[0].novel.mean.shape == (4, 11)
     assert bool((found.novelty > 0).all())
     assert bool((found.novelty <= math.log(11)).all())
 

@@ -37,4 +37,4 @@ def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
     )
     said = mypy(USER, wrong, tmp_path=tmp_path)
     assert [line for line in said.splitlines() if "user.py" in line] == []
-    assert 'wrong.py:6: error: "RegressionPredictive" has no attribute "probs"' in said
+    assert 'wrong.py:6: error: "NumericPredictive" has no attribute "probs"' in said

@@ -1,6 +1,317 @@
 """Auditing data: which labels the network does not believe, and which examples it leans on."""
 
-from bayesadam.auditing.examine import audit
-from bayesadam.auditing.table import Audit, Column, Suspect
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from bayesadam._extras import require
+from bayesadam._progress import progress
+from bayesadam.auditing.page import write_page
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import Component, agreed
+from bayesadam.likelihoods import likelihood as record_of
+from bayesadam.likelihoods.classification import ClassLikelihood, check_classes
+from bayesadam.likelihoods.predictive import rows
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_posterior
+from bayesadam.predict.call import Call, Forward, batch_size, batches_of, evaluating, examples, to_device
+from bayesadam.predict.moments import parameters_at_mean
+from bayesadam.predict.options import DEFAULT_BUDGET
+from bayesadam.readers import warn_of_few
 
 __all__ = ["Audit", "Column", "Suspect", "audit"]
+
+Column = Literal["suspicion", "novelty", "influence", "loss"]
+COLUMNS: tuple[Column, ...] = get_args(Column)
+# Bytes of an example's covariances for each pair of outputs: two in float32, and their copies in float64.
+_PER_PAIR = 32
+# A normal variable is within this many standard deviations half of the time.
+_QUARTILE = 0.6744897501960817
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One example: its number in the data, its label or target, what the network predicts, and its measures."""
+
+    index: int
+    label: Any
+    predicted: Any
+    suspicion: float
+    novelty: float
+    influence: float
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """Measures of every example, on the CPU; larger is stranger. Those of class −100 are NaN.
+
+    Attributes:
+        likelihood: of the targets.
+        suspicion: how strongly the network, and its uncertainty, speak against the label: look at the largest first.
+        novelty: how unlike the training data the input is, as `posterior.novelty`.
+        influence: |Δf|, how far the network's outputs at the example would move if it were left out; the order counts,
+            the size is too large.
+        loss: −log p(y) of the network at the posterior's mean.
+        labels: the targets.
+        predicted: the likeliest class, or the expected target.
+        change: Δf itself, (n, outputs).
+        noise_variance: σ² of a regression's residuals, by output; None for other likelihoods.
+        noise_estimated: whether σ² was estimated from the residuals, since the posterior has none.
+    """
+
+    likelihood: str
+    suspicion: Tensor
+    novelty: Tensor
+    influence: Tensor
+    loss: Tensor
+    labels: Tensor
+    predicted: Tensor
+    change: Tensor
+    noise_variance: Tensor | None = None
+    noise_estimated: bool = False
+
+    def suspects(self, n: int = 20, *, by: Column = "suspicion") -> list[Suspect]:
+        """The n examples that are largest in a column, largest first; NaN never counts, ties keep their order."""
+        if by not in COLUMNS:
+            raise SettingError(f"by must be one of {COLUMNS}, got {by!r}")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise SettingError(f"n must be a positive number of examples, got {n!r}")
+        column: Tensor = getattr(self, by)
+        known = (~column.isnan() & ~self.suspicion.isnan()).nonzero().flatten()
+        order = known[column[known].argsort(descending=True, stable=True)]
+        return [self[index] for index in order[:n].tolist()]
+
+    def __getitem__(self, index: int) -> Suspect:
+        """One example's row, by its number."""
+        number = range(len(self))[index]
+        measures = (float(getattr(self, name)[number]) for name in COLUMNS)
+        return Suspect(number, self.labels[number].tolist(), self.predicted[number].tolist(), *measures)
+
+    def __len__(self) -> int:
+        return len(self.suspicion)
+
+    def __repr__(self) -> str:
+        noise = ""
+        if self.noise_variance is not None:
+            where = "estimated from the residuals" if self.noise_estimated else "the posterior's"
+            noise = f", noise variance {where}"
+        return f"Audit({len(self):,} examples, {self.likelihood}{noise})"
+
+    def to_pandas(self) -> Any:
+        """A table with a row per example, its number as the index; needs pandas."""
+        targets = {"label": self.labels, "predicted": self.predicted}
+        table: dict[str, Any] = {name: t.numpy() if t.dim() == 1 else t.tolist() for name, t in targets.items()}
+        table |= {name: getattr(self, name).numpy() for name in COLUMNS}
+        return require("pandas").DataFrame(table).rename_axis("index")
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        inputs: Any = None,
+        names: Sequence[str] | Mapping[int, str] | None = None,
+        n: int = 60,
+        by: Column = "suspicion",
+        title: str = "Which labels to look at",
+    ) -> None:
+        """Write the n largest of a column as one HTML page that needs nothing else.
+
+        Args:
+            path: the file, which is replaced once the page is complete.
+            inputs: the examples by number: a tensor, a list or a data set. Images, (H, W), (1, H, W) or (3, H, W),
+                bytes or other numbers, which are then scaled to the range of all that are shown; texts; or numbers, as
+                rows of pixels are.
+            names: of the classes.
+            title: of the page.
+        """
+        write_page(path, self, self.suspects(n, by=by), inputs=inputs, names=names, by=by, title=title)
+
+
+def audit(
+    posterior: Posterior,
+    batches: Any,
+    *,
+    likelihood: str | None = None,
+    forward: Forward | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> Audit:
+    """Which labels the network does not believe, and which examples it leans on; no training, one pass over the data.
+
+    With d = f_y − f_j, j the strongest other class, suspicion is −d/Var[d]^¼ under the settings of novelty: a label
+    that the network is against, or only just holds on to where other data said little, as it does to one learned by
+    heart. −d alone does not see the latter, and −d/√Var[d] overrates how far variances differ. For numbers it is the
+    residual in standard deviations. Influence is |v e|, v = J Σ Jᵀ at the posterior's own settings and
+    e = ∂(−log p)/∂f: the change of f if the example were left out, to first order (memory perturbation, Nickl et al.
+    2023).
+
+    The model is as before when it returns, or raises.
+
+    >>> model = torch.nn.Linear(2, 3)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> x, y = torch.randn(40, 2), torch.randint(3, (40,))
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    >>> posterior = Posterior.from_optimizer(model, optimizer, n_data=40, prior_precision=1.0)
+    >>> found = audit(posterior, [(x[:20], y[:20]), (x[20:], y[20:])], likelihood="classification")
+    >>> found
+    Audit(40 examples, classification)
+    >>> len(found.suspects(5))
+    5
+
+    Args:
+        posterior: over the network that was trained.
+        batches: a loader that does not shuffle, an iterable of (inputs, targets) or of mappings with labels, or one of
+            these; examples are numbered as they come. One batch is in memory at a time.
+        likelihood: of the targets; None for the posterior's own. Class indices of −100 are left out.
+        forward: `forward(model, inputs)` for models whose call is unusual.
+        memory_budget: bytes that activations, gradients and covariances may take; work is cut to fit.
+    """
+    require_posterior(posterior, "an audit")
+    posterior.require_whole("an audit")
+    warn_of_few(posterior.origin, "the audited posterior")
+    name = agreed(likelihood, posterior.likelihood)
+    record = record_of(name)
+    _check_order(batches)
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 1:
+        raise SettingError(f"memory_budget must be a positive number of bytes, got {memory_budget!r}")
+    options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
+    shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
+    noise, estimated, parts = posterior.noise_variance if record.noise else None, False, []
+    waiting: list[tuple[Component, Tensor, Tensor]] = []
+    for component, y, novelty in _predicted(posterior, shown, options):
+        if record.noise:
+            # Its noise may have to be estimated from all residuals.
+            waiting.append((_on_cpu(component), record.matched(y, component.mean).double().cpu(), novelty))
+        else:
+            parts.append(_measured(record, component, y, novelty))
+    if record.noise and waiting:
+        residuals = torch.cat([rows(y - component.mean) for component, y, _ in waiting])
+        if noise is None:
+            noise, estimated = robust_variance(residuals), True
+        noise = noise.double().cpu().flatten().expand(residuals.shape[1])
+        if not bool((noise > 0).all()):
+            raise SettingError(
+                "the noise variance is 0, so that no residual is small: give the posterior one, "
+                "posterior.replace(noise_variance=...), or calibrate it on held-out data"
+            )
+        for component, y, novelty in waiting:
+            known = replace(component, noise_variance=noise.view(component.mean[0].shape))
+            parts.append(_measured(record, known, y, novelty))
+    if not parts:
+        raise MatchError("there is nothing to audit: the loader gave no batch (a generator that was used up?)")
+    joined = {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
+    columns = {key: column.float() if column.is_floating_point() else column for key, column in joined.items()}
+    influence = torch.linalg.vector_norm(columns["change"], dim=1)
+    return Audit(name, influence=influence, noise_variance=noise, noise_estimated=estimated, **columns)
+
+
+def robust_variance(residuals: Tensor) -> Tensor:
+    """σ² by output, (median |r| / 0.6745)², which wrong targets hardly move; (n, k) → (k,).
+
+    >>> robust_variance(torch.tensor([[-1.0], [1.0], [100.0]])).sqrt()
+    tensor([1.4826])
+    """
+    return (residuals.abs().median(dim=0).values / _QUARTILE).square()
+
+
+def _predicted(posterior: Posterior, batches: Any, options: Any) -> Iterator[tuple[Component, Tensor, Tensor]]:
+    """f with covariances at both settings, targets and novelty, as many examples at a time as fit the budget."""
+    at_once, params = 0, parameters_at_mean(posterior)
+    device = next(iter(params.values())).device
+    for batch in batches_of(batches, posterior.model):
+        inputs, y = to_device(batch.inputs, device), batch.targets.to(device)
+        size = batch_size(inputs)
+        if y.dim() == 0 or len(y) != size:
+            raise MatchError(f"a batch has {size} inputs and targets of shape {tuple(y.shape)}: one for each example")
+        if not at_once:
+            with evaluating(posterior.model), torch.no_grad():
+                outputs = Call(posterior.model, options["forward"])(params, examples(inputs, 0, 1)).numel()
+            at_once = max(1, int(options["memory_budget"]) // (_PER_PAIR * outputs**2))
+        for start in range(0, size, at_once):
+            part = examples(inputs, start, start + at_once)
+            found = posterior.predict(part, covariance=True, novelty=True, **options)
+            yield found.components[0], y[start : start + at_once], found.novelty
+
+
+def _on_cpu(c: Component) -> Component:
+    assert c.covariance is not None
+    mean, variance, covariance = (t.double().cpu() for t in (c.mean, c.variance, c.covariance))
+    return Component(mean, variance, covariance)
+
+
+def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor) -> dict[str, Tensor]:
+    """The columns of a batch, in float64."""
+    assert c.covariance is not None
+    keep = torch.ones(len(y), dtype=torch.bool, device=y.device)
+    if record.ignored is not None:
+        _check_one_class(c.mean, y)
+        keep = y != record.ignored
+        check_classes(c.mean[keep], y[keep])
+        y = torch.where(keep, y, 0)
+    y, f = record.matched(y, c.mean), rows(c.mean.double()).requires_grad_()
+    targets = record.shaped(y, f)
+    # The gradient of each example's training loss is that of −log p, but for the number of targets and the noise.
+    (error,) = torch.autograd.grad(record.loss(f[:, None], targets[:, None]).sum() * targets[0].numel(), f)
+    noise = None if c.noise_variance is None else c.noise_variance.flatten()
+    error = error if noise is None else error / (2 * noise)
+    network = record.predictive([Component(f.detach(), torch.zeros_like(f), noise_variance=noise)])
+    if isinstance(record, ClassLikelihood):
+        assert c.novel is not None
+        difference, variance = record.margin(c.novel, y)
+        tiny = torch.finfo(torch.float32).tiny
+        suspicion = rows(-difference / variance.clamp(min=tiny) ** 0.25).amax(dim=1)
+        labels, predicted = targets.long(), network.class_probs.argmax(dim=-1)
+    else:
+        suspicion, labels, predicted = record.distance(c, y), targets, rows(record.expected(c))
+    change, loss = (c.covariance.double() @ error.unsqueeze(-1)).squeeze(-1), -network.log_prob(targets)
+    return {
+        "suspicion": torch.where(keep, suspicion, math.nan),
+        "novelty": novelty,
+        "loss": torch.where(keep, loss, math.nan),
+        "change": torch.where(keep[:, None], change, math.nan),
+        "labels": _flat(labels) if record.ignored is None else torch.where(keep, labels, record.ignored),
+        "predicted": _flat(predicted),
+    }
+
+
+def _flat(values: Tensor) -> Tensor:
+    """(n, 1) as (n,)."""
+    return values.squeeze(1) if values.dim() == 2 and values.shape[1] == 1 else values
+
+
+def _check_one_class(outputs: Tensor, y: Tensor) -> None:
+    if outputs.dim() != 2 or y.dim() != 1:
+        raise MatchError(
+            f"an audit has one row per example, but the outputs have shape {tuple(outputs.shape)} and the targets "
+            f"{tuple(y.shape)}: pass one class index for each example, and for a language model cut its texts into "
+            "examples with forward=lambda model, batch: ... that returns (batch, classes)"
+        )
+    if y.is_floating_point():
+        raise MatchError(
+            f"class indices are whole numbers, got {y.dtype}: pass labels.long(), or likelihood='regression' for "
+            "numbers"
+        )
+
+
+def _check_order(batches: Any) -> None:
+    """Refuse loaders whose order is random: an example's number would not say which it is."""
+    if not isinstance(batches, DataLoader):
+        return
+    for sampler in (batches.sampler, getattr(batches.batch_sampler, "sampler", None)):
+        is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        if is_shuffled or isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+            raise SettingError(
+                f"the loader shuffles ({type(sampler).__name__}), so an example's number would not say which it is: "
+                "pass DataLoader(dataset, batch_size=..., shuffle=False)"
+            )

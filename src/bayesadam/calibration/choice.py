@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -13,47 +13,47 @@ from torch import Tensor
 from bayesadam._kinds import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
-from bayesadam.calibration.data import Batches, HeldOut, cut, examples_of, n_examples, quietly
-from bayesadam.calibration.evidence import by_evidence
-from bayesadam.calibration.repeated import Predictions, best_known, by_repeated_prediction
-from bayesadam.calibration.validation import Tables, by_validation, tables_of
+from bayesadam.calibration.fits import (
+    MOST_DRAWN,
+    Tables,
+    Widths,
+    best_temperature,
+    by_evidence,
+    by_validation,
+    tables_of,
+)
+from bayesadam.calibration.held_out import HeldOut, aligned, cut, examples_of, n_examples
 from bayesadam.errors import HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import fresh_seed
-from bayesadam.held_out import aligned
-from bayesadam.likelihoods import LikelihoodName, Link, Predictive
+from bayesadam.likelihoods import Component, Link, Predictive, agreed
 from bayesadam.likelihoods.conformal import Guarantee
-from bayesadam.likelihoods.predictive import FEWEST_SCORED, has_novelty
-from bayesadam.likelihoods.record import CalibrationMethod
+from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
-from bayesadam.posterior.distribution import predictive_of
 from bayesadam.posterior.report import CalibrationReport, settings_of
 from bayesadam.predict.call import Forward
 from bayesadam.predict.options import DEFAULT_BUDGET, Options, PredictiveKind
 
 AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
-# What is compared, and how many parameters each fits.
+# The candidates, and how many parameters each fits.
 _POSTERIOR, _TEMPERATURE, _ALONE = "posterior", "best temperature alone", "network alone"
 _PARAMETERS = {_POSTERIOR: 3, _TEMPERATURE: 1, _ALONE: 0}
-# Below that many examples five folds cost little, and leave enough to fit.
-_FEW = 200
-# So many examples tell whether they belong to the likelihood.
-_JUDGED = 1000
-# So near to the largest novelty there can be, as a share of it, scores do not tell examples apart.
-_SATURATED = 1e-3
-# A negative log-likelihood below that share of it is that of a network that tells classes apart.
-_TOLD_APART = 0.9
-# A network is out of place that is sure and wrong, so many times worse than a guess, and then at its best temperature no better
-# than one by more than that share, or so hot.
-_WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
-# By how many standard errors of the mean difference the posterior has to beat the best temperature.
+# By how many standard errors of the mean difference the posterior has to beat each simpler candidate.
 _SURE = 1.5
+# Examples that show whether the data belong to the likelihood.
+_JUDGED = 1000
+# Scores this near to the largest novelty that is possible, as a share of it, do not tell examples apart; the warning is
+# for networks whose negative log-likelihood is below that share of it, which do tell classes apart.
+_SATURATED, _TOLD_APART = 1e-3, 0.9
+# A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
+# share of one, or so hot.
+_WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
 
 
 def calibrate(
     posterior: AnyPosterior,
     batches: Any,
     *,
-    likelihood: LikelihoodName,
+    likelihood: str | None = None,
     method: CalibrationMethod | None = None,
     predictive: PredictiveKind = "linearised",
     n_samples: int = 30,
@@ -61,78 +61,78 @@ def calibrate(
     forward: Forward | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int = DEFAULT_BUDGET,
-    folds: int | None = None,
+    folds: int = 5,
 ) -> AnyPosterior:
     """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
 
     `"validation"` chooses s and δ (and σ² of a regression) by the predictive log-likelihood of the held-out data, under
-    the very predictive that will be used. Of classes it chooses a temperature T with them, within bounds that leave the
-    outputs a variance and under a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, for which a few examples that
-    are all right are no reason to be certain, and compares with the best temperature alone: where the posterior is not
-    better by more than 1.5 standard errors, probabilities are the mean network's at that temperature, a warning and the
-    report say so, and the posterior stays for all else.
+    the very predictive that will be used. For classes it chooses a temperature T with them, within bounds that leave
+    the outputs a variance and under a prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, for which a few
+    examples that are all right are no reason to be certain. Where the posterior is not better by more than 1.5 standard
+    errors than the network at its best temperature, and than the network alone, probabilities are the mean network's at
+    that temperature, a warning and the report say so, and the posterior stays for everything else.
 
     `"evidence"` takes σ² of greatest likelihood from the held-out residuals r ~ N(0, σ² + Var[f]), s so that the total
-    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point
-    δ = γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
-    nothing, so regression defaults to evidence; for classification evidence fails where validation works, so that is the
-    default there, as for every likelihood without a noise of its own to estimate. Either way δ comes out as one number for
-    all parameters, whatever it was before; a `LoraPrior` is multiplied by one number. `novelty` is not touched.
+    curvature Σ w c equals that of the generalised Gauss-Newton matrix, N E[Σ J² Λ], and δ by MacKay's fixed point δ =
+    γ/|θ|², γ = Σ w c/(w c + δ). Validation inside the data cannot see what δ does outside it and shrinks the
+    uncertainty there to nothing, so regression defaults to evidence; for classification evidence fails where validation
+    works, so that is the default there, as for every likelihood without a noise of its own to estimate. Either way δ
+    comes out as one number for all parameters, whatever it was before; a `LoraPrior` is multiplied by one number.
+    `novelty` is not touched.
 
-    What is compared, and what stands behind `prediction_set` and `novelty_pvalue`, are scores of examples under settings
-    that were fitted to the others; the settings themselves are fitted to all. `posterior.calibration` says what was done.
+    The comparison, `prediction_set` and `novelty_pvalue` rest on scores of examples under settings that were fitted to
+    the others; the settings themselves are fitted to all. `posterior.calibration` is the report.
 
-    Under a predictive that samples, every candidate is a prediction of its own: the search starts from what suits the
-    linearised network, takes coarse steps on 500 of the examples, drawn at random, and fine ones on 2,000 (of the noise of
-    a regression all of them tell). A fit to a part of the examples then chooses among the candidates of the fine steps, by
-    the log-likelihood of that part alone, with a temperature of its own.
+    Under a predictive that samples, s and δ of the linearised network are multiplied by one number, the best of powers
+    of ten from 0.1 to 10⁵ in half steps, by predictions of at most 2,000 of the examples, drawn at random. A fit to a
+    part of the examples chooses by the log-likelihood of that part alone, with a temperature of its own.
 
     Args:
         posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
         batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
-            belong to the outputs at their places; labels inside a mapping are taken as the model's own loss takes them,
-            which for a causal language model is one place further on. Classes of −100 are left out.
+            belong to the outputs at their positions; labels inside a mapping are taken as the model's own loss takes
+            them, which for a causal language model is one position further on. Classes of −100 are left out.
+        likelihood: of the targets; the result keeps it. None for the posterior's own.
         method: `"validation"` or `"evidence"`; None takes the default above.
-        predictive: what `predict` will be called with; so are the rest.
-        folds: into how many parts the data are cut, each scored under a fit to the others; None for 2, or 5 where there are
-            fewer than 200 examples. With 1, or fewer than 20 examples, there are no such scores, hence no guarantees.
+        predictive: the one that `predict` will be called with; so are the rest.
+        folds: the number of parts of the data, each scored under a fit to the others. With 1, or fewer than 20
+            examples, there are no such scores, hence no guarantees.
 
     Raises:
         CalibrationError: nothing tried gave a finite score.
         MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
+        SettingError: no likelihood was ever given, or another than the posterior's.
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
-    if folds is not None and (isinstance(folds, bool) or not isinstance(folds, int) or folds < 1):
+    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
         raise SettingError(f"folds must be a whole number of at least 1, got {folds!r}")
-    options = Options(
-        likelihood=likelihood,
-        predictive=predictive,
-        n_samples=n_samples,
-        link=link,
-        forward=forward,
-        memory_budget=memory_budget,
-    )
     require_kind(posterior, (Posterior, Mixture), "posterior")
+    name = agreed(likelihood, posterior.likelihood)
+    of_predict: Any = {"n_samples": n_samples, "link": link, "forward": forward, "memory_budget": memory_budget}
+    options = Options(likelihood=name, predictive=predictive, **of_predict)
     # Every candidate sees the same random numbers, so that they differ by their settings alone.
     seed = 0 if predictive == "linearised" else fresh_seed(generator)
     members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
-    held_out = list(aligned(members[0], batches, likelihood=likelihood, forward=forward))
     weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
+    held_out = list(aligned(members[0], batches, likelihood=name, forward=forward))
     with Bar("calibrate") as bar:
-        task = _Task(members, weights, options, seed, method or options.record.calibration, held_out, bar.step)
-        _warn_of_doubt(task)
-        fits = [network.whole for network in task.networks]
-        for fit in fits:
-            fit.posterior.warn_of_limits()
-        report, found = _chosen(task, fits, folds)
+        plain = [member.replace(temperature=1.0, averaged=True) for member in members]
+        data = [HeldOut(member, held_out, options, seed, bar.step) for member in plain]
+        networks = [_Network(each, method or options.record.calibration) for each in data]
+        _warn_of_data(data[0])
+        for network in networks:
+            network.whole.posterior.warn_of_limits()
+        scores = _scored(networks, weights, folds)
+    report, found = _chosen(networks, scores, members)
     if isinstance(posterior, Mixture):
-        return Mixture(found, posterior.weights, calibration=report)
-    return replace(found[0], calibration=report)
+        of_likelihood = [replace(each, likelihood=name) for each in found]
+        return Mixture(of_likelihood, posterior.weights, calibration=report)
+    return replace(found[0], calibration=report, likelihood=name)
 
 
 class _Fit(NamedTuple):
-    """A posterior with the settings that the data prefer, and what suits the mean network alone: a temperature, or a noise."""
+    """A posterior with the settings that the data prefer, and the temperature or noise of the mean network alone."""
 
     posterior: Posterior
     temperature: float = 1.0
@@ -147,92 +147,71 @@ class _Network:
     method: CalibrationMethod
 
     @cached_property
-    def predictions(self) -> Predictions:
-        return Predictions.of(self.data)
+    def some(self) -> tuple[HeldOut, Tensor]:
+        """The examples that the search looks at, and their numbers: all, or a random part under draws."""
+        n = n_examples(self.data.batches)
+        if self.data.options.predictive == "linearised" or n <= MOST_DRAWN:
+            return self.data, torch.arange(n)
+        chosen = torch.randperm(n, generator=torch.Generator().manual_seed(1)) < MOST_DRAWN
+        return replace(self.data, batches=cut(self.data.batches, chosen)), chosen.nonzero().flatten()
 
     @cached_property
     def tables(self) -> Tables:
-        """Of all examples, or of those that are predicted again and again, to which they are a start."""
-        data = self.data
-        if data.options.predictive == "linearised":
-            return tables_of(data.posterior, data, torch.arange(n_examples(data.batches)))
-        looked_at = replace(data, batches=[batch for piece in self.predictions.pieces for batch in piece])
-        return tables_of(data.posterior, looked_at, torch.cat(list(self.predictions.examples)))
+        return tables_of(*self.some)
+
+    @cached_property
+    def widths(self) -> Widths:
+        """Under draws, those of the fit to all."""
+        every = torch.ones(n_examples(self.data.batches), dtype=torch.bool)
+        return Widths(self._start(every, self.data), *self.some)
 
     @cached_property
     def whole(self) -> _Fit:
         """Fitted to all examples."""
-        return self._fitted(torch.ones(n_examples(self.data.batches), dtype=torch.bool), self.data)
+        return self.fitted(torch.ones(n_examples(self.data.batches), dtype=torch.bool))
 
     def fitted(self, chosen: Tensor) -> _Fit:
-        """Fitted to the examples that are chosen, booleans.
-
-        Under a predictive that samples, and with no noise of their own, they choose among the finalists of the fit to all.
-        """
-        whole = self.whole
-        if self.data.options.predictive != "linearised" and not self.data.options.record.noise:
-            return _Fit(best_known(chosen, self.predictions), whole.temperature)
-        return self._fitted(chosen, replace(self.data, batches=cut(self.data.batches, chosen)))
-
-    def _fitted(self, chosen: Tensor, data: HeldOut) -> _Fit:
-        if self.method == "evidence":
-            best = by_evidence(data.posterior, data)
-        else:
-            best = by_validation(data.posterior, data, self.tables.of(chosen))
-        if data.options.predictive != "linearised":
-            return _Fit(by_repeated_prediction(best, chosen, self.predictions))
-        if data.options.record.noise:
-            mean, y = data.outputs(best)
+        """Fitted to the chosen examples, booleans."""
+        options, record = self.data.options, self.data.options.record
+        if options.predictive != "linearised" and not record.noise:
+            return _Fit(self.widths.best(chosen))
+        data = self.data if bool(chosen.all()) else replace(self.data, batches=cut(self.data.batches, chosen))
+        best = self._start(chosen, data)
+        if options.predictive != "linearised":
+            return _Fit(Widths(best, *self.some).best(chosen))
+        if not record.noise and not record.tempered:
+            return _Fit(best)
+        mean, y = data.outputs(best)
+        if record.noise:
             return _Fit(best, noise_variance=(y - mean).square().mean(dim=0))
-        return _Fit(best, data.temperature(best) if data.options.record.tempered else 1.0)
+        return _Fit(best, best_temperature(options, mean, torch.zeros_like(mean), y))
 
+    def _start(self, chosen: Tensor, data: HeldOut) -> Posterior:
+        """The best settings of the linearised network, where a search under draws starts."""
+        if self.method == "evidence":
+            return by_evidence(data.posterior, data)
+        return by_validation(data.posterior, data.options, self.tables.of(chosen))
 
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """What is calibrated, and how: one network, or the members of a mixture."""
-
-    members: Sequence[Posterior]
-    weights: Sequence[float]
-    options: Options
-    seed: int
-    method: CalibrationMethod
-    batches: Batches
-    step: Callable[[], object]
-
-    @cached_property
-    def networks(self) -> list[_Network]:
-        """Every member with all that is held out."""
-        plain = [member.replace(temperature=1.0, averaged=True) for member in self.members]
-        return [
-            _Network(HeldOut(member, self.batches, self.options, self.seed, self.step), self.method) for member in plain
-        ]
-
-    def fitted(self, chosen: Tensor) -> list[_Fit]:
-        """Every member fitted to the examples that are chosen, booleans."""
-        return [each.fitted(chosen) for each in self.networks]
-
-    def candidates(self, fits: Sequence[_Fit], inputs: Any) -> dict[str, Predictive]:
-        """What may be in use in the end, on one batch: the posterior, and of classes the mean network at a temperature."""
-        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed))
-        with quietly():
-            found = [predictive_of(fit.posterior, inputs, options) for fit in fits]
-        named = {_POSTERIOR: found}
-        if self.options.record.tempered and self.options.predictive == "linearised":
-            both: Any = list(zip(fits, found, strict=True))
-            named[_TEMPERATURE] = [replace(p, temperature=fit.temperature, averaged=False) for fit, p in both]
-            named[_ALONE] = [replace(p, temperature=1.0, averaged=False) for _, p in both]
-        elif self.options.record.noise and self.options.predictive == "linearised":
-            moments = [(p.mean, torch.zeros_like(p.mean)) for p in found]
-            alone = zip(moments, fits, strict=True)
-            named[_ALONE] = [self.options.record.predictive(*m, noise_variance=f.noise_variance) for m, f in alone]
-        mixed = len(fits) > 1
-        return {n: self.options.record.mixture(each, self.weights) if mixed else each[0] for n, each in named.items()}
+    def candidates(self, fit: _Fit, inputs: Any) -> dict[str, Component]:
+        """What may be in use in the end, on one batch: the posterior, or the mean network."""
+        c, record = self.data.predicted(fit.posterior, inputs, novelty=None), self.data.options.record
+        if record.noise and c.novel is not None:
+            # Novelty goes with the noise, and predictions will have that of the fit to all.
+            precision = record.hessian_diagonal(c.novel.mean, self.whole.posterior.noise_variance)
+            c = replace(c, novel=replace(c.novel, precision=precision))
+        if self.data.options.predictive != "linearised" or not (record.noise or record.tempered):
+            return {_POSTERIOR: c}
+        if record.noise:
+            alone = replace(c, variance=torch.zeros_like(c.variance), noise_variance=fit.noise_variance)
+            return {_POSTERIOR: c, _ALONE: alone}
+        at_temperature = replace(c, temperature=fit.temperature, averaged=False)
+        return {_POSTERIOR: c, _TEMPERATURE: at_temperature, _ALONE: replace(at_temperature, temperature=1.0)}
 
 
 class _Scores(NamedTuple):
-    """Of every candidate what each example is worth, and what guarantees rest on; `crossed` where no fit saw its examples.
+    """What each example is worth under every candidate, and the guarantees; `crossed` where no fit saw its examples.
 
-    `limit` is the largest novelty there can be.
+    `limit` is the largest novelty that is possible.
     """
 
     log_probs: Mapping[str, Tensor]
@@ -246,138 +225,142 @@ class _Scores(NamedTuple):
         return {name: -float(found.mean()) for name, found in self.log_probs.items()}
 
     @property
-    def best(self) -> str:
-        """The posterior where it beats the best temperature beyond chance.
+    def is_posterior_best(self) -> bool:
+        """Whether the posterior beats every simpler candidate beyond chance, for likelihoods that have a temperature.
 
-        Fitted to what it is scored on, every parameter wins 1/n instead, as Akaike has it. The network alone does not
-        compete: whatever it wins across folds, the best temperature has it on all.
+        Fitted to what it is scored on, every parameter wins 1/n instead, as Akaike has it.
         """
         if _TEMPERATURE not in self.log_probs:
-            return _POSTERIOR
-        gain = self.log_probs[_POSTERIOR] - self.log_probs[_TEMPERATURE]
-        if not bool(gain.isfinite().all()):
-            return min(
-                (_POSTERIOR, _TEMPERATURE), key=lambda name: v if math.isfinite(v := self.nll[name]) else math.inf
-            )
-        n, parameters = len(gain), _PARAMETERS[_POSTERIOR] - _PARAMETERS[_TEMPERATURE]
-        least = _SURE * float(gain.std()) / math.sqrt(n) if self.crossed else parameters / n
-        return _POSTERIOR if float(gain.mean()) > least else _TEMPERATURE
+            return True
+        for name in (_TEMPERATURE, _ALONE):
+            gain = self.log_probs[_POSTERIOR] - self.log_probs[name]
+            least = (_PARAMETERS[_POSTERIOR] - _PARAMETERS[name]) / len(gain)
+            if self.crossed:
+                least = _SURE * float(gain.std()) / math.sqrt(len(gain))
+            if not float(gain.mean()) > least:
+                return False
+        return True
 
 
-def _scored(task: _Task, fits: Sequence[_Fit], folds: int | None) -> _Scores:
-    """Every example under a fit to the others; under `fits` where there are too few of them, or one fold is asked for."""
-    record, n = task.options.record, n_examples(task.batches)
-    folds = folds or (5 if n < _FEW else 2)
+def _scored(networks: Sequence[_Network], weights: Sequence[float], folds: int) -> _Scores:
+    """Every example under a fit to the others; under a fit to all where they are too few, or for one fold."""
+    data = networks[0].data
+    record, n = data.options.record, n_examples(data.batches)
     crossed = folds > 1 and n >= FEWEST_SCORED
-    parts = _parts(task.batches, folds) if crossed else [task.batches]
-    places = _places(n, len(parts))
+    folds = folds if crossed else 1
+    fold_of = _folds(n, folds)
     log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
     conformity: list[dict[str, Guarantee]] = []
     novelty: list[Tensor] = []
     limit = math.inf
-    for number, part in enumerate(parts):
-        own = task.fitted(places != number) if crossed and part else fits
+    for number in range(min(folds, n)):
+        part = cut(data.batches, fold_of == number) if crossed else data.batches
+        fits = [network.fitted(fold_of != number) if crossed else network.whole for network in networks]
         for inputs, y in part:
-            task.step()
-            named = task.candidates(own, inputs)
-            y = y.to(next(iter(named.values())).mean.device)
+            each = [network.candidates(fit, inputs) for network, fit in zip(networks, fits, strict=True)]
+            named: dict[str, Predictive] = {
+                name: record.predictive([found[name] for found in each], weights, link=data.options.link)
+                for name in each[0]
+            }
+            posterior = named[_POSTERIOR]
+            y = y.to(posterior.mean.device)
             for name, found in named.items():
                 log_probs[name].append(record.log_probs(found, y).double().cpu())
             if not crossed:
                 continue
-            conformity.append({name: record.conformity(f, y, seed=len(conformity)) for name, f in named.items()})
-            if has_novelty(named[_POSTERIOR]):
-                # Novelty goes with the noise, and predictions will have that of the fit to all.
-                settled = task.candidates(fits, inputs) if record.noise else named
-                novelty.append(settled[_POSTERIOR].novelty)
-                limit = named[_POSTERIOR].novelty_limit
+            conformity.append({name: found.conformity(y, seed=len(conformity)) for name, found in named.items()})
+            if all(c.novel is not None for c in posterior.components):
+                novelty.append(posterior.novelty)
+                limit = posterior.novelty_limit
     return _Scores({name: torch.cat(found) for name, found in log_probs.items()}, conformity, novelty, limit, crossed)
 
 
-def _chosen(task: _Task, fits: Sequence[_Fit], folds: int | None) -> tuple[CalibrationReport, list[Posterior]]:
-    """What predicts from now on, and the report."""
-    scores = _scored(task, fits, folds)
-    best, nll = scores.best, scores.nll
+def _chosen(
+    networks: Sequence[_Network], scores: _Scores, before: Sequence[Posterior]
+) -> tuple[CalibrationReport, list[Posterior]]:
+    """The report, and the posteriors that predict from now on."""
+    data, nll, fits = networks[0].data, scores.nll, [network.whole for network in networks]
+    averaged = scores.is_posterior_best
+    best = _POSTERIOR if averaged else _TEMPERATURE
     _warn_of_saturation(scores, nll[best])
-    _warn_of_chance(task, fits, nll)
-    averaged = best == _POSTERIOR
-    chosen = [
-        fit.posterior if averaged else fit.posterior.replace(temperature=fit.temperature, averaged=False)
-        for fit in fits
-    ]
+    _warn_of_chance(data, fits, nll)
+    chosen = [fit.posterior for fit in fits]
+    if not averaged:
+        chosen = [fit.posterior.replace(temperature=fit.temperature, averaged=False) for fit in fits]
     temperatures = tuple(each.temperature for each in chosen)
     least, most = (f"{t:.3g}" for t in (min(temperatures), max(temperatures)))
     at = f"temperature {least}" if least == most else f"temperatures from {least} to {most}"
     if averaged:
-        preferred = "the posterior is in use" + (f", with logits at {at}" if task.options.record.tempered else "")
+        preferred = "the posterior is in use" + (f", with logits at {at}" if data.options.record.tempered else "")
     else:
-        mean = f"the mean network at {at}"
-        why = (
-            f"what the posterior gains over {mean} may be chance"
-            if nll[_POSTERIOR] < nll[best]
-            else f"the data prefer {mean}"
-        )
+        why = f"the data prefer the mean network at {at}"
+        if nll[_POSTERIOR] < min(nll[_TEMPERATURE], nll[_ALONE]):
+            why = f"what the posterior gains over the mean network at {at} may be chance"
         preferred = f"{why}: probabilities do not average over the posterior"
+        values = ", ".join(f"{name} {value:.4f}" for name, value in nll.items())
         warn(
-            f"{preferred} (negative log-likelihood {nll[best]:.4f} against {nll[_POSTERIOR]:.4f}). Variances, draws and "
-            "novelty are those of the posterior all the same",
+            f"{preferred} (negative log-likelihood: {values}). Variances, draws and novelty are still those of the "
+            "posterior",
             UnusedPosteriorWarning,
         )
-    n = n_examples(task.batches)
+    n = n_examples(data.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
-    of_data = task.options.likelihood, task.method, n, n if scores.crossed else 0
-    before = settings_of(task.members)
-    return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee, before), chosen
+    report = CalibrationReport(
+        likelihood=data.options.likelihood,
+        method=networks[0].method,
+        n_fitted=n,
+        n_scored=n if scores.crossed else 0,
+        nll=nll,
+        temperatures=temperatures,
+        averaged=averaged,
+        preferred=preferred,
+        guarantee=guarantee,
+        before=settings_of(before),
+    )
+    return report, chosen
 
 
-def _warn_of_doubt(task: _Task) -> None:
+def _warn_of_data(data: HeldOut) -> None:
     """Warn where the data look like those of another likelihood, or where there are too few."""
-    record, first = task.options.record, task.networks[0].data
-    total = n_examples(task.batches)
+    record = data.options.record
     # Logits show themselves in one example, and those of a text may be many.
-    some = cut(task.batches, torch.arange(total) < (1 if record.coupled else _JUDGED))
-    if (doubt := record.doubt(*replace(first, batches=some).outputs(first.posterior))) is not None:
-        warn(doubt, HeldOutWarning)
-    if (counted := len(examples_of(record, task.batches))) < FEWEST_SCORED:
+    some = cut(data.batches, torch.arange(n_examples(data.batches)) < (1 if record.coupled else _JUDGED))
+    if (reason := record.mismatch(*replace(data, batches=some).outputs(data.posterior))) is not None:
+        warn(reason, HeldOutWarning)
+    if (counted := len(examples_of(record, data.batches))) < FEWEST_SCORED:
         warn(
-            f"{counted} held-out targets are too few to calibrate on: what is fitted to them may be chance. Hold out "
+            f"{counted} held-out targets are too few to calibrate on: a fit to them may be chance. Hold out "
             f"{FEWEST_SCORED} at the least, better some hundreds",
             HeldOutWarning,
         )
 
 
 def _warn_of_saturation(scores: _Scores, nll: float) -> None:
-    """Warn where held-out examples are all as novel as can be, though the network knows their classes."""
+    """Warn where all held-out examples are as novel as can be, though the network knows their classes."""
     least = min((float(each.min()) for each in scores.novelty), default=0.0)
     if nll < _TOLD_APART * scores.limit and (1 - _SATURATED) * scores.limit < least:
         warn(
-            f"the novelty of all held-out examples is near {scores.limit:.3g}, the largest there can be, so that little is left "
-            "by which it could tell them from others: try it on inputs that you know to be unlike them, beside p.entropy() and "
-            "p.epistemic, before you rely on it"
+            f"the novelty of all held-out examples is near {scores.limit:.3g}, the largest that is possible, which "
+            "leaves little to tell them from others: try it on inputs that you know to be unlike them, beside "
+            "p.entropy() and p.epistemic, before you rely on it"
         )
 
 
-def _warn_of_chance(task: _Task, fits: Sequence[_Fit], nll: Mapping[str, float]) -> None:
-    """Warn where the network is sure of the held-out classes and wrong, as by labels of other inputs or inputs of another scale."""
-    if _TEMPERATURE not in nll or not task.options.record.coupled or n_examples(task.batches) < FEWEST_SCORED:
+def _warn_of_chance(data: HeldOut, fits: Sequence[_Fit], nll: Mapping[str, float]) -> None:
+    """Warn where the network is sure of the held-out classes and wrong, as with labels of other inputs."""
+    if _TEMPERATURE not in nll or not data.options.record.coupled or n_examples(data.batches) < FEWEST_SCORED:
         return
-    guess = math.log(max(int(torch.cat([y.flatten() for _, y in task.batches]).max()) + 1, 2))
+    guess = math.log(max(int(torch.cat([y.flatten() for _, y in data.batches]).max()) + 1, 2))
     hottest = max(fit.temperature for fit in fits)
     if nll[_ALONE] > _WORSE * guess and (nll[_TEMPERATURE] > _NO_BETTER * guess or hottest > _TOO_HOT):
         warn(
             f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
-            f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the labels those of "
-            "these inputs, and are the inputs scaled as in training?",
+            f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the labels "
+            "those of these inputs, and are the inputs scaled as in training?",
             HeldOutWarning,
         )
 
 
-def _places(total: int, folds: int) -> Tensor:
-    """Which part each example is in: parts of equal size, drawn at random but always the same."""
+def _folds(total: int, folds: int) -> Tensor:
+    """The part of each example: parts of equal size, drawn at random, always the same."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(0)) % folds
-
-
-def _parts(batches: Batches, folds: int) -> list[Batches]:
-    """The examples part by part."""
-    places = _places(n_examples(batches), folds)
-    return [cut(batches, places == number) for number in range(folds)]

@@ -1,38 +1,23 @@
-"""Likelihoods: one record each, in one registry."""
+"""Likelihoods: one object each, in one registry. A likelihood and weighted components make a predictive."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods.classification import (
-    Binary,
-    BinaryMixture,
-    BinaryPredictive,
-    Classification,
-    ClassificationMixture,
-    ClassificationPredictive,
-    SelectedClasses,
-    SelectedMixture,
-)
-from bayesadam.likelihoods.poisson import Poisson, PoissonMixture, PoissonPredictive
-from bayesadam.likelihoods.predictive import Link, LogitPredictive, NumericPredictive, Predictive, PredictiveMixture
-from bayesadam.likelihoods.record import Likelihood
-from bayesadam.likelihoods.regression import (
-    Heteroscedastic,
-    HeteroscedasticMixture,
-    HeteroscedasticPredictive,
-    Regression,
-    RegressionMixture,
-    RegressionPredictive,
-)
+from bayesadam.likelihoods.classification import Binary, Classification, LogitPredictive
+from bayesadam.likelihoods.component import Component
+from bayesadam.likelihoods.poisson import Poisson
+from bayesadam.likelihoods.predictive import Likelihood, Link, Predictive
+from bayesadam.likelihoods.regression import Heteroscedastic, NumericPredictive, Regression
 
-LikelihoodName = Literal["regression", "classification", "binary", "heteroscedastic", "poisson"]
-LIKELIHOODS: Mapping[str, Likelihood] = {
-    record.name: record for record in (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson())
-}
+# A new likelihood is added here, and nowhere else.
+_ALL: tuple[Likelihood[Any], ...] = (Regression(), Classification(), Binary(), Heteroscedastic(), Poisson())
+LIKELIHOODS: Mapping[str, Likelihood[Any]] = {each.name: each for each in _ALL}
+# One of the registry's names, which are checked where they are used.
+LikelihoodName = str
 
 
-def likelihood(name: str) -> Likelihood:
+def likelihood(name: str) -> Likelihood[Any]:
     """The likelihood of a name.
 
     >>> likelihood("poisson").noise
@@ -43,26 +28,31 @@ def likelihood(name: str) -> Likelihood:
     return LIKELIHOODS[name]
 
 
+def agreed(given: str | None, own: str | None) -> str:
+    """The name that a call gives, or the posterior's own; a contradiction is an error, and so is none at all."""
+    name = own if given is None else given
+    if name is None:
+        raise SettingError(
+            "the posterior has no likelihood yet: pass likelihood='classification', or another of "
+            f"{tuple(LIKELIHOODS)}, here or to Posterior.from_optimizer"
+        )
+    if own not in (None, likelihood(name).name):
+        raise SettingError(
+            f"the posterior is for likelihood={own!r}, and likelihood={name!r} was given: leave it out, or use "
+            f"replace(posterior, likelihood={name!r}) if the network has such outputs"
+        )
+    return name
+
+
 __all__ = [
     "LIKELIHOODS",
-    "BinaryMixture",
-    "BinaryPredictive",
-    "ClassificationMixture",
-    "ClassificationPredictive",
-    "HeteroscedasticMixture",
-    "HeteroscedasticPredictive",
+    "Component",
     "Likelihood",
     "LikelihoodName",
     "Link",
     "LogitPredictive",
     "NumericPredictive",
-    "PoissonMixture",
-    "PoissonPredictive",
     "Predictive",
-    "PredictiveMixture",
-    "RegressionMixture",
-    "RegressionPredictive",
-    "SelectedClasses",
-    "SelectedMixture",
+    "agreed",
     "likelihood",
 ]

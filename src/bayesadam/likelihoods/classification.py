@@ -3,159 +3,264 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.errors import MatchError
+from bayesadam._warnings import warn
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.component import Component, Novel
+from bayesadam.likelihoods.conformal import Guarantee, SetMethod, check_level, class_scores, threshold, uniform_like
 from bayesadam.likelihoods.predictive import (
-    LogitMixture,
-    LogitPredictive,
-    Novel,
+    FEWEST_TO_JUDGE,
+    Likelihood,
+    Link,
     Predictive,
+    average,
+    function_draws,
     like,
-    place_blocks,
+    pooled,
+    position_blocks,
     rows,
 )
-from bayesadam.likelihoods.record import FEWEST_TO_JUDGE, Likelihood, changed_answers
 
-# What torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
+# The class index that torch and transformers leave out of a loss: padding, a prompt, tokens that were not masked.
 IGNORED = -100
+_LOGIT_DRAWS = 200
 # Half precision leaves the sum of probabilities that far from 1.
 _SAME_SUM = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
-class ClassificationPredictive(LogitPredictive):
-    """p(class) = E[softmax(f)], classes in the last dimension.
+class LogitPredictive(Predictive):
+    """p(y) of targets that are classes: p = Σ π_m p_m.
 
-    Without draws of its own, `link="probit"` takes softmax(κ f) with κ = (1 + π σ̄²/8)^(-1/2), σ̄² the average of the
-    logits' variances under softmax(f): one κ per example, so that the order of the classes is the mean network's and
-    adding a constant to all logits changes nothing. `link="sampling"` averages over 200 Gaussian draws of the logits.
+    Without draws of its own, a component's probabilities are by the probit approximation, `link="probit"`, or averages
+    over 200 Gaussian draws of the logits, `link="sampling"`. Those draws, which `mutual_information` takes too, are
+    independent from logit to logit unless the prediction was made with `covariance=True`. Logits are correlated, a
+    shift of all of them changes no probability, and without their covariance both can be off. 200 draws alone leave
+    errors of .02 to .05 in the mutual information, more where variances are large.
 
-    Those draws, which `mutual_information` takes too, are independent from logit to logit unless the prediction was made with
-    `covariance=True`. Logits are correlated, a shift of all of them changes no probability, and without their covariance
-    both can be off. 200 draws alone leave errors of .02 to .05 in the mutual information, more where the logits are drowned.
+    Where k outputs were asked for, `mean`, `variance`, `covariance` and `draws` are of their logits; `probs` are of all
+    classes, and so are `log_prob`, `entropy` and `prediction_set`, the other classes' logits being at their mean.
     """
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        """log p(y) of class indices, one number per example."""
-        return _log_probs(self.probs, y)
+    likelihood: ClassLikelihood
 
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of the class, (n, batch)."""
-        flat = self.probs.reshape(-1, self.probs.shape[-1])
-        drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
-        return drawn.T.reshape(n, *self.probs.shape[:-1])
-
-    @classmethod
-    def _novel_probs(cls, novel: Novel) -> Tensor:
-        """p_k ∝ 1/Σ_j exp(−(f_k − f_j)/√(1 + (π/8) Var[f_k − f_j])): every pair of classes by its own variance."""
-        assert novel.covariance is not None
-        blocks = place_blocks(novel.covariance, novel.mean)
-        variance = blocks.diagonal(dim1=-2, dim2=-1)
-        between = (variance[..., :, None] + variance[..., None, :] - 2 * blocks).clamp(min=0)
-        margins = (novel.mean[..., :, None] - novel.mean[..., None, :]) * (1 + math.pi / 8 * between).rsqrt()
-        return (-torch.logsumexp(-margins, dim=-1)).softmax(dim=-1)
-
-    def _epistemic(self) -> Tensor | None:
-        """½ (Σ p Var f − pᵀ Cov f p) of the logits over T, at each place."""
-        if self.covariance is None:
-            return None
-        p = (self.mean / self.temperature).softmax(dim=-1)
-        blocks = place_blocks(self.covariance, self.mean) / self.temperature**2
-        spread = (p * blocks.diagonal(dim1=-2, dim2=-1)).sum(dim=-1)
-        return (spread - torch.einsum("...c,...cd,...d->...", p, blocks, p)) / 2
-
-    def _probs_at(self, logits: Tensor) -> Tensor:
-        return logits.softmax(dim=-1)
-
-    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
-        average = (mean.softmax(dim=-1) * variance).sum(dim=-1, keepdim=True)
-        return (mean * (1 + math.pi / 8 * average).rsqrt()).softmax(dim=-1)
-
-
-@dataclass(frozen=True, eq=False)
-class ClassificationMixture(LogitMixture, ClassificationPredictive):
-    """p(class) = Σ π_m p_m(class)."""
-
-
-@dataclass(frozen=True, eq=False)
-class SelectedClasses(ClassificationPredictive):
-    """p(class) = E[softmax(f)] where f is random in k classes, and the others' logits are at their mean.
-
-    `mean`, `variance`, `covariance` and `draws` are of the k logits asked for; `probs` are of all classes, and so are
-    `log_prob`, `entropy` and `prediction_set`. Under `link="probit"` they are those of all logits with variances of 0 but for
-    the k; where there are draws, the others keep their shares of what the k leave.
-
-    Attributes:
-        outputs: the classes asked for, (batch, ..., k).
-        logits: E[f] of all classes, (batch, ..., classes).
-        rest_variance: Var[log Σ_rest exp f] of the linearised network, (batch, ...).
-    """
-
-    outputs: Tensor = None  # type: ignore[assignment]
-    logits: Tensor = None  # type: ignore[assignment]
-    rest_variance: Tensor = None  # type: ignore[assignment]
+    @cached_property
+    def _each(self) -> list[Tensor]:
+        return [self.likelihood.probs(c, self.link, self.seed) for c in self.components]
 
     @cached_property
     def probs(self) -> Tensor:
-        """The probabilities of all classes."""
-        if self.draws is None and (self.link == "probit" or not self.averaged):
-            variance = torch.zeros_like(self.logits).scatter(-1, self.outputs, self.variance)
-            given = {"link": self.link, "temperature": self.temperature, "averaged": self.averaged}
-            return ClassificationPredictive(self.logits, variance, **given).probs  # type: ignore[arg-type]
-        coarse = self._draw_probs().mean(dim=0)
-        rest = self._rest_logits.softmax(dim=-1).nan_to_num(0.0)
-        return (rest * coarse[..., -1:]).scatter(-1, self.outputs, coarse[..., :-1])
+        """The probabilities: of every class, in the last dimension, or of y = 1 for each binary output."""
+        return average(self.weights, self._each)
+
+    @property
+    def class_probs(self) -> Tensor:
+        """The probability of every class, in the last dimension."""
+        return self.likelihood.of_classes(self.probs)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """E[f] of all classes, (batch, ..., classes), where some of them were asked for."""
+        found = [c.logits for c in self.components if c.logits is not None]
+        return average(self.weights, found) if found else None
+
+    @property
+    def rest_variance(self) -> Tensor | None:
+        """Var[log Σ_rest exp f] of the linearised network, (batch, ...), where some classes were asked for."""
+        found = [c.rest_variance for c in self.components if c.rest_variance is not None]
+        return average(self.weights, found) if found else None
 
     @property
     def rest_error(self) -> Tensor:
-        """A bound on Σ_class |Δp| /2, (batch, ...), Δp being what the variance of the rest would change in the exact average.
+        """A bound on Σ_class |Δp| /2, (batch, ...), Δp the effect of the rest's variance on the exact average.
 
-        p_rest = σ(R − log Σ_asked exp f) with R = log Σ_rest exp f. σ(x + h) differs from σ(x) by at most |h|/4 and by at
-        most σ(x) (exp|h| − 1); with h ~ N(0, Var R) the expectation is at most the lesser of √(Var R/8π) and, by Cauchy and
-        Schwarz, √(p_rest E(exp|h| − 1)²).
+        p_rest = σ(R − log Σ_asked exp f) with R = log Σ_rest exp f. σ(x + h) differs from σ(x) by at most |h|/4 and by
+        at most σ(x) (exp|h| − 1); with h ~ N(0, Var R) the expectation is at most the lesser of √(Var R/8π) and, by
+        Cauchy and Schwarz, √(p_rest E(exp|h| − 1)²).
         """
-        s = (self.rest_variance.clamp(min=0).sqrt() / self.temperature).double()
-        steep = s / math.sqrt(8 * math.pi)
-        below = torch.special.ndtr
-        growth = 2 * (2 * s.square()).exp() * below(2 * s) - 4 * (s.square() / 2).exp() * below(s) + 1
-        rest = 1 - self.probs.gather(-1, self.outputs).sum(dim=-1).double().clamp(max=1)
-        return torch.minimum(steep, (rest * growth.clamp(min=0)).sqrt()).to(self.mean)
+        found = []
+        for c, probs in zip(self.components, self._each, strict=True):
+            if c.rest_variance is None or c.outputs is None:
+                raise SettingError("there is no rest: the prediction is of all outputs")
+            s = (c.rest_variance.clamp(min=0).sqrt() / c.temperature).double()
+            below = torch.special.ndtr
+            growth = 2 * (2 * s.square()).exp() * below(2 * s) - 4 * (s.square() / 2).exp() * below(s) + 1
+            rest = 1 - probs.gather(-1, c.outputs).sum(dim=-1).double().clamp(max=1)
+            steep = s / math.sqrt(8 * math.pi)
+            found.append(torch.minimum(steep, (rest * growth.clamp(min=0)).sqrt()).to(c.mean))
+        return average(self.weights, found)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y) of class indices, one number each; of zeros and ones, summed over the outputs of an example."""
+        return pooled(self.weights, [self.likelihood.log_prob(probs, y) for probs in self._each])
+
+    def _sample(self, number: int, n: int, generator: torch.Generator | None) -> Tensor:
+        return self.likelihood.sample(self._each[number], n, generator)
+
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats: all uncertainty."""
+        return entropy(self.class_probs)
+
+    def mutual_information(self) -> Tensor:
+        """I(y; m, θ) = I(y; m) + Σ π_m (H[E_m p] − E_m[H p]): what more data could still teach, by draws of the logits.
+
+        It is the posterior's also where `probs` are the mean network's (`averaged` is False), and may then exceed their
+        `entropy()`.
+        """
+        each = []
+        for c in self.components:
+            probs = self.likelihood.of_classes(self.likelihood.draw_probs(c, self.seed))
+            each.append((entropy(probs.mean(dim=0)) - entropy(probs).mean(dim=0)).clamp(min=0))
+        return self.disagreement() + average(self.weights, each)
+
+    def disagreement(self) -> Tensor:
+        """I(y; m) = H[Σ π_m p_m] − Σ π_m H[p_m] in nats: what the networks disagree on."""
+        within = average(self.weights, [entropy(self.likelihood.of_classes(probs)) for probs in self._each])
+        return (self.entropy() - within).clamp(min=0)
 
     @property
-    def _rest_logits(self) -> Tensor:
-        """Those of the other classes over T, −∞ at the ones asked for."""
-        return (self.logits / self.temperature).scatter(-1, self.outputs, -torch.inf)
+    def epistemic(self) -> Tensor:
+        """½ tr(H Cov[f]) as of every predictive, and what the mean networks of a mixture disagree on."""
+        within = super().epistemic
+        if len(self.components) == 1:
+            return within
+        between = self.changed(averaged=False, draws=None).disagreement()
+        return within + (between if between.shape == within.shape else rows(between).sum(dim=1))
 
-    def _probs_at(self, logits: Tensor) -> Tensor:
-        """Of the classes asked for, and of all others together, (..., k + 1)."""
-        rest = self._rest_logits.logsumexp(dim=-1, keepdim=True)
-        return torch.cat([logits, rest.expand(*logits.shape[:-1], 1)], dim=-1).softmax(dim=-1)
-
-
-@dataclass(frozen=True, eq=False)
-class SelectedMixture(ClassificationMixture, SelectedClasses):
-    """p(class) = Σ π_m p_m(class), members having been asked for the same classes."""
+    def _novelty(self, found: Sequence[Novel]) -> Tensor:
+        probs = average(self.weights, [self.likelihood.novel_probs(n) for n in found])
+        return rows(entropy(self.likelihood.of_classes(probs))).mean(dim=1)
 
     @property
-    def rest_error(self) -> Tensor:
-        """Σ π_m of the members' bounds."""
-        return self._averaged(lambda member: member.rest_error)
+    def novelty_limit(self) -> float:
+        """ln K of K classes, the largest novelty that is possible."""
+        return math.log(self.class_probs.shape[-1])
+
+    def prediction_set(
+        self, level: float = 0.95, *, method: SetMethod = "lac", by_class: bool = False, seed: int = 1
+    ) -> Tensor:
+        """Which classes the set holds, booleans of the shape of `class_probs`.
+
+        It contains the true class with probability `level` on data like the held-out.
+
+        Args:
+            method: `"lac"` for the smallest sets; `"aps"` for sets that grow with the difficulty of the example;
+                `"raps"` for the same without a long tail of unlikely classes. The last two are randomised.
+            by_class: the guarantee for each class by itself, which needs 1/(1 − level) held-out examples of it; a class
+                with fewer is in every set.
+            seed: of the random numbers.
+        """
+        check_level(level)
+        probs = self.class_probs
+        scores = class_scores(probs, method, uniform_like(probs, seed))
+        held_out = self._held_out("classes")[method].to(scores)
+        if not by_class:
+            return scores <= threshold(held_out, level).unsqueeze(-1)
+        labels = self._held_out("labels").to(scores.device)
+        if labels[0].numel() != 1:
+            raise SettingError("by_class=True is for one label per example")
+        limits = torch.stack([threshold(held_out[labels == k], level) for k in range(probs.shape[-1])])
+        if bool(limits.isinf().any()):
+            few = int(limits.isinf().nonzero()[0])
+            warn(
+                f"{int(limits.isinf().sum())} of {len(limits)} classes are in every set: class {few} has "
+                f"{int((labels == few).sum())} held-out examples, and a level of {level:g} for each class needs "
+                f"{math.ceil(level / (1 - level) - 1e-9)}"
+            )
+        return scores <= limits
+
+    def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
+        """Scores of the true classes; none where classes are left out, or belong to positions."""
+        probs = self.class_probs
+        labels, ignored = targets.reshape(probs.shape[:-1]).long(), self.likelihood.ignored
+        if ignored is not None and (labels.dim() > 1 or bool((labels == ignored).any())):
+            return Guarantee()
+        # Not the random numbers of `prediction_set`, whose seed is 1.
+        uniform = uniform_like(probs, seed + 2)
+        every = {method: class_scores(probs, method, uniform) for method in get_args(SetMethod)}
+        return Guarantee({m: s.gather(-1, labels.unsqueeze(-1)).squeeze(-1) for m, s in every.items()}, labels)
 
 
-@dataclass(frozen=True)
-class Classification(Likelihood):
-    """Cross-entropy in training. Evidence fails where validation works, so validation is the default."""
+class ClassLikelihood(Likelihood[LogitPredictive]):
+    """p(y | f) of classes. Evidence fails where validation works, so validation is the default of `calibrate`."""
 
-    name: str = "classification"
-    kind: type[Predictive] = ClassificationPredictive
-    coupled: bool = True
-    ignored: int | None = IGNORED
+    kind = LogitPredictive
+    tempered = True
+    weight_decay = 0.3
+
+    @abstractmethod
+    def probs_at(self, logits: Tensor, c: Component) -> Tensor:
+        """Probabilities given logits that a temperature has divided; `c` has those that are not random."""
+
+    @abstractmethod
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """E[p] of Gaussian logits, approximately."""
+
+    @abstractmethod
+    def novel_probs(self, novel: Novel) -> Tensor:
+        """Probabilities under the settings of novelty."""
+
+    @abstractmethod
+    def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
+        """log p(y) given probabilities."""
+
+    @abstractmethod
+    def sample(self, probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """n draws of y given probabilities."""
+
+    @abstractmethod
+    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+        """How far the logit of y is above its strongest rival's, d, (batch, ...), and Var[d]."""
+
+    def of_classes(self, probs: Tensor) -> Tensor:
+        """Probabilities as those of classes in the last dimension."""
+        return probs
+
+    def probs(self, c: Component, link: Link, seed: int) -> Tensor:
+        """The probabilities of one component."""
+        if c.draws is None and not c.averaged:
+            return self.probs_at(c.mean / c.temperature, c)
+        if c.draws is not None or link == "sampling":
+            return self.draw_probs(c, seed).mean(dim=0)
+        return self.probit(c.mean / c.temperature, c.variance / c.temperature**2)
+
+    def draw_probs(self, c: Component, seed: int) -> Tensor:
+        """Probabilities at the component's draws of f, or at 200 Gaussian ones."""
+        generator = torch.Generator(device=c.mean.device).manual_seed(seed)
+        draws = c.draws if c.draws is not None else function_draws(c, _LOGIT_DRAWS, generator)
+        return self.probs_at(draws / c.temperature, c)
+
+    def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
+        """Other answers than the mean network's, for more than a tenth of the examples."""
+        unused = Component(at_mean, at_mean)
+        answers = [self.of_classes(self.probs_at(f, unused)) for f in (draws, at_mean)]
+        changed = answers[0].mean(dim=0).argmax(dim=-1) != answers[1].argmax(dim=-1)
+        share = float(changed.double().mean())
+        if share <= 0.1 or int(changed.sum()) <= 1:
+            return None
+        return f"averaging over weight draws changes the answer for {share:.0%} of the examples"
+
+
+class Classification(ClassLikelihood):
+    """p(class) = softmax(f), classes in the last dimension, cross-entropy in training.
+
+    `link="probit"` is softmax(κ f) with κ = (1 + π σ̄²/8)^(-1/2), σ̄² the average of the logits' variances under
+    softmax(f): one κ per example, so that the order of the classes is the mean network's and adding a constant to all
+    logits changes nothing.
+    """
+
+    name = "classification"
+    coupled = True
+    ignored = IGNORED
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""
@@ -175,60 +280,176 @@ class Classification(Likelihood):
             raise MatchError(f"class indices must be at least 0, got {int(found.min())}")
         return found
 
-    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
-        """p (1 − p)."""
-        p = outputs.softmax(dim=-1)
-        return p * (1 - p)
-
-    def hessian_root_times(self, outputs: Tensor, r: Tensor, noise_variance: Tensor | None = None) -> Tensor:
-        """√p r − p (√p · r)."""
-        p = outputs.softmax(dim=-1)
-        scaled = p.sqrt() * r
-        return scaled - p * scaled.sum(dim=-1, keepdim=True)
-
-    def hessian_root(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
-        """A = diag(√p) − p √pᵀ, A Aᵀ = diag(p) − p pᵀ."""
-        p = outputs.softmax(dim=-1)
-        return torch.diag_embed(p.sqrt()) - p[..., :, None] * p.sqrt()[..., None, :]
-
     def locations(self, outputs: Tensor) -> Tensor:
         """The logits, of at least two classes."""
         if outputs.dim() < 2 or outputs.shape[-1] < 2:
             raise MatchError(
-                f"classification needs the logits of at least two classes in the last dimension, but the outputs have shape "
-                f"{tuple(outputs.shape)}: for a single logit use likelihood='binary'"
+                "classification needs the logits of at least two classes in the last dimension, but the outputs have "
+                f"shape {tuple(outputs.shape)}: for a single logit use likelihood='binary'"
             )
         return outputs
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Every place but those whose class index is −100."""
+        """Every position but those whose class index is −100."""
         _check_shape(targets, outputs)
         return targets != IGNORED
-
-    def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
-        """log p of every class index but −100, whatever their shape."""
-        assert isinstance(predictive, LogitPredictive)
-        keep = self.counted(predictive.mean, targets)
-        return _log_probs(predictive.probs[keep], targets[keep])
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Class indices, (batch, ...)."""
         _check_shape(targets, self.locations(outputs))
         return targets
 
-    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """p (1 − p)."""
+        p = outputs.softmax(dim=-1)
+        return p * (1 - p)
+
+    def hessian_root_times(self, outputs: Tensor, r: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """√p r − p (√p · r): A = diag(√p) − p √pᵀ, A Aᵀ = diag(p) − p pᵀ."""
+        p = outputs.softmax(dim=-1)
+        scaled = p.sqrt() * r
+        return scaled - p * scaled.sum(dim=-1, keepdim=True)
+
+    def epistemic(self, component: Component) -> Tensor | None:
+        """½ (Σ p Var f − pᵀ Cov f p) of the logits over T, at each position."""
+        if component.covariance is None:
+            return None
+        p = (component.mean / component.temperature).softmax(dim=-1)
+        blocks = position_blocks(component.covariance, component.mean) / component.temperature**2
+        spread = (p * blocks.diagonal(dim1=-2, dim2=-1)).sum(dim=-1)
+        return (spread - torch.einsum("...c,...cd,...d->...", p, blocks, p)) / 2
+
+    def probs(self, c: Component, link: Link, seed: int) -> Tensor:
+        """Of all classes, also where some are random: the others keep their shares of what those leave."""
+        if c.logits is None or c.outputs is None:
+            return super().probs(c, link, seed)
+        if c.draws is None and (link == "probit" or not c.averaged):
+            variance = torch.zeros_like(c.logits).scatter(-1, c.outputs, c.variance)
+            return super().probs(replace(c, mean=c.logits, variance=variance, logits=None), link, seed)
+        coarse = self.draw_probs(c, seed).mean(dim=0)
+        rest = _rest_logits(c).softmax(dim=-1).nan_to_num(0.0)
+        return (rest * coarse[..., -1:]).scatter(-1, c.outputs, coarse[..., :-1])
+
+    def probs_at(self, logits: Tensor, c: Component) -> Tensor:
+        """softmax; where some classes were asked for, theirs and that of all others together, (..., k + 1)."""
+        if c.logits is not None:
+            rest = _rest_logits(c).logsumexp(dim=-1, keepdim=True)
+            logits = torch.cat([logits, rest.expand(*logits.shape[:-1], 1)], dim=-1)
+        return logits.softmax(dim=-1)
+
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """softmax(κ f), κ = (1 + π σ̄²/8)^(-1/2)."""
+        shared = (mean.softmax(dim=-1) * variance).sum(dim=-1, keepdim=True)
+        return (mean * (1 + math.pi / 8 * shared).rsqrt()).softmax(dim=-1)
+
+    def novel_probs(self, novel: Novel) -> Tensor:
+        """p_k ∝ 1/Σ_j exp(−(f_k − f_j)/√(1 + (π/8) Var[f_k − f_j])): every pair of classes by its own variance."""
+        assert novel.covariance is not None
+        blocks = position_blocks(novel.covariance, novel.mean)
+        variance = blocks.diagonal(dim1=-2, dim2=-1)
+        between = (variance[..., :, None] + variance[..., None, :] - 2 * blocks).clamp(min=0)
+        margins = (novel.mean[..., :, None] - novel.mean[..., None, :]) * (1 + math.pi / 8 * between).rsqrt()
+        return (-torch.logsumexp(-margins, dim=-1)).softmax(dim=-1)
+
+    def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
+        """log p of one class index for each row of probabilities."""
+        check_classes(probs, y)
+        return _log(probs).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+
+    def log_probs(self, predictive: Predictive, targets: Tensor) -> Tensor:
+        """log p of every class index but −100, whatever their shape."""
+        assert isinstance(predictive, LogitPredictive)
+        keep = self.counted(predictive.mean, targets)
+        return self.log_prob(predictive.probs[keep], targets[keep])
+
+    def sample(self, probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """n class indices, (n, batch, ...)."""
+        flat = probs.reshape(-1, probs.shape[-1])
+        drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
+        return drawn.T.reshape(n, *probs.shape[:-1])
+
+    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+        """d = f_y − f_j of each example, j the strongest other class."""
+        assert novel.covariance is not None
+        f, own = novel.mean.double(), y.unsqueeze(-1)
+        strongest = f.scatter(-1, own, -math.inf).max(dim=-1)
+        at, rival, block = torch.arange(len(y), device=y.device), strongest.indices, novel.covariance.double()
+        variance = block[at, y, y] + block[at, rival, rival] - 2 * block[at, y, rival]
+        return f.gather(-1, own).squeeze(-1) - strongest.values, variance
+
+    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Outputs that are not negative and sum to 1: probabilities, of which another softmax makes others."""
         sums = outputs.sum(dim=-1)
         if not sums.numel() or bool((outputs < 0).any()) or not bool(((sums - 1).abs() < _SAME_SUM).all()):
             return None
         return (
-            "the outputs of each example are positive and sum to 1, as probabilities do, but likelihood='classification' takes "
-            "logits: leave out the softmax, or pass forward=lambda model, x: model(x).log()"
+            "the outputs of each example are positive and sum to 1, as probabilities do, but "
+            "likelihood='classification' takes logits: leave out the softmax, or pass "
+            "forward=lambda model, x: model(x).log()"
         )
 
-    def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
-        """Other classes than the mean network's, for more than a tenth of the places."""
-        return changed_answers(draws.softmax(dim=-1).mean(dim=0).argmax(dim=-1) != at_mean.argmax(dim=-1))
+
+class Binary(ClassLikelihood):
+    """p(y = 1) = σ(f) for each output, a logit, binary cross-entropy in training."""
+
+    name = "binary"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean binary cross-entropy."""
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(dim=(1, 2))
+
+    def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
+        """Zeros and ones, (n, k)."""
+        return _zeros_and_ones(super().shaped(targets, like))
+
+    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
+        """p (1 − p)."""
+        p = outputs.sigmoid()
+        return p * (1 - p)
+
+    def of_classes(self, probs: Tensor) -> Tensor:
+        """p(y = 0) and p(y = 1), in a new last dimension."""
+        return torch.stack([1 - probs, probs], dim=-1)
+
+    def probs_at(self, logits: Tensor, c: Component) -> Tensor:
+        """σ(f)."""
+        return logits.sigmoid()
+
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """σ(f (1 + π Var[f]/8)^(-1/2))."""
+        return (mean * (1 + math.pi / 8 * variance).rsqrt()).sigmoid()
+
+    def novel_probs(self, novel: Novel) -> Tensor:
+        """By the probit approximation."""
+        return self.probit(novel.mean, novel.variance)
+
+    def log_prob(self, probs: Tensor, y: Tensor) -> Tensor:
+        """log p(y) of zeros and ones, summed over the outputs of an example."""
+        y = _zeros_and_ones(like(y, probs))
+        return rows(_log(torch.where(y > 0.5, probs, 1 - probs))).sum(dim=1)
+
+    def sample(self, probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """n draws of zeros and ones."""
+        return torch.bernoulli(probs.expand(n, *probs.shape), generator=generator)
+
+    def margin(self, novel: Novel, y: Tensor) -> tuple[Tensor, Tensor]:
+        """d = ±f of each output."""
+        return (2 * y - 1) * novel.mean.double(), novel.variance.double()
+
+    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Outputs that are all between 0 and 1: probabilities, not logits."""
+        if len(outputs) < FEWEST_TO_JUDGE or not bool(((outputs >= 0) & (outputs <= 1)).all()):
+            return None
+        return (
+            "all outputs lie between 0 and 1, as probabilities do, but likelihood='binary' takes logits: leave out the "
+            "sigmoid, or pass forward=lambda model, x: model(x).logit()"
+        )
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """−Σ p log p over the last dimension."""
+    found: Tensor = torch.special.entr(probs).sum(dim=-1)
+    return found
 
 
 def check_classes(scores: Tensor, y: Tensor) -> None:
@@ -241,100 +462,24 @@ def check_classes(scores: Tensor, y: Tensor) -> None:
 
 
 def _check_shape(y: Tensor, outputs: Tensor) -> None:
-    if y.shape != outputs.shape[:-1]:
-        remedies = {
-            outputs.shape: ": take y.argmax(-1) of one-hot rows",
-            (*outputs.shape[:-1], 1): ": take y.squeeze(-1)",
-        }
-        raise MatchError(
-            f"expected class indices of shape {tuple(outputs.shape[:-1])}, got {tuple(y.shape)}{remedies.get(y.shape, '')}"
-        )
+    expected = outputs.shape[:-1]
+    if y.shape != expected:
+        remedies = {outputs.shape: ": take y.argmax(-1) of one-hot rows", (*expected, 1): ": take y.squeeze(-1)"}
+        remedy = remedies.get(y.shape, "")
+        raise MatchError(f"expected class indices of shape {tuple(expected)}, got {tuple(y.shape)}{remedy}")
 
 
-@dataclass(frozen=True, eq=False)
-class BinaryPredictive(LogitPredictive):
-    """p(y = 1) = E[σ(f)] for each output, a logit; probit: σ(f (1 + π Var[f]/8)^(-1/2))."""
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """log p(y) of zeros and ones, summed over the outputs of an example."""
-        y = like(y, self.mean)
-        _check_binary(y)
-        return rows(_log(torch.where(y > 0.5, self.probs, 1 - self.probs))).sum(dim=1)
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y, zeros and ones."""
-        return torch.bernoulli(self.probs.expand(n, *self.probs.shape), generator=generator)
-
-    @classmethod
-    def _novel_probs(cls, novel: Novel) -> Tensor:
-        return (novel.mean * (1 + math.pi / 8 * novel.variance).rsqrt()).sigmoid()
-
-    def _epistemic(self) -> Tensor | None:
-        """½ Σ p (1 − p) Var f over outputs, of the logits over T."""
-        p = (self.mean / self.temperature).sigmoid()
-        return rows(p * (1 - p) * self.variance).sum(dim=1) / (2 * self.temperature**2)
-
-    @staticmethod
-    def _of_classes(probs: Tensor) -> Tensor:
-        return torch.stack([1 - probs, probs], dim=-1)
-
-    def _probs_at(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
-
-    def _probit_probs(self, mean: Tensor, variance: Tensor) -> Tensor:
-        return (mean * (1 + math.pi / 8 * variance).rsqrt()).sigmoid()
-
-
-@dataclass(frozen=True, eq=False)
-class BinaryMixture(LogitMixture, BinaryPredictive):
-    """p(y = 1) = Σ π_m p_m(y = 1), output by output."""
-
-
-@dataclass(frozen=True)
-class Binary(Likelihood):
-    """Binary cross-entropy in training. Validation is the default, as for classes."""
-
-    name: str = "binary"
-    kind: type[Predictive] = BinaryPredictive
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean binary cross-entropy."""
-        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(dim=(1, 2))
-
-    def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
-        """Zeros and ones, (n, k)."""
-        found = super().shaped(targets, like)
-        _check_binary(found)
-        return found
-
-    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
-        """p (1 − p)."""
-        p = outputs.sigmoid()
-        return p * (1 - p)
-
-    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
-        """Outputs that are all between 0 and 1: probabilities, which are no logits."""
-        if len(outputs) < FEWEST_TO_JUDGE or not bool(((outputs >= 0) & (outputs <= 1)).all()):
-            return None
-        return (
-            "all outputs lie between 0 and 1, as probabilities do, but likelihood='binary' takes logits: leave out the "
-            "sigmoid, or pass forward=lambda model, x: model(x).logit()"
-        )
-
-    def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
-        """Other answers than the mean network's, for more than a tenth of the outputs."""
-        return changed_answers((draws.sigmoid().mean(dim=0) > 0.5) != (at_mean > 0))
-
-
-def _check_binary(y: Tensor) -> None:
+def _zeros_and_ones(y: Tensor) -> Tensor:
     if not bool(((y == 0) | (y == 1)).all()):
         raise MatchError(f"binary targets must be 0 or 1, got {float(y.min()):g} to {float(y.max()):g}")
+    return y
 
 
-def _log_probs(probs: Tensor, y: Tensor) -> Tensor:
-    """log p of one class index for each row of probabilities."""
-    check_classes(probs, y)
-    return _log(probs).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+def _rest_logits(c: Component) -> Tensor:
+    """Those of the classes that were not asked for, over T, −∞ at the others."""
+    assert c.logits is not None
+    assert c.outputs is not None
+    return (c.logits / c.temperature).scatter(-1, c.outputs, -torch.inf)
 
 
 def _log(probs: Tensor) -> Tensor:

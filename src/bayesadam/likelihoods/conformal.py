@@ -45,8 +45,9 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 def class_scores(probs: Tensor, method: SetMethod, uniform: Tensor) -> Tensor:
     """How badly each class conforms, (..., classes), of its probabilities and a uniform number per example, (...).
 
-    LAC: 1 − p_k (Sadinle, Lei and Wasserman 2019). APS: the probability of all likelier classes and a random share of p_k
-    (Romano, Sesia and Candès 2020). RAPS: the same and a penalty on ranks beyond the second (Angelopoulos et al. 2021).
+    LAC: 1 − p_k (Sadinle, Lei and Wasserman 2019). APS: the probability of all likelier classes and a random share of
+    p_k (Romano, Sesia and Candès 2020). RAPS: the same and a penalty on ranks beyond the second (Angelopoulos et al.
+    2021).
     """
     if method not in get_args(SetMethod):
         raise SettingError(f"method must be one of {get_args(SetMethod)}, got {method!r}")
@@ -56,7 +57,7 @@ def class_scores(probs: Tensor, method: SetMethod, uniform: Tensor) -> Tensor:
     scores = ordered.cumsum(dim=-1) - (1 - uniform).unsqueeze(-1).to(probs) * ordered
     if method == "raps":
         ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
-        scores = scores + _PENALTY * (ranks - _FREE_RANKS).clamp(min=0)
+        scores = scores + _PENALTY * (ranks - _FREE_RANKS).clamp(min=0).to(scores)
     return torch.empty_like(scores).scatter_(-1, order, scores)
 
 

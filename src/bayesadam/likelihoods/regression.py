@@ -1,143 +1,252 @@
-"""Regression: y = f + N(0, σ²), one noise variance per output, or y = m + N(0, exp g) with outputs m, then g."""
+"""Numbers: y = f + N(0, σ²), one noise variance per output, or y = m + N(0, exp g) with outputs m, then g.
+
+Counts and other numbers derive from `NumericLikelihood`, which is here too, as is their predictive.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bayesadam._warnings import warn
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import MatchError
+from bayesadam.likelihoods.component import Component
+from bayesadam.likelihoods.conformal import Guarantee, check_level, threshold
 from bayesadam.likelihoods.predictive import (
-    NumericMixture,
-    NumericPredictive,
+    FEWEST_TO_JUDGE,
+    CalibrationMethod,
+    Likelihood,
     Predictive,
-    level_quantile,
+    average,
+    function_draws,
     like,
-    nodes_like,
+    mixed,
     normal_like,
-    normal_mass,
-    place_blocks,
+    pooled,
+    position_blocks,
     rows,
-    summed,
 )
-from bayesadam.likelihoods.record import FEWEST_TO_JUDGE, CalibrationMethod, Likelihood
 
+_ENTROPY_DRAWS = 256
+_HALVINGS = 64
+# Quantiles are looked for up to here.
+_FAR = 1e18
 # Nodes to the unit of the quadrature over log-variances.
 _NODES_PER_UNIT = 2
-# By so many nats a target is likelier where the two halves of the outputs are taken for something else.
+# By so many nats targets must be likelier before another reading of the outputs is suggested.
 _CLEARLY = 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class RegressionPredictive(NumericPredictive):
-    """y = f + N(0, σ²), a Gaussian for every output.
+class NumericPredictive(Predictive):
+    """p(y) of targets that are numbers, (batch, ..., k).
 
-    Where σ² is not known, whatever depends on it warns: `stddev`, `interval`, `log_prob`, `entropy` and `sample` are then of
-    f alone.
-
-    Attributes:
-        noise_variance: σ² by output, or 0 where it is not known: see `calibrate`.
-        noise_known: whether it is.
+    Where a regression's σ² is not known, it counts as 0 and what depends on it warns: `stddev`, `interval`, `log_prob`,
+    `entropy` and `sample` are then those of f alone.
     """
 
-    noise_variance: Tensor = field(default_factory=lambda: torch.zeros(()))
-    noise_known: bool = True
+    likelihood: NumericLikelihood
+
+    @property
+    def predicted_mean(self) -> Tensor:
+        """E[y] = Σ π_m E_m[y]."""
+        return average(self.weights, [self.likelihood.expected(c) for c in self.components])
 
     @property
     def total_variance(self) -> Tensor:
-        """Var[y] = Var[f] + σ²."""
-        return self.variance + self._noise
+        """Var[y] = Σ π_m (Var_m[y] + (E_m[y] − E[y])²), observation noise included."""
+        each = [(self.likelihood.expected(c), self.likelihood.total_variance(c)) for c in self.components]
+        return mixed(self.weights, each)[1]
 
     @property
-    def _noise(self) -> Tensor:
-        """σ², with a warning where it is not known."""
-        if not self.noise_known:
-            warn(
-                "the noise of the observations is not known and counts as 0, so this is the network's uncertainty alone: "
-                "calibrate(posterior, held_out, likelihood='regression') estimates it, posterior.replace(noise_variance=...) "
-                "gives it, and predictive.variance is that of the function without a warning"
-            )
-        return self.noise_variance
+    def stddev(self) -> Tensor:
+        """The standard deviation of y, observation noise included."""
+        return self.total_variance.sqrt()
 
-    def _epistemic(self) -> Tensor | None:
-        """½ Σ Var[f]/σ² over outputs; None where σ² is not known."""
-        if not bool((self.noise_variance > 0).all()):
-            return None
-        return rows(self.variance / self.noise_variance).sum(dim=1) / 2
+    @property
+    def noise_variance(self) -> Tensor:
+        """E[Var[y | f]], the expected observation noise: σ² of a regression, 0 where it is not known."""
+        return average(self.weights, [self.likelihood.noise_variance(c) for c in self.components])
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The central interval that holds y with probability `level`."""
-        if not 0 < level < 1:
-            raise SettingError(f"level must lie between 0 and 1, got {level!r}")
-        reach = level_quantile(level) * self.stddev
-        return self.mean - reach, self.mean + reach
+    @property
+    def noise_known(self) -> bool:
+        """Whether a regression's σ² was calibrated or given."""
+        return not self.likelihood.noise or all(c.noise_variance is not None for c in self.components)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y), one number per example; outputs are taken as independent unless the covariance is known."""
+        y = self.likelihood.matched(y, self.mean)
+        return pooled(self.weights, [self.likelihood.log_density(c)(y) for c in self.components])
+
+    def _sample(self, number: int, n: int, generator: torch.Generator | None) -> Tensor:
+        return self.likelihood.sample(self.components[number], n, generator)
 
     def entropy(self) -> Tensor:
-        """The differential entropy of y in nats, one number per example; of the joint outputs where the covariance is known."""
-        if self.covariance is not None:
-            log_det: Tensor = torch.linalg.slogdet(self._total_covariance(self.covariance)).logabsdet
-            return 0.5 * (log_det + self.covariance.shape[-1] * math.log(2 * math.pi * math.e))
-        return (0.5 * (2 * math.pi * math.e * rows(self.total_variance)).log()).sum(dim=1)
+        """The entropy of y in nats, one number per example: Σ π_m H_m + I(y; m).
 
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y, (n, batch, ...)."""
-        noise = normal_like(self.mean, n, generator)
-        return self._function_draws(n, generator) + noise * self._noise.sqrt()
+        I = Σ π_m E_m[log p_m(y)/p(y)] lies between 0 and −Σ π_m log π_m and has no closed form: it is the average over
+        256 draws of each component, always the same ones, and is right to some hundredths.
+        """
+        known = average(self.weights, [self.likelihood.entropy(c) for c in self.components])
+        if len(self.components) == 1:
+            return known
+        densities = [self.likelihood.log_density(c) for c in self.components]
+        between = torch.zeros_like(known)
+        for number, (component, weight) in enumerate(zip(self.components, self.weights, strict=True)):
+            y = self.likelihood.fixed_draws(component, number)
+            scores = [density(y) for density in densities]
+            between += weight * (scores[number] - pooled(self.weights, scores)).mean(dim=0)
+        return known + between.clamp(min=0).minimum(torch.special.entr(between.new_tensor(self.weights)).sum())
 
-    def _log_density(self) -> Callable[[Tensor], Tensor]:
-        if self.covariance is None:
-            variance = self.total_variance
-
-            def density(y: Tensor) -> Tensor:
-                terms = (y - self.mean).square() / variance + (2 * math.pi * variance).log()
-                return -0.5 * summed(terms, self.mean.dim())
-
-            return density
-        root: Tensor = torch.linalg.cholesky(self._total_covariance(self.covariance))
-        constant = root.diagonal(dim1=1, dim2=2).log().sum(dim=1) + 0.5 * root.shape[-1] * math.log(2 * math.pi)
-
-        def joint(y: Tensor) -> Tensor:
-            residual = (y - self.mean).reshape(*y.shape[: y.dim() - self.mean.dim() + 1], -1, 1)
-            white: Tensor = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
-            return -0.5 * white.square().sum(dim=-1) - constant
-
-        return joint
-
-    def _total_covariance(self, covariance: Tensor) -> Tensor:
-        return covariance + torch.diag_embed(rows(self._noise.expand(self.mean.shape)))
-
-    def _targets(self, y: Tensor) -> Tensor:
-        return _regressed(y, self.mean)
-
-    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
-        mean, stddev = self.mean.double(), self.stddev.double()
-        stddev = stddev.clamp(min=torch.finfo(stddev.dtype).tiny)
-        return lambda y: normal_mass((y - mean) / stddev, upper)
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval of each output: at most (1 − level)/2 of the probability lies on either side of it."""
+        check_level(level)
+        return self._quantile((1 - level) / 2, upper=False), self._quantile((1 - level) / 2, upper=True)
 
     def _quantile(self, tail: float, upper: bool) -> Tensor:
-        return self.interval(1 - 2 * tail)[upper]
+        ends = [self.likelihood.quantile(c, tail, upper) for c in self.components]
+        if len(ends) == 1:
+            return ends[0]
+        # A quantile of the mixture lies between the least and the greatest of its components'.
+        bounds, masses = torch.stack(ends), [self.likelihood.mass(c, upper) for c in self.components]
+        bracket = bounds.amin(dim=0) - self.likelihood.resolution, bounds.amax(dim=0)
+        return self.likelihood.halved(lambda y: average(self.weights, [m(y) for m in masses]), bracket, tail, upper)
+
+    def prediction_set(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The interval E[y] ± q sd[y] of each output, which holds y with probability `level` on data like the held-out.
+
+        q is the conformal quantile of the held-out residuals in standard deviations, whatever the predictive's shape.
+        """
+        check_level(level)
+        centre = self.predicted_mean
+        reach = threshold(self._held_out("residuals"), level).to(centre) * rows(self.stddev)
+        return centre - reach.view_as(centre), centre + reach.view_as(centre)
+
+    def conformity(self, targets: Tensor, *, seed: int) -> Guarantee:
+        """|y − E[y]| in standard deviations."""
+        y = self.likelihood.matched(targets, self.mean)
+        return Guarantee(residuals=rows((y - self.predicted_mean).abs() / self.stddev))
 
 
-@dataclass(frozen=True, eq=False)
-class RegressionMixture(NumericMixture, RegressionPredictive):
-    """p(y) = Σ π_m N(y; f_m, Var_m[f] + σ_m²); `noise_variance` = Σ π_m σ_m²."""
+class NumericLikelihood(Likelihood[NumericPredictive]):
+    """p(y | f) of numbers. Its methods are of one component c.
 
-    interval = NumericPredictive.interval
-    _quantile = NumericPredictive._quantile
+    A new one defines `expected`, `total_variance`, `sample` and `log_density`, besides what every likelihood defines.
+    Its intervals are then right to some hundredths of the probability; `mass` makes them exact.
+
+    Attributes:
+        resolution: half the distance of neighbouring targets or less; 0 where targets are real.
+    """
+
+    kind = NumericPredictive
+    resolution: float = 0.0
+
+    @abstractmethod
+    def expected(self, c: Component) -> Tensor:
+        """E[y]."""
+
+    @abstractmethod
+    def total_variance(self, c: Component) -> Tensor:
+        """Var[y], observation noise included."""
+
+    @abstractmethod
+    def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
+        """n draws of y."""
+
+    @abstractmethod
+    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
+        """y, (..., batch, ...) → log p(y), (..., batch); factorises once."""
+
+    def noise_variance(self, c: Component) -> Tensor:
+        """σ² of the observations, 0 where there is none."""
+        return c.mean.new_zeros(()) if c.noise_variance is None else c.noise_variance.to(c.mean)
+
+    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
+        """y → P(Y > y) if `upper`, else P(Y ≤ y), for each output, in float64; by draws."""
+        draws = self.fixed_draws(c, 0)
+        return lambda y: (draws > y if upper else draws <= y).double().mean(dim=0)
+
+    def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        """Two bounds between which the quantile lies, E[y] ± sd[y] √(1/tail − 1), by Cantelli's inequality."""
+        centre, stddev = self.expected(c).double(), self.total_variance(c).double().sqrt()
+        reach = stddev * math.sqrt(1 / tail - 1)
+        return (centre - reach).nan_to_num(-_FAR).clamp(min=-_FAR), (centre + reach).nan_to_num(_FAR).clamp(max=_FAR)
+
+    def quantile(self, c: Component, tail: float, upper: bool) -> Tensor:
+        """The least y with P(Y ≤ y) ≥ `tail`, or with P(Y > y) ≤ `tail`."""
+        return self.halved(self.mass(c, upper), self.bracket(c, tail, upper), tail, upper).to(c.mean)
+
+    def halved(
+        self, mass: Callable[[Tensor], Tensor], bracket: tuple[Tensor, Tensor], tail: float, upper: bool
+    ) -> Tensor:
+        """The quantile of a mass by halving its bracket."""
+        low, high = bracket[0].double(), bracket[1].double()
+        for _ in range(_HALVINGS):
+            if bool((high - low <= self.resolution).all()):
+                break
+            middle = (low + high) / 2
+            below = mass(middle) > tail if upper else mass(middle) < tail
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return (high.round() if self.resolution else (low + high) / 2).to(bracket[0])
+
+    def entropy(self, c: Component) -> Tensor:
+        """The entropy of y, one number per example: the mean of −log p over 256 draws, always the same ones."""
+        return -self.log_density(c)(self.fixed_draws(c, 0)).mean(dim=0)
+
+    def fixed_draws(self, c: Component, seed: int) -> Tensor:
+        """256 draws of y, the same at every call."""
+        generator = torch.Generator(device=c.mean.device).manual_seed(seed)
+        return self.sample(replace(c, draws=None), _ENTROPY_DRAWS, generator)
+
+    def distance(self, c: Component, y: Tensor) -> Tensor:
+        """√Σ (y − E[y])²/Var[y] over targets, (batch,): how many standard deviations y is from E[y]."""
+        return rows((y - self.expected(c)).square() / self.total_variance(c)).sum(dim=1).sqrt()
 
 
-@dataclass(frozen=True)
-class Regression(Likelihood):
-    """Squared error in training. Validation cannot see what δ does outside the data, so evidence is the default."""
+class GaussianLikelihood(NumericLikelihood):
+    """p(y) = Σ w N(y; mean, stddev²), a finite mixture of Gaussians for each target."""
 
-    name: str = "regression"
-    kind: type[Predictive] = RegressionPredictive
-    noise: bool = True
+    @abstractmethod
+    def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, means and standard deviations, (n, batch, ..., k)."""
+
+    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
+        """log Σ w N(y; mean, stddev²), summed over targets."""
+        weights, means, stddevs = self.gaussians(c)
+        constant, first = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi), -means.dim()
+
+        def density(y: Tensor) -> Tensor:
+            white = (y.unsqueeze(first) - means) / stddevs
+            return summed(torch.logsumexp(constant - 0.5 * white.square(), first), means.dim() - 1)
+
+        return density
+
+    def mass(self, c: Component, upper: bool) -> Callable[[Tensor], Tensor]:
+        """Σ w P(N(mean, stddev²) ≤ y), or > y; `torch.special.ndtr` loses the digits of small ones."""
+        weights, means, stddevs = (part.double() for part in self.gaussians(c))
+        scale = stddevs.clamp(min=torch.finfo(torch.float64).tiny) * (math.sqrt(2) if upper else -math.sqrt(2))
+        return lambda y: (weights * torch.erfc((y - means) / scale)).sum(dim=0) / 2
+
+    def bracket(self, c: Component, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of the Gaussians' quantiles."""
+        _, means, stddevs = self.gaussians(c)
+        ends = means + (1 if upper else -1) * level_quantile(1 - 2 * tail) * stddevs
+        return ends.amin(dim=0), ends.amax(dim=0)
+
+
+class Regression(GaussianLikelihood):
+    """y = f + N(0, σ²), a Gaussian for every output, squared error in training.
+
+    Validation cannot see what δ does outside the data, so evidence is the default of `calibrate`.
+    """
+
+    name = "regression"
+    noise = True
     calibration: CalibrationMethod = "evidence"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -150,146 +259,120 @@ class Regression(Likelihood):
         return ones if noise_variance is None else ones / noise_variance.to(outputs)
 
     def matched(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Targets in the outputs' shape; the error knows networks of other likelihoods by theirs."""
-        return _regressed(targets, outputs)
+        """Targets in the outputs' shape; the error names the likelihood that outputs of another shape are of."""
+        try:
+            return like(targets, outputs)
+        except MatchError as error:
+            if targets.dim() == 0 or not len(targets) == len(outputs) > 0:
+                raise
+            outputs_of_one, targets_of_one = outputs[0].numel(), targets[0].numel()
+            if outputs_of_one == 2 * targets_of_one:
+                hint = "means and log-variances are likelihood='heteroscedastic'"
+            elif targets_of_one == 1 and not targets.is_floating_point() and outputs_of_one > 1:
+                hint = "class indices are likelihood='classification'"
+            else:
+                raise
+            raise MatchError(f"{error}. One output per target is likelihood='regression'; {hint}") from None
 
-    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+    def expected(self, c: Component) -> Tensor:
+        """E[y] = E[f]."""
+        return c.mean
+
+    def _noise(self, c: Component) -> Tensor:
+        """σ², with a warning where it is not known."""
+        if c.noise_variance is None:
+            warn(
+                "the noise of the observations is not known and counts as 0, so this is the network's uncertainty "
+                "alone: calibrate(posterior, held_out, likelihood='regression') estimates it, "
+                "posterior.replace(noise_variance=...) gives it, and predictive.variance is that of the function "
+                "without a warning"
+            )
+        return self.noise_variance(c)
+
+    def total_variance(self, c: Component) -> Tensor:
+        """Var[y] = Var[f] + σ²."""
+        return c.variance + self._noise(c)
+
+    def _total_covariance(self, c: Component, covariance: Tensor) -> Tensor:
+        return covariance + torch.diag_embed(rows(self._noise(c).expand(c.mean.shape)))
+
+    def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
+        """f + N(0, σ²)."""
+        noise = normal_like(c.mean, n, generator)
+        return function_draws(c, n, generator) + noise * self._noise(c).sqrt()
+
+    def entropy(self, c: Component) -> Tensor:
+        """½ log det(2πe Cov[y]); of independent outputs where the covariance is not known."""
+        if c.covariance is None:
+            return (0.5 * (2 * math.pi * math.e * rows(self.total_variance(c))).log()).sum(dim=1)
+        log_det: Tensor = torch.linalg.slogdet(self._total_covariance(c, c.covariance)).logabsdet
+        return 0.5 * (log_det + c.covariance.shape[-1] * math.log(2 * math.pi * math.e))
+
+    def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
+        """One, N(E[f], Var[f] + σ²)."""
+        return torch.ones_like(c.mean[None]), c.mean[None], self.total_variance(c).sqrt().expand(c.mean.shape)[None]
+
+    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
+        """log N(y; E[f], Cov[f] + σ²)."""
+        if c.covariance is None:
+            return super().log_density(c)
+        root: Tensor = torch.linalg.cholesky(self._total_covariance(c, c.covariance))
+        log_det = root.diagonal(dim1=1, dim2=2).log().sum(dim=1) + 0.5 * root.shape[-1] * math.log(2 * math.pi)
+
+        def joint(y: Tensor) -> Tensor:
+            residual = (y - c.mean).reshape(*y.shape[: y.dim() - c.mean.dim() + 1], -1, 1)
+            white: Tensor = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
+            return -0.5 * white.square().sum(dim=-1) - log_det
+
+        return joint
+
+    def distance(self, c: Component, y: Tensor) -> Tensor:
+        """√(rᵀ (Cov[f] + σ²)⁻¹ r), r = y − E[f]: the studentised residual |r|/√(σ² + Var[f]) of a single output.
+
+        For an example that the posterior has not seen this is, in a linear model, the textbook's |r|/(σ√(1 − h)), r and
+        h those of a fit with it. One that was trained on has pulled f towards itself, which is not corrected for:
+        Var[f] of a network is far too rough for that.
+        """
+        if c.covariance is None:
+            return super().distance(c, y)
+        residual = rows(y - c.mean)
+        white = torch.linalg.solve(self._total_covariance(c, c.covariance), residual.unsqueeze(-1)).squeeze(-1)
+        found: Tensor = (residual * white).sum(dim=-1).clamp(min=0).sqrt()
+        return found
+
+    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
         """Counts to which the exponentials of the outputs are nearer than the outputs: these are log-rates."""
         if targets is None:
             return None
-        counts = bool(((targets >= 0) & (targets == targets.floor())).all()) and bool((targets > 1).any())
-        if not counts:
+        if not bool(((targets >= 0) & (targets == targets.floor())).all()) or not bool((targets > 1).any()):
             return None
         away, away_of_rates = ((targets - f).double().square().mean() for f in (outputs, outputs.exp()))
         if not bool(away_of_rates < away):
             return None
         return (
-            f"the targets are counts, and exp(output) is nearer to them than the output is (root mean squared error "
-            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained for "
-            "log-rates: use likelihood='poisson'"
+            "the targets are counts, and exp(output) is nearer to them than the output is (root mean squared error "
+            f"{float(away_of_rates.sqrt()):.3g} against {float(away.sqrt()):.3g}), as of a network that was trained "
+            "for log-rates: use likelihood='poisson'"
         )
 
 
-def _regressed(y: Tensor, outputs: Tensor) -> Tensor:
-    """Targets in the outputs' shape, one for each."""
-    try:
-        return like(y, outputs)
-    except MatchError as error:
-        if y.dim() == 0 or not len(y) == len(outputs) > 0:
-            raise
-        k = outputs[0].numel()
-        if k == 2 * y[0].numel():
-            hint = "means and log-variances are likelihood='heteroscedastic'"
-        elif y[0].numel() == 1 and not y.is_floating_point() and k > 1:
-            hint = "class indices are likelihood='classification'"
-        else:
-            raise
-        raise MatchError(f"{error}. One output per target is likelihood='regression'; {hint}") from None
+class Heteroscedastic(GaussianLikelihood):
+    """y = m + N(0, exp g), a variance of its own for every input: 2 k outputs for k targets, means first.
 
-
-@dataclass(frozen=True, eq=False)
-class HeteroscedasticPredictive(NumericPredictive):
-    """p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian.
-
-    The last dimension of the outputs holds k means m, then k log-variances g; so do `mean`, `variance`, `covariance` and
-    `draws`. m is integrated in closed form, g by quadrature, or over its draws where the prediction sampled. m and g are
-    independent unless the prediction was made with `covariance=True`; the k targets of an example always are, but for
-    `sample`.
-    """
-
-    @property
-    def predicted_mean(self) -> Tensor:
-        """E[y] = E[m], (batch, ..., k)."""
-        return self.mean.chunk(2, dim=-1)[0]
-
-    @property
-    def noise_variance(self) -> Tensor:
-        """E[exp g], the expected observation noise; exp(E[g] + Var[g]/2) where g is Gaussian."""
-        if self.draws is not None:
-            return self.draws.chunk(2, dim=-1)[1].exp().mean(dim=0)
-        return (self.mean + self.variance / 2).chunk(2, dim=-1)[1].exp()
-
-    @property
-    def total_variance(self) -> Tensor:
-        """Var[y] = Var[m] + E[exp g]."""
-        return self.variance.chunk(2, dim=-1)[0] + self.noise_variance
-
-    def _epistemic(self) -> Tensor | None:
-        """½ Σ (exp(−g) Var m + ½ Var g) over targets."""
-        (_, log_variance), (of_mean, of_log) = (t.chunk(2, dim=-1) for t in (self.mean, self.variance))
-        return rows((-log_variance).exp() * of_mean + of_log / 2).sum(dim=1) / 2
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y, (n, batch, ..., k)."""
-        mean, log_variance = self._function_draws(n, generator).chunk(2, dim=-1)
-        return mean + normal_like(self.predicted_mean, n, generator) * (log_variance / 2).exp()
-
-    @cached_property
-    def _components(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, means and standard deviations of the Gaussians that p(y) is a mixture of, (nodes, batch, ..., k)."""
-        (mean, centre), (variance, width) = self.mean.chunk(2, dim=-1), self.variance.chunk(2, dim=-1)
-        if self.draws is None:
-            z, weights = nodes_like(_NODES_PER_UNIT, centre)
-            away = z * width.sqrt()
-        else:
-            away = self.draws.chunk(2, dim=-1)[1] - centre
-            weights = torch.full_like(away[:, :1], 1 / len(away))
-        if self.covariance is not None:
-            k = mean.shape[-1]
-            cross = place_blocks(self.covariance, self.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
-            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
-            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
-        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
-
-    def _log_density(self) -> Callable[[Tensor], Tensor]:
-        weights, means, stddevs = self._components
-        constant = weights.log() - stddevs.log() - 0.5 * math.log(2 * math.pi)
-
-        def density(y: Tensor) -> Tensor:
-            white = (y.unsqueeze(-means.dim()) - means) / stddevs
-            return summed(torch.logsumexp(constant - 0.5 * white.square(), -means.dim()), self.mean.dim())
-
-        return density
-
-    def _mass(self, upper: bool) -> Callable[[Tensor], Tensor]:
-        weights, means, stddevs = (part.double() for part in self._components)
-        return lambda y: (weights * normal_mass((y - means) / stddevs, upper)).sum(dim=0)
-
-    def _bracket(self, tail: float, upper: bool) -> tuple[Tensor, Tensor]:
-        _, means, stddevs = self._components
-        ends = means + (1 if upper else -1) * level_quantile(1 - 2 * tail) * stddevs
-        return ends.amin(dim=0), ends.amax(dim=0)
-
-
-@dataclass(frozen=True, eq=False)
-class HeteroscedasticMixture(NumericMixture, HeteroscedasticPredictive):
-    """p(y) = Σ π_m p_m(y), each member a mixture of Gaussians itself."""
-
-    @property
-    def noise_variance(self) -> Tensor:
-        """Σ π_m E_m[exp g]."""
-        return self._averaged(lambda member: member.noise_variance)
-
-
-@dataclass(frozen=True)
-class Heteroscedastic(Likelihood):
-    """Gaussian with a variance of its own for every input; 2 k outputs for k targets, means first.
+    p(y) = E_g[N(y; E[m | g], Var[m | g] + exp g)] for each target, (m, g) being Gaussian: m is integrated in closed
+    form, g by quadrature, or over its draws where the prediction sampled. m and g are independent unless the prediction
+    was made with `covariance=True`; the k targets of an example always are, but for `sample`.
 
     The Hessian in (m, g) is taken in expectation over y, diag(exp(−g), ½): at a single y it is not positive.
     """
 
-    name: str = "heteroscedastic"
-    kind: type[Predictive] = HeteroscedasticPredictive
-    outputs_per_target: int = 2
+    name = "heteroscedastic"
+    outputs_per_target = 2
+    weight_decay = 0.1
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ ((y − m)² exp(−g) + g), the negative log-likelihood without its constant, a mean over targets too."""
-        mean, log_variance = outputs.chunk(2, dim=-1)
-        return 0.5 * ((targets - mean).square() * (-log_variance).exp() + log_variance).mean(dim=(1, 2))
-
-    def n_outputs(self, targets: Tensor) -> int:
-        """Two per target."""
-        return 2 * super().n_outputs(targets)
+        return _nll(targets, *outputs.chunk(2, dim=-1)).mean(dim=(1, 2))
 
     def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
         """exp(−g) for the means, ½ for the log-variances."""
@@ -300,46 +383,99 @@ class Heteroscedastic(Likelihood):
         """The means."""
         if outputs.dim() < 2 or outputs.shape[-1] % 2:
             raise MatchError(
-                f"heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, but "
-                f"the outputs have shape {tuple(outputs.shape)}: for one output per target use likelihood='regression'"
+                "heteroscedastic needs two outputs per target in the last dimension, means first, then log-variances, "
+                f"but the outputs have shape {tuple(outputs.shape)}: for one output per target use "
+                "likelihood='regression'"
             )
         return outputs.chunk(2, dim=-1)[0]
 
-    def doubt(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
-        """Targets that are likelier by far, half of them and all together, where the outputs are taken for something else."""
+    def expected(self, c: Component) -> Tensor:
+        """E[y] = E[m], (batch, ..., k)."""
+        return c.mean.chunk(2, dim=-1)[0]
+
+    def total_variance(self, c: Component) -> Tensor:
+        """Var[y] = Var[m] + E[exp g]."""
+        return c.variance.chunk(2, dim=-1)[0] + self.noise_variance(c)
+
+    def noise_variance(self, c: Component) -> Tensor:
+        """E[exp g], exp(E[g] + Var[g]/2) where g is Gaussian."""
+        if c.draws is not None:
+            return c.draws.chunk(2, dim=-1)[1].exp().mean(dim=0)
+        return (c.mean + c.variance / 2).chunk(2, dim=-1)[1].exp()
+
+    def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
+        """m + N(0, exp g) at draws of (m, g)."""
+        mean, log_variance = function_draws(c, n, generator).chunk(2, dim=-1)
+        return mean + normal_like(self.expected(c), n, generator) * (log_variance / 2).exp()
+
+    def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
+        """One for each node, or draw, of g."""
+        (mean, centre), (variance, width) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
+        if c.draws is None:
+            z, weights = nodes_like(_NODES_PER_UNIT, centre)
+            away = z * width.sqrt()
+        else:
+            away = c.draws.chunk(2, dim=-1)[1] - centre
+            weights = torch.full_like(away[:, :1], 1 / len(away))
+        if c.covariance is not None:
+            k = mean.shape[-1]
+            cross = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
+            slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
+            mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
+        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
+
+    def mismatch(self, outputs: Tensor, targets: Tensor | None = None) -> str | None:
+        """Targets that are likelier by far, half of them and all together, under another reading of the outputs."""
         if targets is None or len(targets) < FEWEST_TO_JUDGE:
             return None
         f, y = outputs.double(), targets.double()
         mean, spread = f.chunk(2, dim=-1)
         k = mean.shape[-1]
         halves = "torch.cat([(f := model(x).chunk(2, -1))[0], {} * f[1].log()], -1)"
-        others = {
+        doubled = f"model(x) * torch.tensor({[1.0] * k + [2.0] * k})"
+        readings = {
             "log-variances first, then means": (spread, mean, f"model(x).roll({k}, -1)"),
-            "means, then log standard deviations": (
-                mean,
-                2 * spread,
-                f"model(x) * torch.tensor({[1.0] * k + [2.0] * k})",
-            ),
+            "means, then log standard deviations": (mean, 2 * spread, doubled),
         }
         if bool((spread > 0).all()):
-            others["means, then variances"] = mean, spread.log(), halves.format(1)
-            others["means, then standard deviations"] = mean, 2 * spread.log(), halves.format(2)
+            readings["means, then variances"] = mean, spread.log(), halves.format(1)
+            readings["means, then standard deviations"] = mean, 2 * spread.log(), halves.format(2)
         if k > 1:
             one, two = f.reshape(*mean.shape, 2).unbind(dim=-1)
-            words = "a mean and a log-variance for one target after the other"
-            others[words] = one, two, "torch.cat([model(x)[..., ::2], model(x)[..., 1::2]], -1)"
-        own = _surprise(y, mean, spread)
-        gains = {words: own - _surprise(y, m, g) for words, (m, g, _) in others.items()}
+            code = "torch.cat([model(x)[..., ::2], model(x)[..., 1::2]], -1)"
+            readings["a mean and a log-variance for one target after the other"] = one, two, code
+        own = _nll(y, mean, spread)
+        gains = {words: own - _nll(y, m, g) for words, (m, g, _) in readings.items()}
         words, gain = max(gains.items(), key=lambda item: float(item[1].median()))
         if not bool(gain.median() > _CLEARLY) or not bool(gain.mean() > _CLEARLY):
             return None
         return (
             f"the held-out targets are likelier by {float(gain.median()):.2g} nats if the outputs are {words}, but "
             "likelihood='heteroscedastic' takes them for means, then log-variances: pass "
-            f"forward=lambda model, x: {others[words][2]}, or train on if they are what it takes them for"
+            f"forward=lambda model, x: {readings[words][2]}, or train on if they are means and log-variances"
         )
 
 
-def _surprise(y: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """z and w with Σ w h(z) ≈ E[h(z)], z ~ N(0, 1), that broadcast against `mean` with a leading dimension.
+
+    The trapezoidal rule on [−8, 8], `per_unit` nodes to the unit: for integrands that are smooth on the scale of a step
+    its error falls faster than any power of that step.
+    """
+    z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64).div(per_unit).view(-1, *[1] * mean.dim())
+    return z.to(mean), (-0.5 * z.square()).softmax(dim=0).to(mean)
+
+
+def summed(terms: Tensor, dims: int) -> Tensor:
+    """(..., batch, ...) of which the last `dims` are the batch and an example's, summed over outputs: (..., batch)."""
+    return terms.unsqueeze(-1).flatten(terms.dim() - dims + 1).sum(dim=-1)
+
+
+def level_quantile(level: float) -> float:
+    """z with P(|N(0, 1)| ≤ z) = level."""
+    return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item()
+
+
+def _nll(y: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """−log N(y; m, exp g) without its constant."""
     return 0.5 * ((y - mean).square() * (-log_variance).exp() + log_variance)

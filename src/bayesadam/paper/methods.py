@@ -23,7 +23,7 @@ from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
 from bayesadam.errors import MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import stream_seed
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Predictive
+from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior import Posterior
 
@@ -63,7 +63,7 @@ class Data:
         return self.x.shape[1]
 
     @property
-    def kind(self) -> Likelihood:
+    def kind(self) -> Likelihood[Predictive]:
         """The likelihood's record."""
         return likelihood_named(self.likelihood)
 
@@ -257,11 +257,11 @@ def held_out_noise(problem: Problem, index: int, draw: Callable[[Tensor], Tensor
     return noise_variance(draws.mean(dim=0), draws.var(dim=0, correction=int(len(draws) > 1)), data.y_held_out[index])
 
 
-def from_draws(kind: Likelihood, draws: Tensor, noise: Tensor | None) -> Predictive:
+def from_draws(kind: Likelihood[Predictive], draws: Tensor, noise: Tensor | None) -> Predictive:
     """Draws of f, (n, b, outputs), as a predictive distribution; one draw is a function that is known."""
     if len(draws) == 1:
-        return kind.predictive(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)
-    return kind.predictive(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)
+        return kind.predictive([Component(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)])
+    return kind.predictive([Component(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)])
 
 
 def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
@@ -334,7 +334,7 @@ def fit_laplace_full(problem: Problem) -> Fitted:
                 cross = cross.T.view(*here.shape[:2], -1)
                 covariance = ((here @ here.mT - cross @ cross.mT) / delta).float()
             variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
-            return problem.data.kind.predictive(mean, variance, covariance, noise_variance=noise)
+            return problem.data.kind.predictive([Component(mean, variance, covariance, noise_variance=noise)])
 
         return predict
 
@@ -359,7 +359,11 @@ def fit_ensemble(problem: Problem) -> Fitted:
             return forward(problem.network, own, x)
 
         noise, weights = held_out_noise(problem, index, draw), (1 / N_MEMBERS,) * N_MEMBERS
-        return lambda x: kind.mixture([from_draws(kind, f[None], noise) for f in draw(x)], weights)
+
+        def components(x: Tensor) -> list[Component]:
+            return [Component(f, torch.zeros_like(f), noise_variance=noise) for f in draw(x)]
+
+        return lambda x: kind.predictive(components(x), weights)
 
     return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
 
@@ -380,7 +384,7 @@ def fit_gp(problem: Problem) -> Fitted:
                 mean = torch.stack([f.mean for f in found], dim=-1).float()
                 variance = torch.stack([f.variance for f in found], dim=-1).float()
                 noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-            return likelihood_named("regression").predictive(mean, variance, noise_variance=noise)
+            return likelihood_named("regression").predictive([Component(mean, variance, noise_variance=noise)])
 
         return predict
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
-from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, Predictive, SelectedClasses
+from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
 from bayesadam.likelihoods.predictive import average
@@ -240,7 +240,8 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
         component, plan = component_of(member, inputs, own)
         components.append(component)
     guarantee = None if q.calibration is None else q.calibration.guarantee
-    return _predictive(record, components, q.weights, options.link, guarantee, plan)
+    found: Predictive = record.predictive(components, q.weights, link=options.link, guarantee=guarantee, plan=plan)
+    return found
 
 
 def _streams(q: Distribution, options: Options) -> list[Options]:
@@ -250,24 +251,6 @@ def _streams(q: Distribution, options: Options) -> list[Options]:
     seed = fresh_seed(options.generator)
     seeds = [stream_seed(seed, "member", number) for number in range(len(q.members))]
     return [replace(options, generator=torch.Generator().manual_seed(each)) for each in seeds]
-
-
-def _predictive(
-    record: Likelihood, components: Sequence[Component], weights: Sequence[float], link: Link, guarantee: Any, plan: str
-) -> Predictive:
-    # adapter
-    found = []
-    for c in components:
-        parts: Any = (c.mean, c.variance, c.covariance, c.draws)
-        of_outputs: Any = {"link": link, "temperature": c.temperature, "averaged": c.averaged, "novel": c.novel}
-        if c.logits is not None:
-            chosen: Any = {"outputs": c.outputs, "logits": c.logits, "rest_variance": c.rest_variance}
-            made: Predictive = SelectedClasses(*parts, **of_outputs, **chosen)  # type: ignore[misc]
-        else:
-            made = record.predictive(*parts, noise_variance=c.noise_variance, **of_outputs)
-        found.append(replace(made, score=c.score, plan=plan))
-    one = found[0] if len(found) == 1 else record.mixture(found, weights)
-    return replace(one, guarantee=guarantee)
 
 
 def _score(q: Distribution, inputs: Any, options: Options) -> Score:
@@ -284,11 +267,7 @@ def _score(q: Distribution, inputs: Any, options: Options) -> Score:
         mean = mean_outputs(member, inputs, options)
         components.append(Component(mean, torch.zeros_like(mean), temperature=member.temperature, averaged=False))
 
-    def entropy(some: Sequence[Component], weights: Sequence[float]) -> Tensor:
-        return _predictive(options.record, some, weights, "probit", None, "").entropy()
-
-    alone = average(q.weights, [entropy([one], (1.0,)) for one in components])
-    between = (entropy(components, q.weights) - alone).clamp(min=0)
+    between: Tensor = options.record.predictive(components, q.weights).disagreement()
     flat = between.reshape(len(between), -1)
     if options.positions is None:
         return Score(within + flat.sum(dim=1), error)

@@ -33,7 +33,7 @@ _BESIDES = "besides"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
+class Mixture(Marginals, Distribution):
     """q(θ) = Σ_m π_m N(μ_m, Σ_m) over the weights of networks of one architecture, trained from different starts.
 
     Frozen, like its members. Members may have a model each or share one, since each keeps its own weights; a shared

@@ -24,6 +24,7 @@ from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, positive, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec
 from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
+from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
 from bayesadam.posterior.running import running_statistics, warn_of_other_statistics
@@ -56,7 +57,7 @@ _GUARANTEE = "guarantee."
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
+class Posterior(GaussianWeights, Distribution):
     """q(θ) = N(μ, Σ) over the weights of a model, read off the optimiser that trained it.
 
     A `GaussianWeights` with a model and a likelihood: see there for the equation, `sample`, `log_prob` and `save`.
@@ -93,7 +94,7 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
 
     def __post_init__(self) -> None:
         if self.likelihood is not None:
-            likelihoods.likelihood(self.likelihood)
+            likelihood_named(self.likelihood)
         if self.padding is None:
             # Once: other threads may have other tensors in the model by the time of a `replace`, which keeps this.
             with alone_with(self.model):

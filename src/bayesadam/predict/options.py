@@ -83,7 +83,7 @@ class Options:
                 raise SettingError(f"{name} must be {wanted}, got {value!r}")
 
     @property
-    def record(self) -> Likelihood:
+    def record(self) -> Likelihood[Any]:
         """The likelihood of that name."""
         return likelihood(self.likelihood)
 
@@ -204,7 +204,7 @@ class Rows:
         noise_variance: σ², where the likelihood has one.
     """
 
-    record: Likelihood
+    record: Likelihood[Any]
     k: int = 0
     top: bool = False
     rest: bool = False

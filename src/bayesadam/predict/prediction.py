@@ -47,8 +47,8 @@ def component_of(gaussian: Any, inputs: Any, options: Options) -> tuple[Componen
             found, how = _drawn(gaussian, inputs, options, draw, options.n_samples)
         else:
             net = _Network.of(gaussian, inputs, options)
-            if net.plan.first is not None and (doubt := options.record.doubt(net.plan.first)) is not None:
-                warn(doubt)
+            if net.plan.first is not None and (mismatch := options.record.mismatch(net.plan.first)) is not None:
+                warn(mismatch)
             options, chosen = net.options, net.options.choice(net.plan.shape)
             if options.predictive != "linearised":
                 n, numbers = options.n_samples, net.plan.outputs * batch_size(net.inputs)

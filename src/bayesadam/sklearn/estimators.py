@@ -23,20 +23,25 @@ from bayesadam.calibration import calibrate
 from bayesadam.engine.network import ACTIVATIONS, Network
 from bayesadam.engine.rules import Adam
 from bayesadam.errors import CalibrationError, HeldOutWarning, SettingError, UnusedPosteriorWarning
-from bayesadam.likelihoods import ClassificationPredictive, LikelihoodName, NumericPredictive, Predictive, likelihood
+from bayesadam.likelihoods import (
+    LIKELIHOODS,
+    LikelihoodName,
+    LogitPredictive,
+    NumericPredictive,
+    Predictive,
+    likelihood,
+)
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.readers import Recorder
 from bayesadam.sklearn.training import Schedule, fit_networks, split
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Calibration = Literal["auto", "evidence", "validation"]
-RegressionLikelihood = Literal["regression", "heteroscedastic", "poisson"]
 Structure = Literal["diagonal", "kronecker", "low-rank"]
 _RECORDED = 100
 _DTYPES = (np.float64, np.float32)
 _LARGEST_SEED = 2**31 - 1
-# Chosen on made-up tables. A cross-entropy keeps falling as weights grow, a squared error does not.
-_WEIGHT_DECAY = {"regression": 0.01, "heteroscedastic": 0.1, "poisson": 0.01, "classification": 0.3}
+_REGRESSIONS = tuple(name for name, each in LIKELIHOODS.items() if issubclass(each.kind, NumericPredictive))
 
 
 # Its `__init__` keeps every argument as it is, under its name, as scikit-learn wants it.
@@ -74,7 +79,7 @@ class _Badam(BaseEstimator):  # type: ignore[misc]
         parts = split(strata, float(self.validation_fraction), int(self.n_ensemble), random)
         n = len(parts[0].rows)
         network = Network(x.shape[1], tuple(map(int, self.hidden)), kind.n_outputs(y), self.activation)
-        decay = _WEIGHT_DECAY[name] if self.weight_decay == "auto" else float(self.weight_decay)
+        decay = kind.weight_decay if self.weight_decay == "auto" else float(self.weight_decay)
         trained = fit_networks(
             network,
             Adam(decoupled=True, weight_decay=decay),
@@ -192,23 +197,22 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
         feature_names_in_: their names, where X had them.
     """
 
-    likelihood: RegressionLikelihood = field(default="regression", kw_only=True)
+    likelihood: LikelihoodName = field(default="regression", kw_only=True)
 
     def fit(self, X: Any, y: Any) -> BadamRegressor:
         """Learn from inputs (n, features) and targets (n,) or (n, targets)."""
         X, y = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        if self.likelihood not in get_args(RegressionLikelihood):
-            raise SettingError(f"likelihood must be one of {get_args(RegressionLikelihood)}, got {self.likelihood!r}")
+        if self.likelihood not in _REGRESSIONS:
+            raise SettingError(f"likelihood must be one of {_REGRESSIONS}, got {self.likelihood!r}")
+        kind = likelihood(self.likelihood)
         self._one_target = y.ndim == 1
-        columns, centre = y.reshape(len(y), -1).astype(np.float64), None
-        if self.likelihood == "poisson":
-            # Counts stay as they are, which is what a scaler of zeros does; the log-rates start at their mean.
-            self.target_scaler_ = _scaler(np.zeros_like(columns))
-            centre = torch.from_numpy(np.log(columns.mean(axis=0).clip(min=0.5 / len(columns)))).float()
-        else:
-            self.target_scaler_ = _scaler(columns)
-        self._learn(X, torch.from_numpy(self.target_scaler_.transform(columns)), self.likelihood, centre)
-        if self.likelihood == "regression":
+        columns = y.reshape(len(y), -1).astype(np.float64)
+        # A scaler of zeros leaves counts as they are.
+        self.target_scaler_ = _scaler(columns if kind.standardised else np.zeros_like(columns))
+        targets = torch.from_numpy(self.target_scaler_.transform(columns))
+        start = kind.start(targets)
+        self._learn(X, targets, self.likelihood, None if start is None else start.float())
+        if kind.noise:
             noise = np.mean([np.asarray(posterior.noise_variance) for posterior in self.posteriors_], axis=0)
             noise = noise * self.target_scaler_.scale_**2
             self.noise_variance_ = float(noise[0]) if self._one_target else noise
@@ -216,7 +220,7 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
 
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """E[y] for each row, of y's shape; with `return_std` also the standard deviation of y, noise included."""
-        if return_std or self.likelihood == "poisson":
+        if return_std or not likelihood(self.likelihood).standardised:
             found = self._numeric(self._inputs(X))
             mean = self._in_units(found.predicted_mean)
             return (mean, self._in_units(found.stddev, shift=False)) if return_std else mean
@@ -305,7 +309,7 @@ class BadamClassifier(ClassifierMixin, _Badam):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (n, classes), in the order of `classes_`."""
         found = self._predictive(self._inputs(X), "classification")
-        assert isinstance(found, ClassificationPredictive)
+        assert isinstance(found, LogitPredictive)
         probs: Array = found.probs.numpy()
         return probs
 

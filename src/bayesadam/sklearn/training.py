@@ -86,7 +86,7 @@ class Trained(NamedTuple):
 def fit_networks(
     network: Network,
     rule: Adam,
-    kind: Likelihood,
+    kind: Likelihood[Any],
     data: tuple[Tensor, Tensor],
     parts: Sequence[Part],
     *,

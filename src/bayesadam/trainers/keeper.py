@@ -18,10 +18,10 @@ from bayesadam._shards import is_first_rank, on_first_rank, whole
 from bayesadam._warnings import warn
 from bayesadam.anchoring import Anchor
 from bayesadam.calibration import calibrate as calibrate_on
+from bayesadam.calibration.held_out import aligned
 from bayesadam.errors import NoPosteriorWarning, SettingError, StateError
 from bayesadam.gaussian.settings import Settings
-from bayesadam.held_out import aligned
-from bayesadam.likelihoods import LIKELIHOODS, LikelihoodName, LogitPredictive, NumericPredictive
+from bayesadam.likelihoods import LIKELIHOODS, Component, LikelihoodName, LogitPredictive, NumericPredictive
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.report import CalibrationReport
 from bayesadam.predict.call import Batch, Forward, batches_of, to_device
@@ -289,13 +289,15 @@ def held_out_numbers(
         means.append(found.mean[keep])
         variances.append(found.variance[keep])
         targets.append(y[keep])
-    joined = replace(found, mean=torch.cat(means), variance=torch.cat(variances))
+    own: Any = {"noise_variance": posterior.noise_variance}
+    own |= {"temperature": posterior.temperature, "averaged": posterior.averaged}
+    joined = record.predictive([Component(torch.cat(means), torch.cat(variances), **own)])
     y = torch.cat(targets)
     if isinstance(joined, NumericPredictive):
         return {"nll": nll(joined, y), "coverage95": coverage(joined, y), "rmse": rmse(joined.predicted_mean, y)}
     assert isinstance(joined, LogitPredictive)
     numbers = {}
-    network = replace(joined, temperature=1.0, averaged=False)
+    network = joined.changed(temperature=1.0, averaged=False)
     for prefix, predictive in {"": joined, "network_": network}.items():
         numbers[f"{prefix}nll"] = nll(predictive, y)
         numbers[f"{prefix}ece"] = ece(predictive.class_probs.flatten(0, -2), y.flatten().long())

@@ -40,11 +40,11 @@ def heteroscedastic(n: int = 400, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 def test_outputs_of_a_heteroscedastic_network_in_their_places_are_not_doubted(k):
     mean, log_variance, y = heteroscedastic(k=k)
     record = likelihood("heteroscedastic")
-    assert record.doubt(torch.cat([mean, log_variance], dim=-1), y) is None
+    assert record.mismatch(torch.cat([mean, log_variance], dim=-1), y) is None
     # Variances that are five times too small or too large are for calibration to mend.
     for factor in (0.2, 5.0):
-        assert record.doubt(torch.cat([mean, log_variance + math.log(factor)], dim=-1), y) is None
-    assert record.doubt(torch.cat([log_variance, mean], dim=-1)[:3], y[:3]) is None
+        assert record.mismatch(torch.cat([mean, log_variance + math.log(factor)], dim=-1), y) is None
+    assert record.mismatch(torch.cat([log_variance, mean], dim=-1)[:3], y[:3]) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_outputs_of_a_heteroscedastic_network_in_their_places_are_not_doubted(k)
 def test_outputs_of_a_heteroscedastic_network_in_other_places_are(made, said):
     mean, log_variance, y = heteroscedastic(k=2)
     outputs = made(mean, log_variance)
-    found = likelihood("heteroscedastic").doubt(outputs, y)
+    found = likelihood("heteroscedastic").mismatch(outputs, y)
     assert found is not None
     assert said in found
     # What it says to pass does mend it.
@@ -73,11 +73,11 @@ def test_counts_that_vary_too_much_are_named():
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(500, 1, generator=generator) + 1
     record = likelihood("poisson")
-    assert record.doubt(f, torch.poisson(f.exp(), generator=generator)) is None
+    assert record.mismatch(f, torch.poisson(f.exp(), generator=generator)) is None
     # Gamma-distributed rates of variance r² more: Var[y]/E[y] = 1 + E[r²]/E[r].
     more = torch._standard_gamma(torch.ones(500, 1), generator=generator)
     counts = torch.poisson(f.exp() * more, generator=generator)
-    found = record.doubt(f, counts)
+    found = record.mismatch(f, counts)
     assert found is not None
     assert f"vary {float((counts - f.exp()).square().sum() / f.exp().sum()):.2g} times" in found
     assert "p.prediction_set(level)" in found
@@ -225,7 +225,7 @@ def test_a_novelty_that_tells_nothing_apart_is_warned_of():
     y = torch.arange(60) % 3
     x = nn.functional.one_hot(y, 3) + 0.01 * torch.randn(60, 3)
     ba.calibrate(posterior(model), (x, y), **K)
-    with pytest.warns(BayesAdamWarning, match=r"near 1.1, the largest there can be.*p\.entropy"):
+    with pytest.warns(BayesAdamWarning, match=r"near 1.1, the largest that is possible.*p\.entropy"):
         ba.calibrate(posterior(model, variance=1e9), (x, y), **K)
 
 
@@ -238,7 +238,7 @@ def test_guarantees_say_what_they_lack():
         q.predict(x, **K).prediction_set()
     found = ba.calibrate(q, (x, y), **K).predict(x, novelty=True, **K)
     assert found.prediction_set(0.9).shape == (60, 30)
-    with pytest.raises(CalibrationError, match=r"of at most 20 outputs\. Of more, with h = posterior\.novelty"):
+    with pytest.raises(CalibrationError, match=r"for at most 20 outputs\. For more, with h = posterior\.novelty"):
         found.novelty_pvalue  # noqa: B018
 
 
@@ -258,7 +258,7 @@ def test_classes_with_too_few_held_out_examples_are_named():
 def test_rates_in_place_of_their_logarithms_are_doubted():
     generator = torch.Generator().manual_seed(0)
     rates = 1 + 9 * torch.rand(200, 1, generator=generator)
-    found = likelihood("poisson").doubt(rates, torch.poisson(rates, generator=generator))
+    found = likelihood("poisson").mismatch(rates, torch.poisson(rates, generator=generator))
     assert "forward=lambda model, x: model(x).log()" in found
     # Log rates that happen to be positive are none.
-    assert likelihood("poisson").doubt(rates.log() + 0.1, torch.poisson(1.1 * rates, generator=generator)) is None
+    assert likelihood("poisson").mismatch(rates.log() + 0.1, torch.poisson(1.1 * rates, generator=generator)) is None

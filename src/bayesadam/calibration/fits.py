@@ -1,0 +1,358 @@
+"""Scale, prior, temperature and noise fitted to held-out data: by validation, by evidence, and under draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesadam._progress import progress
+from bayesadam.calibration.held_out import HeldOut, aligned, examples_of
+from bayesadam.errors import CalibrationError, SettingError
+from bayesadam.gaussian.structure import Directions
+from bayesadam.likelihoods import Component, agreed
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.mixture import require_one_network
+from bayesadam.predict.call import Forward
+from bayesadam.predict.moments import VarianceOf
+from bayesadam.predict.options import Options
+
+# Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
+# networks are too sure than too unsure.
+COLDEST, _HOTTEST = 0.25, 20.0
+_COLD, _HOT = 0.5, 1.0
+# Ratios δ/w that one pass over the data tries; temperatures and shares of the residuals that are noise; rounds of scale
+# and temperature in turn.
+_RATIOS = 13
+_TEMPERATURES = (COLDEST, 0.5, 0.75, 1.0, 1.4, 2.0, 3.0, 5.0)
+_NOISE_SHARES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+_ROUNDS = 4
+_NOISE_ROUNDS = 8
+# Under draws: how many examples are looked at, more would hardly say more about two numbers, and the factors tried.
+MOST_DRAWN = 2_000
+_FACTORS = tuple(10.0 ** (i / 2) for i in range(-2, 11))
+_DRAWN_TEMPERATURES = tuple(COLDEST * 2 ** (i / 2) for i in range(13))
+
+
+def log_prior(temperature: float) -> float:
+    """log p(T) but for a constant, −½ (log T/τ)² with τ = ½ below T = 1 and 1 above.
+
+    Without it a few examples that are all right would ask for the coldest temperature, and the next wrong one would
+    cost dearly; hundreds of examples outvote it.
+    """
+    log = math.log(temperature)
+    return -0.5 * (log / (_COLD if log < 0 else _HOT)) ** 2
+
+
+def _scores(options: Options, mean: Tensor, variances: Tensor, y: Tensor, **of_outputs: Any) -> list[float]:
+    """Mean log-likelihood and log p(T)/n under each of k sets of variances, (k, n, ...); −∞ where not finite."""
+    k = len(variances)
+    means, targets = mean.expand(k, *mean.shape).flatten(0, 1), y.expand(k, *y.shape).flatten(0, 1)
+    found = options.record.predictive([Component(means, variances.flatten(0, 1), **of_outputs)], link=options.link)
+    values = found.log_prob(targets).reshape(k, -1).mean(dim=1, dtype=torch.float64)
+    values += log_prior(of_outputs.get("temperature", 1.0)) / max(len(y), 1)
+    return [value if math.isfinite(value) else -math.inf for value in values.tolist()]
+
+
+def _refined(
+    score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
+) -> float:
+    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`."""
+    best, value = start, score(start)
+    while reach > 1e-4:
+        centre = best
+        for offset in (-reach, -reach / 2, reach / 2, reach):
+            at = min(max(centre * math.exp(offset), least), most)
+            if (found := score(at)) > value:
+                best, value = at, found
+        reach /= 2
+    return best
+
+
+def best_temperature(
+    options: Options,
+    mean: Tensor,
+    variance: Tensor,
+    y: Tensor,
+    *,
+    start: float = 1.0,
+    reach: float = math.log(_HOTTEST),
+) -> float:
+    """T of the greatest log-likelihood and prior; with variances of 0 that of the mean network."""
+
+    def score(temperature: float) -> float:
+        return _scores(options, mean, variance[None], y, temperature=temperature)[0]
+
+    return _refined(score, start, reach=reach, least=COLDEST)
+
+
+# --- validation -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The linearised network on held-out data, ratio δ/w by ratio; the scale then costs nothing, since it only divides.
+
+    Attributes:
+        ratios: δ/w, of δ R/w under a prior of shape R; they do not depend on the data.
+        means: E[f], (k, n, ...), or (1, n, ...) where it is the same for all ratios.
+        variances: w Var[f], (k, n, ...).
+        targets: y, (n, ...).
+        numbers: the example that each of the n belongs to.
+    """
+
+    ratios: Sequence[float]
+    means: Tensor
+    variances: Tensor
+    targets: Tensor
+    numbers: Tensor
+
+    def of(self, chosen: Tensor) -> Tables:
+        """The rows of the chosen examples, booleans."""
+        rows = chosen[self.numbers]
+        here = rows.to(self.targets.device)
+        return Tables(self.ratios, self.means[:, here], self.variances[:, here], self.targets[here], self.numbers[rows])
+
+
+def tables_of(data: HeldOut, examples: Tensor) -> Tables:
+    """One pass over the data, whose examples have these numbers, for all ratios.
+
+    In the likelihood form the mean, too, depends on the ratio: there it takes a pass for each, as it does where
+    directions over all weights change with it.
+    """
+    posterior = data.posterior
+    settings, structure = posterior.settings, posterior.structure
+    curvatures, shape = structure.curvatures(settings.power), settings.prior_shape
+    relative = curvatures if shape is None else structure.curvatures(settings.power, shape)
+    positive = torch.cat([c.flatten()[c.flatten() > 0].double().cpu() for c in relative])
+    if not len(positive):
+        raise CalibrationError("every second moment is zero: there is no curvature to calibrate")
+    low, high = math.log10(float(positive.median())) - 4, math.log10(float(positive.max())) + 2
+    ratios = [10.0 ** (low + (high - low) * i / (_RATIOS - 1)) for i in range(_RATIOS)]
+    if settings.form == "map" and not structure.has_directions:
+        by_name = dict(zip(structure.second_moment, curvatures, strict=True))
+
+        def variance_at(ratio: float) -> VarianceOf:
+            return lambda name: 1 / (by_name[name] + ratio * (1.0 if shape is None else shape[name]))
+
+        passes = [list(data.moments(posterior, [variance_at(r) for r in ratios]))]
+        unit = 1.0
+    else:
+        passes, unit = [], settings.weight
+        for r in ratios:
+            at = posterior.replace(prior_precision=settings.prior_at(r * settings.weight), covariant=settings.covariant)
+            passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__], directions=[at.directions])))
+    means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
+    variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
+    owners = torch.cat([part.owners for part in passes[0]])
+    return Tables(ratios, means, variances, torch.cat([part.y for part in passes[0]]), examples[owners])
+
+
+def by_validation(posterior: Posterior, options: Options, found: Tables) -> Posterior:
+    """The ratio, and temperature or share of noise, of the greatest likelihood, each with its own scale."""
+    settings, record, y = posterior.settings, options.record, found.targets
+    means = found.means.expand(len(found.ratios), *found.means.shape[1:])
+    best: tuple[float, float, int, dict[str, Any]] = (-math.inf, 1.0, 0, {})
+    # A weight beyond what the posterior's numbers can hold would make 0 · ∞ of it.
+    largest = 0.1 * min(torch.finfo(c.dtype).max for c in posterior.structure.second_moment.values())
+    # From drowning the outputs to vanishing; of classes to a hundredth of the outputs' own variance.
+    steps = range(-6, 5 if record.tempered else 15)
+    for number, (table, mean) in enumerate(zip(found.variances, means, strict=True)):
+        middle = _middle(mean, table)
+        if not middle:
+            continue
+        of_outputs: list[dict[str, Any]] = [{}]
+        if record.noise:
+            residual = (y - mean).square().mean(dim=0)
+            of_outputs = [{"noise_variance": share * residual} for share in _NOISE_SHARES]
+        elif record.tempered:
+            of_outputs = [{"temperature": t} for t in _TEMPERATURES]
+        weights = [w for x in steps if (w := middle * 10 ** (x / 2)) <= largest]
+        for each in of_outputs if weights else []:
+            scores = _scores(options, mean, torch.stack([table / w for w in weights]), y, **each)
+            value, weight = max(zip(scores, weights, strict=True))
+            if value > best[0]:
+                best = value, weight, number, each
+    value, weight, number, chosen = best
+    if not math.isfinite(value):
+        raise CalibrationError(
+            "no scale or prior precision gives a finite log-likelihood on the held-out data; the posterior is "
+            "unchanged. Do the model's outputs contain NaN or infinities there?"
+        )
+    table, mean = found.variances[number], means[number]
+    most = _middle(mean, table) * 10 ** (steps[-1] / 2) if record.tempered else math.inf
+    for _ in range(_ROUNDS if record.tempered else 1):
+        at = partial(_scores, options, mean, y=y, **chosen)
+        weight = _refined(lambda w, at=at: at((table / w)[None])[0], weight, most=most)  # type: ignore[misc]
+        if record.tempered:
+            start = chosen["temperature"]
+            chosen = {"temperature": best_temperature(options, mean, table / weight, y, start=start, reach=1.2)}
+    unit = settings.weight / settings.scale
+    outputs = {"noise_variance": None} | chosen
+    prior = settings.prior_at(weight * found.ratios[number])
+    return posterior.replace(scale=weight / unit, prior_precision=prior, covariant=settings.covariant, **outputs)
+
+
+def _middle(mean: Tensor, table: Tensor) -> float:
+    """The weight at which the variances of f, table/w, are on average the outputs' own; 0 if they vanish."""
+    scale = float(mean.var()) if mean.numel() > 1 else 1.0
+    found = float(table.mean()) / (scale if math.isfinite(scale) and scale > 0 else 1.0)
+    return found if math.isfinite(found) else 0.0
+
+
+# --- evidence -------------------------------------------------------------------------------------------------------
+
+
+def by_evidence(posterior: Posterior, data: HeldOut) -> Posterior:
+    """s and δ from the curvature of the outputs; where there is a σ², all three in turn."""
+    record, shape = data.options.record, posterior.settings.prior_shape
+    unit: VarianceOf = lambda name: torch.ones_like(posterior.mode[name]) / (1.0 if shape is None else shape[name])  # noqa: E731
+    if not record.noise:
+        # ½ tr(H Cov f) at Cov θ = 1 is half the trace of the Gauss-Newton matrix.
+        parts = data.moments(posterior, [unit], covariance=record.coupled)
+        halves: list[Any] = [record.epistemic(Component(p.mean, p.variances[0], p.covariance)) for p in parts]
+        return _at_evidence(posterior, 2 * float(torch.cat(halves).mean(dtype=torch.float64)))
+    found, noise = posterior, None
+    variances: list[VarianceOf] = [unit]
+    directions: list[Directions | None] = [None]
+    for _ in range(_NOISE_ROUNDS + 1):
+        # In the likelihood form the mean moves with δ, and the residuals with it.
+        rows = list(data.moments(found, variances, directions=directions))
+        mean, y = torch.cat([p.mean for p in rows]), torch.cat([p.y for p in rows])
+        square = (y - mean).square()
+        square = square.clamp(min=torch.finfo(square.dtype).tiny)
+        reach, *uncertain = torch.cat([p.variances for p in rows], dim=1)
+        if noise is None:
+            noise = square.mean(dim=0)
+        else:
+            # A held-out residual is noise and error of f, and Var[f] goes with σ²: r² ~ σ² (1 + u), u = Var[f]/σ². The
+            # mean of r²/(1 + u) has the greatest likelihood: where the network knows little, r says little about σ².
+            before, noise = noise, (square / (1 + uncertain[0] / noise)).mean(dim=0)
+            if bool(((noise - before).abs() <= 0.01 * before).all()):
+                return found
+        curvature = (reach * record.hessian_diagonal(mean, noise)).mean(dim=0).sum()
+        found = _at_evidence(posterior, float(curvature)).replace(noise_variance=noise)
+        variances, directions = [unit, found.coordinate_variance.__getitem__], [None, found.directions]
+    return found
+
+
+def _at_evidence(posterior: Posterior, curvature: float) -> Posterior:
+    """s from the trace of the Gauss-Newton matrix, N × `curvature`, and δ from MacKay's fixed point δ = γ/|θ|².
+
+    Under a prior of shape R all of it is in the coordinates R^½ θ, in which that prior is δ.
+    """
+    settings, shape = posterior.settings, posterior.settings.prior_shape
+    total = sum(float(c.sum(dtype=torch.float64)) for c in posterior.structure.curvatures(settings.power, shape))
+    weight = posterior.n_data * curvature / total if total else math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise CalibrationError(
+            f"the curvature on the held-out data gives a weight of {weight!r}; the posterior is unchanged. Do the "
+            "model's outputs contain NaN, or do they not depend on the weights?"
+        )
+    scale = weight * settings.scale / settings.weight
+
+    def at(delta: float) -> Posterior:
+        prior = settings.prior_at(delta)
+        return posterior.replace(scale=scale, prior_precision=prior, covariant=settings.covariant)
+
+    squares = [(1.0 if shape is None else shape[name]) * theta.square() for name, theta in posterior.mode.items()]
+    square = max(sum(float(each.sum(dtype=torch.float64)) for each in squares), 1e-30)
+    delta, found = 1.0, at(1.0)
+    for _ in range(200):
+        fresh = max(found.effective_dimension / square, 1e-12)
+        found = at(fresh)
+        if abs(fresh - delta) <= 1e-6 * delta:
+            break
+        delta = fresh
+    return found
+
+
+def log_marginal_likelihood(
+    posterior: Posterior, batches: Any, *, likelihood: str | None = None, forward: Forward | None = None
+) -> Tensor:
+    """Laplace's estimate of log p(D) at the posterior's mean μ: log p(D | μ) − ½ δ|μ|² − ½ log det((w c + δ)/δ).
+
+    The likelihood term is that of the batches, taken as N examples: pass training data, or a fair part of it. Where
+    every position of a sequence has a class, N counts positions. `likelihood=None` is the posterior's own.
+    """
+    require_one_network(posterior, "a marginal likelihood")
+    options = Options(likelihood=agreed(likelihood, posterior.likelihood), forward=forward)
+    if options.record.noise and posterior.noise_variance is None:
+        raise SettingError("the posterior has no noise_variance yet: calibrate it, or replace(noise_variance=...)")
+    data = list(aligned(posterior, batches, likelihood=options.likelihood, forward=forward))
+    total, count = 0.0, 0
+    for batch in progress(data, "log_marginal_likelihood"):
+        mean, y = HeldOut(posterior, [batch], options, 0).outputs(posterior)
+        component = Component(mean, torch.zeros_like(mean), noise_variance=posterior.noise_variance)
+        scores = options.record.predictive([component]).log_prob(y)
+        total, count = total + float(scores.sum(dtype=torch.float64)), count + len(scores)
+    penalty = torch.zeros((), dtype=torch.float64)
+    for name, mu in posterior.mean.items():
+        delta = torch.as_tensor(posterior.prior_precision[name], dtype=mu.dtype, device=mu.device)
+        if not bool((delta > 0).all()):
+            raise SettingError(f"the marginal likelihood needs a proper prior, but δ is 0 for {name!r}")
+        penalty += (delta * mu.square() - delta.log().expand_as(mu)).sum(dtype=torch.float64).cpu()
+    # log det Λ = P log 2πe − 2 H[q].
+    log_det = posterior.n_weights * math.log(2 * math.pi * math.e) - 2 * posterior.entropy().cpu()
+    return posterior.n_data / count * total - 0.5 * (penalty + log_det)
+
+
+# --- draws ----------------------------------------------------------------------------------------------------------
+
+
+class Widths:
+    """A posterior at several widths for predictives that sample, each predicted once on at most 2,000 examples.
+
+    A fit to some of the examples sums over those alone. For classes log p is known at temperatures from the coldest to
+    16. Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be
+    far too wide for the real one.
+    """
+
+    def __init__(self, start: Posterior, data: HeldOut, numbers: Tensor) -> None:
+        """Of the examples with these numbers, which are all that `data` holds."""
+        record, link = data.options.record, data.options.link
+        self.record, self.owners = record, numbers[examples_of(record, data.batches)]
+        self.known: list[tuple[Posterior, Tensor]] = []
+        settings = start.settings
+        for factor in _FACTORS:
+            prior = {name: factor * delta for name, delta in settings.prior_precision.items()}
+            at = start.replace(scale=factor * settings.scale, prior_precision=prior, covariant=settings.covariant)
+            found = []
+            for inputs, y in data.batches:
+                c = data.predicted(at, inputs)
+                tempered = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]
+                each = [record.predictive([one], link=link) for one in tempered]
+                found.append(torch.stack([record.log_probs(p, y.to(c.mean.device)) for p in each]).cpu())
+            self.known.append((at, torch.cat(found, dim=1)))
+
+    def best(self, chosen: Tensor) -> Posterior:
+        """Of the greatest log-likelihood of the chosen examples, booleans, at their own temperature."""
+        scored = [(self._scored(log_probs[:, chosen[self.owners]]), at) for at, log_probs in self.known]
+        (value, temperature), best = max(scored, key=lambda pair: pair[0][0])
+        if not math.isfinite(value):
+            raise CalibrationError(
+                "no scale gives a finite log-likelihood under draws; the posterior is unchanged. Use "
+                "predictive='linearised'"
+            )
+        return best.replace(temperature=temperature)
+
+    def _scored(self, log_probs: Tensor) -> tuple[float, float]:
+        """The mean log-likelihood and the temperature, by a parabola in log T through the best and its neighbours."""
+        means = log_probs.mean(dim=1, dtype=torch.float64)
+        means = torch.where(means.isfinite(), means, -math.inf)
+        if not self.record.tempered:
+            return float(means), 1.0
+        prior = means.new_tensor([log_prior(t) for t in _DRAWN_TEMPERATURES])
+        values = (means + prior / log_probs.shape[1]).tolist()
+        top = max(range(len(values)), key=values.__getitem__)
+        if not 0 < top < len(values) - 1 or not all(map(math.isfinite, values[top - 1 : top + 2])):
+            return values[top], _DRAWN_TEMPERATURES[top]
+        before, at, after = values[top - 1 : top + 2]
+        bend = before - 2 * at + after
+        shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
+        return at - 0.25 * (before - after) * shift, _DRAWN_TEMPERATURES[top] * 2 ** (shift / 2)

@@ -1,0 +1,343 @@
+"""Held-out data: which target belongs to which output, and the outputs of a network there."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bayesadam._alone import unwrap
+from bayesadam.errors import BayesAdamWarning, MatchError
+from bayesadam.gaussian.structure import Directions
+from bayesadam.likelihoods import Component, Likelihood, agreed
+from bayesadam.likelihoods import likelihood as record_of
+from bayesadam.likelihoods.classification import IGNORED
+from bayesadam.likelihoods.predictive import position_blocks
+from bayesadam.posterior import Posterior
+from bayesadam.posterior.distribution import predictive_of
+from bayesadam.predict.call import Call, Forward, batches_of, chosen_examples, evaluating, explaining, to_device
+from bayesadam.predict.moments import VarianceOf, moments, parameters_at_mean
+from bayesadam.predict.options import Options, at_one_position
+from bayesadam.predict.options import Rows as ChosenRows
+from bayesadam.predict.plan import plan_for
+
+Batches = Sequence[tuple[Any, Tensor]]
+# A model's own loss may differ by this share from the one computed here: bfloat16 leaves it that much.
+_SAME = 0.01
+# Positions of each text that count where there are many possible tokens.
+_POSITIONS = 4
+
+
+def aligned(
+    posterior: Posterior, batches: Any, *, likelihood: str | None = None, forward: Forward | None = None
+) -> Iterator[tuple[Any, Tensor]]:
+    """(inputs, targets) whose targets belong to the outputs at the same positions; its results may be passed in again.
+
+    With a `forward` of the user's own, or without a class for each position, they already do. Otherwise labels inside a
+    mapping are shifted where the model's own loss shifts them, and the inputs of a decoder are made from them.
+    """
+    posterior.require_whole("calibration")
+    split = list(batches_of(batches, posterior.model))
+    if not split:
+        raise MatchError("there is no held-out data: the loader gave no batch (a generator that was used up?)")
+    if not any(len(y) for _, y, _ in split):
+        raise MatchError("the held-out data are empty: they have no examples")
+    lost = sum(int((~y.isfinite()).sum()) for _, y, _ in split if y.is_floating_point())
+    if lost:
+        raise MatchError(f"{lost} held-out targets are NaN or infinite: leave their examples out")
+    ignored = record_of(agreed(likelihood, posterior.likelihood)).ignored
+    if ignored is not None and not any(bool((y != ignored).any()) or not y.numel() for _, y, _ in split):
+        raise MatchError(f"there is nothing to score: every class is {ignored}, which is left out")
+    if ignored is None or forward is not None:
+        yield from ((inputs, y) for inputs, y, _ in split)
+        return
+    model = posterior.model
+    unclear = [
+        (_with_decoder_inputs(model, inputs, y), y)
+        for inputs, y, own in split
+        if _has_positions(y) and ((own and _takes_labels(model)) or _repeats_inputs(inputs, y))
+    ]
+    shifts = bool(unclear) and _model_shifts(posterior, unclear)
+    for inputs, y, own in split:
+        if not _has_positions(y):
+            yield inputs, y
+            continue
+        if shifts and not own and _repeats_inputs(inputs, y):
+            raise MatchError(
+                f"the targets are the inputs at the same positions, and the loss of {type(model).__name__} compares an "
+                "output with the next: leave them in their mapping, under 'labels', or shift them by one position"
+            )
+        yield _with_decoder_inputs(model, inputs, y), _shifted(y) if shifts and own else y
+
+
+def _model_shifts(posterior: Posterior, batches: Sequence[tuple[Any, Tensor]]) -> bool:
+    """Whether the model's own loss shifts the labels, by the first batch that shows it."""
+    model, params = posterior.model, parameters_at_mean(posterior)
+    device, kind = next(iter(params.values())).device, type(model).__name__
+    if _takes_labels(model):
+        with evaluating(model), torch.no_grad():
+            for inputs, y in batches:
+                found = _loss_shifts(Call(model), params, to_device(inputs, device), y.to(device))
+                if found is not None:
+                    return found
+        reason = f"the labels cannot be matched with the outputs by the loss that {kind} computes itself"
+    else:
+        reason = f"the targets are the inputs at the same positions, and {kind} computes no loss of its own"
+    raise MatchError(
+        f"{reason}: pass forward=lambda model, batch: ... that returns the outputs, and (inputs, targets) with a "
+        "target for each. A language model's output is for the next token: forward=lambda model, batch: "
+        "model(**batch).logits[:, :-1] and labels[:, 1:]"
+    )
+
+
+def _loss_shifts(call: Call, params: Mapping[str, Tensor], inputs: Any, labels: Tensor) -> bool | None:
+    """Whether the model's own loss compares each label with the output one position before; None where it is unclear.
+
+    The names of classes do not say it: GPT2LMHeadModel does, XLNetLMHeadModel and BartForCausalLM do not. So the model
+    is given labels at the first position alone, of which nothing is left where they are shifted. The loss of all labels
+    must then be the mean negative log-likelihood of its outputs.
+    """
+    logits = call(params, inputs)
+    keep = labels != IGNORED
+    # First, for it refuses numbers that are not classes, which might leave a CUDA device unusable in the model's own
+    # loss.
+    plain, shifted = _mean_nll(logits, labels), _mean_nll(logits, _shifted(labels))
+    if not keep.any():
+        return None
+    first = torch.full_like(labels, IGNORED)
+    first[:, 0] = labels[keep][0]
+    with_labels = Call(call.model, _call_with_labels)
+    alone, whole = (_loss_in(with_labels.returned(params, (inputs, y))) for y in (first, labels))
+    if alone is None or whole is None:
+        return None
+    shifts = not (alone.isfinite() and alone != 0)
+    gap = abs((shifted if shifts else plain) - float(whole))
+    return shifts if gap <= _SAME * abs(float(whole)) + 4 * torch.finfo(whole.dtype).eps else None
+
+
+def _mean_nll(logits: Tensor, y: Tensor) -> float:
+    """Over the positions that count; NaN where none does."""
+    record = record_of("classification")
+    keep = record.counted(logits, y)
+    mean = logits.detach()[keep].cpu().double()
+    return -float(record.predictive([Component(mean, torch.zeros_like(mean))]).log_prob(y[keep].cpu()).mean())
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """The labels of a causal language model at its outputs: each one position earlier, none for the last.
+
+    >>> _shifted(torch.tensor([[3, 4, 5]]))
+    tensor([[   4,    5, -100]])
+    """
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+
+
+def _has_positions(y: Tensor) -> bool:
+    """Whether there is a class for each position of a sequence, so that outputs may be for another than their own."""
+    return y.dim() == 2 and not y.is_floating_point()
+
+
+def _own_model(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrapper, where it has one."""
+    model = unwrap(model)
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return found
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    return "labels" in inspect.signature(_own_model(model).forward).parameters
+
+
+def _with_decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
+    """The inputs with those of an encoder-decoder's second half, which transformers makes from the labels."""
+    make = getattr(_own_model(model), "prepare_decoder_input_ids_from_labels", None)
+    if make is None or not isinstance(inputs, Mapping) or {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+        return inputs
+    return {**inputs, "decoder_input_ids": make(labels=labels)}
+
+
+def _repeats_inputs(inputs: Any, y: Tensor) -> bool:
+    """Whether the targets that count are the tokens at their own positions, and not the next ones."""
+    given = inputs["input_ids"] if isinstance(inputs, Mapping) and "input_ids" in inputs else inputs
+    tokens = next((leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
+    if tokens is None or tokens.shape != y.shape or tokens.is_floating_point():
+        return False
+    tokens = tokens.to(y.device)[:, 1:]
+    own, following = (bool(((tokens != part) & (part != IGNORED)).any()) for part in (y[:, 1:], y[:, :-1]))
+    return not own and following
+
+
+def _call_with_labels(model: nn.Module, batch: tuple[Any, Tensor]) -> Any:
+    inputs, labels = batch
+    if isinstance(inputs, Mapping):
+        return model(**inputs, labels=labels)
+    return model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)), labels=labels)
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    """The loss in what a model returned: `.loss`, `["loss"]`, or the first of a tuple; None where there is none."""
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = output[0] if isinstance(output, tuple | list) and output else getattr(output, "loss", None)
+    return loss.detach().squeeze() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of predictions that the user did not ask for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BayesAdamWarning)
+        yield
+
+
+class Rows(NamedTuple):
+    """Targets that count, y, (n, ...), and moments of their outputs: variances are (k, n, ...).
+
+    `owners` are the numbers of the examples that they belong to.
+    """
+
+    mean: Tensor
+    variances: Tensor
+    covariance: Tensor | None
+    y: Tensor
+    owners: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Held-out data and how the model is called on it; `step` is called after every batch."""
+
+    posterior: Posterior
+    batches: Batches
+    options: Options
+    seed: int
+    step: Callable[[], object] = lambda: None
+
+    def moments(
+        self,
+        posterior: Posterior,
+        variances: Sequence[VarianceOf],
+        *,
+        covariance: bool = False,
+        directions: Sequence[Directions | None] = (),
+    ) -> Iterator[Rows]:
+        """Of the linearised network at a posterior's mean, batch by batch, under each of k variances of the weights.
+
+        Classes have a row for every position that counts. Where there are many, a few positions of each example have
+        one, and variances of 0 but for the largest outputs, as predictions have them.
+        """
+        record, params = self.options.record, parameters_at_mean(posterior)
+        call, device = Call(self.posterior.model, self.options.forward), next(iter(params.values())).device
+        of_weights: Any = {"params": params, "variances": variances, "directions": directions}
+        ask: Any = partial(moments, **of_weights, budget=self.options.memory_budget, bases=posterior.structure.bases)
+        first = 0
+        with evaluating(self.posterior.model):
+            for number, (inputs, y) in enumerate(self.batches):
+                self.step()
+                own = torch.arange(first, first + len(y))
+                first += len(y)
+                inputs, y = to_device(inputs, device), y.to(device)
+                plan = plan_for(call, params, inputs)
+                if replace(self.options, predictive="linearised").has_many(plan.shape) and not covariance:
+                    for given, at, rows, targets in _at_some_positions(
+                        record, call, params, inputs, y, plan.shape, number
+                    ):
+                        found = ask(at, inputs=given, rows=ChosenRows(record, k=10, top=True))
+                        spread = found.variance.new_zeros(len(found.variance), *found.mean.shape)
+                        spread = spread.scatter(2, found.indices.expand(len(spread), -1, -1), found.variance)
+                        yield Rows(found.mean[rows], spread[:, rows], None, targets[rows], own[rows.cpu()])
+                    continue
+                found = ask(call, inputs=inputs, covariance=covariance, plan=plan)
+                y = record.matched(y, found.mean)
+                keep = record.counted(found.mean, y)
+                block = None if found.covariance is None else position_blocks(found.covariance[0], found.mean)[keep]
+                owners = own[examples_of(record, [(inputs, y)])]
+                yield Rows(found.mean[keep], found.variance[:, keep], block, y[keep], owners)
+
+    def outputs(self, posterior: Posterior) -> tuple[Tensor, Tensor]:
+        """Outputs of the mean network and the targets that count, (n, ...)."""
+        record, params, parts = self.options.record, parameters_at_mean(posterior), []
+        call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
+        with evaluating(posterior.model), torch.no_grad():
+            for inputs, y in self.batches:
+                with explaining(call, params, inputs):
+                    outputs = call(params, to_device(inputs, device))
+                outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+                y = record.matched(y.to(device), outputs)
+                keep = record.counted(outputs, y)
+                parts.append((outputs[keep], y[keep]))
+                self.step()
+        mean, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        return mean, y
+
+    def predicted(self, posterior: Posterior, inputs: Any, *, novelty: bool | None = False) -> Component:
+        """The prediction that is calibrated, of one batch, always with the same random numbers."""
+        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed), novelty=novelty)
+        with quietly():
+            found = predictive_of(posterior, inputs, options)
+        self.step()
+        return found.components[0]
+
+
+def n_examples(batches: Batches) -> int:
+    """The number of examples in all batches."""
+    return sum(len(y) for _, y in batches)
+
+
+def cut(batches: Batches, chosen: Tensor) -> Batches:
+    """The chosen examples, booleans over all batches; batches without any are left out."""
+    found, first = [], 0
+    for inputs, y in batches:
+        rows = chosen[first : first + len(y)].nonzero().flatten()
+        first += len(y)
+        if len(rows):
+            found.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
+    return found
+
+
+def examples_of(record: Likelihood[Any], batches: Batches) -> Tensor:
+    """The number of the example to which each target that counts belongs, in order."""
+    found, first = [], 0
+    for _, y in batches:
+        own = torch.arange(len(y)) if record.ignored is None else (y.cpu() != record.ignored).nonzero()[:, 0]
+        found.append(first + own)
+        first += len(y)
+    return torch.cat(found)
+
+
+def _at_some_positions(
+    record: Likelihood[Any],
+    call: Call,
+    params: Mapping[str, Tensor],
+    inputs: Any,
+    y: Tensor,
+    shape: torch.Size,
+    seed: int,
+) -> Iterator[tuple[Any, Call, Tensor, Tensor]]:
+    """Inputs, the call for them, which rows count and their targets, position after position.
+
+    The positions are drawn at random among those that count, always the same.
+    """
+    if len(shape) == 1:
+        yield inputs, call, torch.ones(len(y), dtype=torch.bool, device=y.device), y
+        return
+    # The shape of the outputs is all that is looked at.
+    outputs = torch.empty(len(y), *shape, device="meta")
+    counted = record.counted(outputs, record.matched(y, outputs))
+    assert isinstance(counted, Tensor)
+    counted = counted.reshape(len(y), -1)
+    order = torch.rand(counted.shape, generator=torch.Generator().manual_seed(seed)).to(counted.device) * counted
+    at, _ = at_one_position(call, params, inputs)
+    for position in order.topk(min(_POSITIONS, counted.shape[1]), dim=1).indices.T:
+        rows = counted.gather(1, position[:, None]).squeeze(1)
+        if bool(rows.any()):
+            yield (inputs, position), at, rows, y.reshape(len(y), -1).gather(1, position[:, None]).squeeze(1)
