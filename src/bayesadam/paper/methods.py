@@ -384,7 +384,8 @@ def fit_gp(problem: Problem) -> Fitted:
                 mean = torch.stack([f.mean for f in found], dim=-1).float()
                 variance = torch.stack([f.variance for f in found], dim=-1).float()
                 noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-            return likelihood_named("regression").predictive([Component(mean, variance, noise_variance=noise)])
+            kind: Likelihood[Predictive] = likelihood_named("regression")
+            return kind.predictive([Component(mean, variance, noise_variance=noise)])
 
         return predict
 
