@@ -195,18 +195,17 @@ def damaged(name: object, writer: str, error: BaseException) -> FileError:
     return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
 
 
-class _Reader:
+class _Reader(Window):
     """Pickles that follow each other in some bytes."""
 
     def __init__(self, view: memoryview, depth: int = 0) -> None:
-        self.view, self._depth, self.file = view, depth, as_file(view)
-        self._window = Window(self.file, len(view))
-        self.read = self._window.read
+        super().__init__(view)
+        self._builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested}
+        self._depth = depth
 
     def pickled(self, persistent: Callable[[Any], Any] | None = None, *, built: bool = True) -> Any:
         """The next pickle; with `built=False` everything in it is a stand-in."""
-        builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested} if built else {}
-        return unpickle(self._window, builders, persistent)
+        return unpickle(self, self._builders if built else {}, persistent)
 
     def _nested(self, content: Any = b"", *_: Any) -> Any:
         if not isinstance(content, bytes) or self._depth == _DEEPEST:
@@ -216,9 +215,9 @@ class _Reader:
     def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
         """The next storage, after its number of entries, and where it begins."""
         (count,) = struct.unpack("<q", self.read(8))
-        start = self.file.tell()
+        start = self.position
         held = inside(self.view, start, count * dtype.itemsize)
-        self.file.seek(start + len(held))
+        self.position += len(held)
         return Storage(as_memory(held, dtype.itemsize), dtype), start
 
 
@@ -279,11 +278,11 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
         return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
-    begin = reader.file.tell()
+    begin = reader.position
     reader.pickled(persistent, built=False)
     for key in map(str, reader.pickled()):
         storages[key] = reader.storage(kinds[key])
-    reader.file.seek(begin)
+    reader.position = begin
     tree = reader.pickled(persistent)
     return Loaded(tree, {held.memory.data_ptr(): start for held, start in storages.values()})
 
