@@ -8,7 +8,6 @@ import datetime
 import enum
 import fractions
 import functools
-import io
 import os
 import pathlib
 import pickle
@@ -336,7 +335,7 @@ def test_a_file_of_nothing_but_an_object_is_told_by_its_class(tmp_path: Path) ->
 
 
 def loaded(content: bytes) -> Any:
-    return pickles.unpickle(pickles.Window(io.BytesIO(content), len(content)), BUILDERS)
+    return pickles.unpickle(pickles.Window(memoryview(content)), BUILDERS)
 
 
 PLAIN = [

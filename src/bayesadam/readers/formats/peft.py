@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import bayesadam.readers.formats.huggingface as hf
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats import huggingface as hf
 from bayesadam.readers.formats.contents import Contents, Rules
 from bayesadam.readers.formats.pickles import said
 from bayesadam.readers.formats.registry import refuse_keys

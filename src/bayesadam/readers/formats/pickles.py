@@ -19,7 +19,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,21 +96,26 @@ Builders = Mapping[str, Callable[..., Any]]
 
 
 class Window:
-    """A file up to some position: reading beyond it, or a line that is absurdly long, is an error."""
+    """Bytes and a position in them: reading beyond the end, or a line that is absurdly long, is an error."""
 
-    def __init__(self, file: BinaryIO, end: int) -> None:
-        self._file, self._end = file, end
-        self.tell = file.tell
+    def __init__(self, view: memoryview) -> None:
+        self.view, self.position = view, 0
 
     def read(self, count: int) -> bytes:
         """Exactly this many bytes."""
-        if not 0 <= count <= self._end - self.tell():
+        begin = self.position
+        if not 0 <= count <= len(self.view) - begin:
             raise BadPickle("it ends too early")
-        return self._file.read(count)
+        self.position += count
+        return bytes(self.view[begin : self.position])
 
     def readline(self) -> bytes:
         """Up to the end of a line."""
-        return self._file.readline(min(_LONGEST_LINE, max(0, self._end - self.tell())))
+        for length in (128, _LONGEST_LINE):
+            found = bytes(self.view[self.position : self.position + length])
+            if b"\n" in found:
+                break
+        return self.read(found.find(b"\n") + 1 or len(found))
 
 
 def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:

@@ -22,11 +22,19 @@ import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
-from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.modules import as_weights
 from bayesadam.readers.formats.networks import Keys
-from bayesadam.readers.formats.pickles import BUILDERS, BadPickle, HostilePickle, Storage, Window, unpickle
+from bayesadam.readers.formats.pickles import (
+    BUILDERS,
+    BadPickle,
+    HostilePickle,
+    Storage,
+    Window,
+    storage_type,
+    tensor,
+    unpickle,
+)
 from bayesadam.readers.formats.registry import Format
 
 # What reading a damaged file may raise.
@@ -55,7 +63,9 @@ _OLD_NAMES = {"sys_info", "pickle", "storages", "tensors"}
 def mapped(path: Path) -> memoryview:
     """A file as memory; writing to it does not change the file."""
     with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        # An empty file cannot be mapped.
+        size = path.stat().st_size
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
 
 
 def inside(view: memoryview, start: int, length: int) -> memoryview:
@@ -176,7 +186,7 @@ def load_view(view: memoryview, name: str) -> Any:
 
 def load_tree(path: Path) -> Any:
     """What is in a file of `torch.save`; nothing that it names is imported or called."""
-    return load_view(mapped(path) if path.stat().st_size else memoryview(b""), str(path))
+    return load_view(mapped(path), str(path))
 
 
 def damaged(name: object, writer: str, error: BaseException) -> FileError:
@@ -185,18 +195,17 @@ def damaged(name: object, writer: str, error: BaseException) -> FileError:
     return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
 
 
-class _Reader:
+class _Reader(Window):
     """Pickles that follow each other in some bytes."""
 
     def __init__(self, view: memoryview, depth: int = 0) -> None:
-        self.view, self._depth, self.file = view, depth, as_file(view)
-        self._window = Window(self.file, len(view))
-        self.read = self._window.read
+        super().__init__(view)
+        self._builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested}
+        self._depth = depth
 
     def pickled(self, persistent: Callable[[Any], Any] | None = None, *, built: bool = True) -> Any:
         """The next pickle; with `built=False` everything in it is a stand-in."""
-        builders = {**BUILDERS, "torch.storage._load_from_bytes": self._nested} if built else {}
-        return unpickle(self._window, builders, persistent)
+        return unpickle(self, self._builders if built else {}, persistent)
 
     def _nested(self, content: Any = b"", *_: Any) -> Any:
         if not isinstance(content, bytes) or self._depth == _DEEPEST:
@@ -206,9 +215,9 @@ class _Reader:
     def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
         """The next storage, after its number of entries, and where it begins."""
         (count,) = struct.unpack("<q", self.read(8))
-        start = self.file.tell()
+        start = self.position
         held = inside(self.view, start, count * dtype.itemsize)
-        self.file.seek(start + len(held))
+        self.position += len(held)
         return Storage(as_memory(held, dtype.itemsize), dtype), start
 
 
@@ -242,7 +251,7 @@ def _described(found: Any) -> tuple[torch.dtype, str]:
     _, kind, key = found[:3]
     if not isinstance(key, str | int):
         raise BadPickle("a storage without a key")
-    return pickles.storage_type(kind), str(key)
+    return storage_type(kind), str(key)
 
 
 def _load_pickles(view: memoryview, depth: int) -> Loaded:
@@ -269,11 +278,11 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
         return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
-    begin = reader.file.tell()
+    begin = reader.position
     reader.pickled(persistent, built=False)
     for key in map(str, reader.pickled()):
         storages[key] = reader.storage(kinds[key])
-    reader.file.seek(begin)
+    reader.position = begin
     tree = reader.pickled(persistent)
     return Loaded(tree, {held.memory.data_ptr(): start for held, start in storages.values()})
 
@@ -292,7 +301,7 @@ def _load_tar(view: memoryview) -> Loaded:
     reader = _Reader(members["storages"])
     for _ in range(int(reader.pickled())):
         key, _, kind = reader.pickled()
-        known[int(key)], _ = reader.storage(pickles.storage_type(kind))
+        known[int(key)], _ = reader.storage(storage_type(kind))
     for key, root, offset, size in reader.pickled():
         known[int(key)] = known[int(root)].part(offset, size)
     reader = _Reader(members["tensors"])
@@ -300,7 +309,7 @@ def _load_tar(view: memoryview) -> Loaded:
         key, storage, _ = reader.pickled()
         (dims,) = struct.unpack("<I4x", reader.read(8))
         *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
-        known[int(key)] = pickles.tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
+        known[int(key)] = tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
     return Loaded(_Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {})
 
 
