@@ -10,8 +10,8 @@ from bayesadam.readers.formats.peft import ADAPTER
 from bayesadam.readers.formats.published import POSTERIOR
 from bayesadam.readers.formats.registry import register_format
 
-# The last is tried first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote, and every
-# known folder has files that may be checkpoints by themselves.
+# The last is tried first: an adapter, or DeepSpeed's files, may be in one folder with the Trainer's, and every known
+# folder has files that may be checkpoints by themselves.
 FORMATS = (
     *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
     *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
