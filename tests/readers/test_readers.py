@@ -402,7 +402,7 @@ def qualified(cls: type) -> str:
 
 
 # OGD belongs to no class: it is asked for by name.
-# SOAP, whose second moment is in other coordinates, has tests of its own: tests/optim and tests/posterior.
+# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py.
 ELSEWHERE = {
     ("ogd", ""),
     ("published", ""),

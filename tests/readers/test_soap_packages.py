@@ -220,6 +220,26 @@ def dense_of(posterior: ba.Posterior, name: str) -> np.ndarray:
 # --- SOAP: what is read is what was kept ----------------------------------------------------------------------------
 
 
+def test_a_state_of_the_soap_of_bayesadam_0_2_is_still_read():
+    shapes = [(3, 4), (4,)]
+    matrix, vector = kept_of(shapes)
+    left, right = (tensor(basis) for basis in matrix.bases)
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    bases = {"left_basis": left, "right_basis": right, "left": left @ left.mT, "right": right @ right.mT}
+    rotated = {"step": 11, "exp_avg": zeros[0], "rotated_exp_avg_sq": tensor(matrix.moment), **bases}
+    plain = {"step": 11, "exp_avg": zeros[1], "exp_avg_sq": tensor(vector.moment)}
+    group = {**SHARED, "precondition_every": 3, "params": [0, 1]}
+    state_dict = through_a_file({"state": {0: rotated, 1: plain}, "param_groups": [group]})
+    assert identify_reader(state_dict).name == "soap"
+    posterior = ba.Posterior.from_state_dict(
+        Weights(shapes), state_dict, N, optimizer="soap", prior_precision=DELTA, structure="kronecker"
+    )
+    curvature = read_state_dict(Weights(shapes), state_dict, optimizer="soap")
+    for name, kept in (("all.0", matrix), ("all.1", vector)):
+        close(torch.from_numpy(dense_of(posterior, name)), kept.dense())
+        close(curvature.second_moment[name], np.diag(kept.dense()).copy())
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"vectors": True}, {"longest": 3}], ids=["plain", "vectors", "one-sided"])
 @pytest.mark.parametrize("name", SOAPS)
 def test_a_saved_soap_is_the_dense_matrix(name, kwargs):
