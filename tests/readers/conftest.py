@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def _timm_without_its_models() -> Iterator[None]:
-    """Stand-ins for timm's packages: the real ones import the models, and those torchvision; optimisers need neither."""
+    """Stand-ins for timm's packages: the real ones import the models, and those torchvision."""
     places = list(importlib.util.find_spec("timm").submodule_search_locations)
     stubs = []
     for name, paths in (("timm", places), ("timm.optim", [f"{place}/optim" for place in places])):

@@ -51,7 +51,7 @@ def decayed_names(model: nn.Module) -> list[str]:
     return [n for n in names if n.endswith("weight")] + [n for n in names if n.endswith("bias")]
 
 
-# --- live optimisers ----------------------------------------------------------------------------------------------------
+# --- live optimisers ------------------------------------------------------------------------------------------------
 
 
 def test_groups_keep_their_own_settings() -> None:
@@ -236,7 +236,7 @@ def test_an_optimiser_that_also_trains_other_models_is_read_for_this_one() -> No
     assert_is_adams(model, optimizer, read_optimizer(model, optimizer))
 
 
-# --- live optimisers, refused ---------------------------------------------------------------------------------------------
+# --- live optimisers, refused ---------------------------------------------------------------------------------------
 
 
 def test_the_optimiser_of_another_model_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_a_step_count_that_cannot_be_is_refused(steps: float) -> None:
         read_optimizer(model, optimizer)
 
 
-# --- saved states -------------------------------------------------------------------------------------------------------
+# --- saved states ---------------------------------------------------------------------------------------------------
 
 
 def test_one_group_follows_the_models_order() -> None:
@@ -485,7 +485,7 @@ def test_names_that_are_passed_win_over_those_in_the_state() -> None:
     assert_is_adams(model, optimizer, read_state_dict(model, saved, param_names=names))
 
 
-# --- saved states, refused ------------------------------------------------------------------------------------------------
+# --- saved states, refused ------------------------------------------------------------------------------------------
 
 
 def test_a_state_of_other_shapes_is_refused() -> None:

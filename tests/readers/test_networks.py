@@ -1,4 +1,4 @@
-"""Several networks and several optimisers in one file: what fits is found, what is ambiguous is shown, never guessed."""
+"""Several networks and several optimisers in one file: what fits is found, what is ambiguous is refused."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def trained(request: pytest.FixtureRequest, optimizer_class: Callable[[str], typ
     return result
 
 
-# --- template tests over the whole table ------------------------------------------------------------------------------
+# --- template tests over the whole table ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-kept"])
@@ -402,7 +402,7 @@ def qualified(cls: type) -> str:
 
 
 # OGD belongs to no class: it is asked for by name.
-# SOAP, whose second moment is in other coordinates, has tests of its own: tests/optim and tests/posterior.
+# SOAP, whose second moment is in other coordinates, has tests of its own: test_soap_packages.py.
 ELSEWHERE = {
     ("ogd", ""),
     ("published", ""),
@@ -432,7 +432,7 @@ def test_every_class_that_a_built_in_reader_names_is_in_a_table(
     assert (reader, qualified(optimizer_class(path))) in TESTED
 
 
-# --- what single readers promise ----------------------------------------------------------------------------------------
+# --- what single readers promise ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit"])
@@ -508,7 +508,7 @@ def test_adagrads_start_is_taken_from_the_group() -> None:
     assert_close(read_optimizer(model, optimizer).second_moment["weight"], torch.tensor([[1.0, 4.0]]))
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.factory)
@@ -550,7 +550,7 @@ def test_sgd_gives_ones_when_asked_by_name(saved: bool) -> None:
     assert curvature.weight_decay == {"weight": 0.01, "bias": 0.01}
 
 
-# --- a user's own reader ------------------------------------------------------------------------------------------------
+# --- a user's own reader --------------------------------------------------------------------------------------------
 
 
 class Halving(Optimizer):

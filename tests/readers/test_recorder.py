@@ -255,7 +255,7 @@ def test_misuse_is_told():
         recorder.gradients(model)
 
 
-# --- a trained model, whatever trained it -------------------------------------------------------------------------------
+# --- a trained model, whatever trained it ---------------------------------------------------------------------------
 
 
 class Normed(nn.Module):

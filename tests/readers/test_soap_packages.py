@@ -43,7 +43,7 @@ def gradients(shape: tuple[int, ...], n: int, seed: int = 0) -> list[np.ndarray]
     return list(found)
 
 
-# --- the algorithm, by hand ---------------------------------------------------------------------------------------------
+# --- the algorithm, by hand -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def projected(g: np.ndarray, bases: Sequence[np.ndarray | None]) -> np.ndarray:
 
 
 def soap(given: Sequence[np.ndarray], every: int, *, vectors: bool = False, longest: int = 100) -> Kept:
-    """SOAP's V: the first gradient finds the bases, and a refresh is one power iteration, its columns in falling order."""
+    """SOAP's V: the first gradient finds the bases; a refresh is one power iteration, columns in falling order."""
     first = given[0]
     turned = [side <= longest and (first.ndim > 1 or vectors) for side in first.shape]
     sums = [(1 - SHAMPOO_BETA) * unfolded(first, k) @ unfolded(first, k).T for k in range(first.ndim)]
@@ -92,7 +92,7 @@ def soap(given: Sequence[np.ndarray], every: int, *, vectors: bool = False, long
     return Kept(moment, bases, len(given) - 1)
 
 
-# --- the layouts, as verified on the packages named -------------------------------------------------------------------------
+# --- the layouts, as verified on the packages named -----------------------------------------------------------------
 
 
 def tensor(array: np.ndarray) -> Tensor:
@@ -123,7 +123,9 @@ SHARED = {
 
 
 def soap_reference(all_kept: Sequence[Kept]) -> dict[str, Any]:
-    """nikhilvyas/SOAP, soap.py as it stands at f42d296, read and not run: the count is the parameter's and leaves the first gradient out."""
+    """nikhilvyas/SOAP, soap.py as it stands at f42d296, read and not run:
+    the count is the parameter's and leaves the first gradient out.
+    """
     group = {
         **SHARED,
         "precondition_frequency": 3,
@@ -136,7 +138,9 @@ def soap_reference(all_kept: Sequence[Kept]) -> dict[str, Any]:
 
 
 def soap_pytorch_optimizer(all_kept: Sequence[Kept]) -> dict[str, Any]:
-    """pytorch_optimizer 4.1.0 (3.8.0, 3.10.0 and 4.0.0 too, which refresh a step earlier or at the same): the group's count has the first gradient in."""
+    """pytorch_optimizer 4.1.0 (3.8.0, 3.10.0 and 4.0.0 too, which refresh a step earlier or at the same):
+    the group's count has the first gradient in.
+    """
     group = {
         **SHARED,
         "precondition_frequency": 3,
@@ -213,7 +217,27 @@ def dense_of(posterior: ba.Posterior, name: str) -> np.ndarray:
     return (both @ torch.diag(v.flatten()) @ both.T).numpy()
 
 
-# --- SOAP: what is read is what was kept --------------------------------------------------------------------------------------
+# --- SOAP: what is read is what was kept ----------------------------------------------------------------------------
+
+
+def test_a_state_of_the_soap_of_bayesadam_0_2_is_still_read():
+    shapes = [(3, 4), (4,)]
+    matrix, vector = kept_of(shapes)
+    left, right = (tensor(basis) for basis in matrix.bases)
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    bases = {"left_basis": left, "right_basis": right, "left": left @ left.mT, "right": right @ right.mT}
+    rotated = {"step": 11, "exp_avg": zeros[0], "rotated_exp_avg_sq": tensor(matrix.moment), **bases}
+    plain = {"step": 11, "exp_avg": zeros[1], "exp_avg_sq": tensor(vector.moment)}
+    group = {**SHARED, "precondition_every": 3, "params": [0, 1]}
+    state_dict = through_a_file({"state": {0: rotated, 1: plain}, "param_groups": [group]})
+    assert identify_reader(state_dict).name == "soap"
+    posterior = ba.Posterior.from_state_dict(
+        Weights(shapes), state_dict, N, optimizer="soap", prior_precision=DELTA, structure="kronecker"
+    )
+    curvature = read_state_dict(Weights(shapes), state_dict, optimizer="soap")
+    for name, kept in (("all.0", matrix), ("all.1", vector)):
+        close(torch.from_numpy(dense_of(posterior, name)), kept.dense())
+        close(curvature.second_moment[name], np.diag(kept.dense()).copy())
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"vectors": True}, {"longest": 3}], ids=["plain", "vectors", "one-sided"])
@@ -386,7 +410,7 @@ def test_a_state_with_the_first_gradient_alone_is_not_trained(name):
         )
 
 
-# --- what must not be misread ---------------------------------------------------------------------------------------------------
+# --- what must not be misread ---------------------------------------------------------------------------------------
 
 EVERY = [r.name for r in registry.registered() if r.statistic not in ("none", "identity")]
 
@@ -613,7 +637,7 @@ def test_kronecker_needs_bases_somewhere():
         ba.Posterior.from_state_dict(Weights([(3,)]), state_dict, N, optimizer="soap-reference", structure="kronecker")
 
 
-# --- Shampoo ----------------------------------------------------------------------------------------------------------------------
+# --- Shampoo --------------------------------------------------------------------------------------------------------
 
 
 def shampoo(all_given: Sequence[Sequence[np.ndarray]], eps: float = 1e-6, **entries: Any) -> dict[str, Any]:
@@ -731,7 +755,7 @@ def test_other_shampoos_are_refused_with_what_to_do(name):
         read_state_dict(Weights([(3, 4)]), shampoo([gradients((3, 4), 9)]), optimizer=name)
 
 
-# --- the packages themselves, where they are installed -----------------------------------------------------------------------------
+# --- the packages themselves, where they are installed --------------------------------------------------------------
 
 
 def follow(optimizer: torch.optim.Optimizer, model: Weights, all_given: Sequence[Sequence[np.ndarray]]) -> None:

@@ -314,7 +314,7 @@ def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOpt
 def _known(
     checkpoint: Checkpoint, model: nn.Module | None, options: CheckpointOptions
 ) -> tuple[StateReader, list[Slot], Sequence[str] | None, str]:
-    """The reader, the optimiser's list, and the names that the caller or the trainer's rule gives, with their source."""
+    """The reader, the optimiser's list, and the names that the caller or the trainer's rule gives, with the source."""
     state = checkpoint.optimizer
     reader = usable_reader(options.optimizer or identify_reader(state, checkpoint.recorded.optimizer))
     slots = slots_of(state, reader)

@@ -1,4 +1,4 @@
-"""Which state belongs to which parameter: by identity for a live optimiser, by name or checked order for a saved one."""
+"""Which state belongs to which parameter: by identity for a live optimiser, by name or order for a saved one."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -196,7 +196,7 @@ def _entries(
     reader: StateReader,
     names: Mapping[Any, str],
 ) -> dict[str, Entry | str]:
-    """Parameters with their states, or why they are omitted, by the name behind each key: a live tensor is its own key."""
+    """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
     return {
         names[key]: _entry_or_reason(names[key], parameters[names[key]], states.get(key, {}), group, reader)
         for group in groups

@@ -357,7 +357,7 @@ _TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token", "absolute_pos_em
 _NORMS = re.compile(r"bias|layer_?norm|rms_?norm|(^|[._])norm\d*([._]|$)|(^|\.)ln_?(\d+|f)?\.", re.IGNORECASE)
 _EMBEDDINGS = re.compile(r"(^|[._])(w[tp]e|emb|embed|embeds|embedding|embeddings)([._]|$)", re.IGNORECASE)
 
-# Two groups: the one whose names and dimensions pass the test, the other, and which of them decays. Either may be first.
+# Two groups: the one whose names and dimensions pass the test, the other, which of them decays. Either may be first.
 _TWO: tuple[tuple[str, str, Callable[[str, int], bool], tuple[bool, ...]], ...] = (
     # nanoGPT, llama2.c.
     ("weights of ≥ 2 dimensions", "the rest", lambda _, dims: dims > 1, (True, False)),

@@ -275,8 +275,8 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
         )
     rows = " (Adafactor of transformers, fairseq or timm keeps such a state; only that of torch.optim is read)"
     raise StateError(
-        f"the optimiser's state has keys {keys}{rows if 'exp_avg_sq_row' in keys else ''}, and no reader finds a second "
-        "moment per weight in it: name the optimiser with optimizer=, or describe it with "
+        f"the optimiser's state has keys {keys}{rows if 'exp_avg_sq_row' in keys else ''}, and no reader finds a "
+        "second moment per weight in it: name the optimiser with optimizer=, or describe it with "
         f"bayesadam.readers.register(StateReader(...)). {_ADVICE}"
     )
 

@@ -1,4 +1,4 @@
-r"""Second moments that are diagonal in a rotated space: those of SOAP and Shampoo, and of Kronecker-factored posteriors.
+r"""Second moments that are diagonal in a rotated space: of SOAP, Shampoo and Kronecker-factored posteriors.
 
 All SOAPs store V ← β₂ V + (1−β₂) G'², G' = G ×₁ Q₁ᵀ ×₂ Q₂ᵀ …, with one orthogonal Q a dimension. Entry (i, j, …) of V
 belongs to column i of Q₁, column j of Q₂, and so on; the first gradient only finds the bases. The curvature of a weight

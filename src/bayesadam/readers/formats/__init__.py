@@ -10,8 +10,8 @@ from bayesadam.readers.formats.registry import register_format
 from bayesadam.readers.formats.safetensors import POSTERIOR, SAFETENSORS
 from bayesadam.readers.formats.torch_files import OLD_TORCH, PICKLE, TORCH
 
-# The last is tried first: an adapter, or DeepSpeed's folder, may be in one folder with what the Trainer wrote, and every
-# known folder has files that may be checkpoints by themselves.
+# The last is tried first: an adapter, or DeepSpeed's files, may be in one folder with the Trainer's, and every known
+# folder has files that may be checkpoints by themselves.
 FORMATS = (
     *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
     *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),

@@ -71,9 +71,6 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-# --- what there is -------------------------------------------------------------------------------------------------------
-
-
 def find(tree: Mapping[Any, Any]) -> Found:
     """Every set of weights and every optimiser's state down to the third level."""
     networks: list[Network] = []
@@ -152,9 +149,6 @@ def tensors_of(networks: Sequence[Network]) -> dict[str, Tensor]:
 def _dotted(*paths: Keys) -> str:
     """Keys as `weights_key` and `optimizer_key` have them."""
     return ",".join(".".join(path) for path in paths)
-
-
-# --- which of it ---------------------------------------------------------------------------------------------------------
 
 
 def choose(found: Found, source: object, weights_key: str | None, optimizer_key: str | None) -> Choice:

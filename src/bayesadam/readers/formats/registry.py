@@ -95,7 +95,7 @@ def refuse_keys(path: Path, why: str, **keys: str | None) -> None:
 
 
 def state_beside(path: Path) -> Path | None:
-    """The one file with an optimiser's state next to weights: `optimizer.pt` next to `params.pt`, as skorch writes them.
+    """The one file with an optimiser's state next to weights: `optimizer.pt` next to `params.pt`, as by skorch.
 
     Without one, the saved posterior that was published with them: `posterior.safetensors` next to `model.safetensors`
     or `pytorch_model.bin`.
