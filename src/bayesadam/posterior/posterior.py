@@ -317,6 +317,11 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
         """The types of the model's parameters."""
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
 
+    def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
+        # The model must still be the one that was trained.
+        self.parameters()
+        return super()._drawn(seed, n)
+
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
