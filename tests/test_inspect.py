@@ -204,6 +204,10 @@ def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_pat
     assert found.dead == 20
     assert found == inspect_checkpoint(read_checkpoint(tmp_path / "p.safetensors"))
     assert {"few-steps", "zero-curvature"} <= set(found.diagnosis.codes())
+    # The live one is inspected by the same function.
+    live = inspect_checkpoint(posterior)
+    agrees(live, posterior.snr())
+    assert (live.source, live.format, live.dead, live.scale_note) == ("Sequential", "posterior", 20, found.scale_note)
     # Another N than the file's.
     agrees(inspect_checkpoint(tmp_path / "p.safetensors", n_data=50), posterior.replace(n_data=50).snr())
 

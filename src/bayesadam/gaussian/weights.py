@@ -107,7 +107,6 @@ class Source:
         weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
         checkpoint: the checkpoint as `read_checkpoint` gave it; None for a saved posterior opened by its path.
         match: each parameter with its optimiser state; None for a saved posterior.
-        header: a saved posterior's header.
     """
 
     path: Path
@@ -116,7 +115,6 @@ class Source:
     weights: Mapping[str, Tensor]
     checkpoint: Checkpoint | None = None
     match: Match | None = None
-    header: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -635,7 +633,7 @@ def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkp
         f"Written by bayesadam {header.get('version', 'of an unknown version')}: second moments of {steps} "
         f"{'recorded gradients' if found.origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
     )
-    return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint, header=header))
+    return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint))
 
 
 def check_draws(n: int | None) -> None:

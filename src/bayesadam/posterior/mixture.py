@@ -221,8 +221,8 @@ class Mixture(Marginals, Distribution):  # type: ignore[type-arg]
         headers = []
         for number, (member, besides) in enumerate(zip(self.members, _different(self.members), strict=True)):
             own, of_member = member.packed()
-            own |= {f"{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
-            tensors |= {f"{number}.{key}": tensor for key, tensor in own.items()}
+            tensors |= {f"{number}.{key}": own[key] for key in own}
+            tensors |= {f"{number}.{_BESIDES}.{name}": tensor for name, tensor in besides.items()}
             headers.append(of_member)
         header: dict[str, Any] = {"version": __version__, "structure": _KIND}
         header |= {"weights": list(self.weights), "members": headers}

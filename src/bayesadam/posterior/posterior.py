@@ -23,7 +23,7 @@ from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, positive, prior_by_name
-from bayesadam.gaussian.structure import Reading, StructureSpec
+from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
 from bayesadam.likelihoods import Predictive
 from bayesadam.likelihoods.predictive import Score
@@ -35,6 +35,7 @@ from bayesadam.predict.prediction import predictive_of, score_of
 from bayesadam.readers import StateReader
 from bayesadam.readers import match as matching
 from bayesadam.readers.formats import CheckpointOptions, load_weights, match_checkpoint, read_checkpoint
+from bayesadam.readers.formats.lazy import Lazy
 from bayesadam.readers.match import check_parameter, match_optimizers, own_parameters
 from bayesadam.readers.origin import Origin, origin_of, warn_of_few
 from bayesadam.readers.read import read_match, working_dtype
@@ -316,6 +317,11 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
         """The types of the model's parameters."""
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
 
+    def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
+        # The model must still be the one that was trained.
+        self.parameters()
+        return super()._drawn(seed, n)
+
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """The model with one draw as its weights; on leaving, by whatever way, weights and buffers are as before.
@@ -406,10 +412,10 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
         structure, settings = self.structure.gathered(), self._settings_with(whole)
         return replace(self, model=unwrap(model), mode=mode, structure=structure, settings=settings)
 
-    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def packed(self, *, weights: bool = True, compress: str | None = None) -> tuple[Lazy, dict[str, Any]]:
         """What a file holds: tensors under `role.parameter` names, and a header of plain data."""
-        packed, header = super().packed(weights=weights, compress=compress)
-        tensors = dict(packed)
+        tensors, header = super().packed(weights=weights, compress=compress)
+        more: dict[str, Tensor] = {}
         header |= {
             "likelihood": self.likelihood,
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
@@ -417,8 +423,8 @@ class Posterior(GaussianWeights, Distribution):  # type: ignore[type-arg]
             "averaged": self.averaged,
             "running_statistics": running_statistics(self.model),
         }
-        add_report(self.calibration, tensors, header)
-        return tensors, header
+        add_report(self.calibration, more, header)
+        return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Posterior:
