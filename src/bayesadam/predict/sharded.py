@@ -152,8 +152,10 @@ def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _check_fsdp(model: nn.Module) -> None:
     """Refuse tensors sharded by anything else: what their layers' hooks do is not known here."""
+    # First, since it reshards what FSDP2 has left gathered.
+    parameters = own_parameters(model)
     ours = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
-    for name, parameter in own_parameters(model).items():
+    for name, parameter in parameters.items():
         if is_sharded(parameter) and (id(parameter) not in ours or sum(p.is_shard() for p in parameter.placements) > 1):
             raise SettingError(
                 f"parameter {name!r} is placed as {parameter.placements} by something other than FSDP2: to predict, "
