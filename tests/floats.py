@@ -50,6 +50,8 @@ def assert_close(
         assert found.dtype == wanted.dtype, f"{found.dtype} is not {wanted.dtype}"
     if check_device:
         assert found.device == wanted.device, f"{found.device} is not {wanted.device}"
+    if wanted.dim() == 0:
+        wanted = wanted.expand_as(found)
     relative = rtol or max(RTOL.get(each.dtype, 0.0) for each in (found, wanted)) or RTOL[torch.float64]
     found, wanted = (each.cpu().to(torch.promote_types(each.dtype, torch.float64)) for each in (found, wanted))
     finite = wanted[wanted.isfinite()] if wanted.is_floating_point() else wanted.flatten()

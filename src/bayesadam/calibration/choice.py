@@ -306,8 +306,7 @@ def _chosen(
     n = n_examples(data.batches)
     guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
     of_data = data.options.likelihood, networks[0].method, n, n if scores.crossed else 0
-    of_scores = nll, temperatures, averaged, preferred, guarantee
-    return CalibrationReport(*of_data, *of_scores, settings_of(before)), chosen
+    return CalibrationReport(*of_data, nll, temperatures, averaged, preferred, guarantee, settings_of(before)), chosen
 
 
 def _warn_of_data(data: HeldOut) -> None:
