@@ -1,4 +1,4 @@
-"""The agent in a user's own loop: what it learns, what it refuses, and that it is whole after a save, a growth, a thread."""
+"""The agent in a user's own loop: what it learns and refuses, and that it is whole after a save, a growth, a thread."""
 
 from __future__ import annotations
 

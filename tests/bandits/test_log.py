@@ -647,8 +647,8 @@ def test_numbers_are_short_and_exact():
 
 # --- kills ----------------------------------------------------------------------------------------------------------
 
-# Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it after a
-# random number of reports, wherever it is by then.
+# Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it
+# after a random number of reports, wherever it is by then.
 KILLED = """
 import os, random, signal, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""Every rule of the engine against its equations, step by step in float64, and the written-out gradient against autograd."""
+"""Every rule of the engine against its equations, step by step, and the written-out gradient against autograd."""
 
 from __future__ import annotations
 
