@@ -108,7 +108,7 @@ def one_network(data: str, kind: str, steps: int, rate: float, most: int | None)
         best = best_temperature(model(held_x).double(), held_y)
     logits, report = found.mean.double(), posterior.calibration
     moved = float((found.probs - (logits / found.temperature).softmax(dim=1)).abs().max())
-    warned = any(issubclass(each.category, ba.UnusedPosteriorWarning) for each in heard)
+    warned = any(issubclass(each.category, ba.errors.UnusedPosteriorWarning) for each in heard)
     return {
         "ours": -float(found.log_prob(test_y).double().mean()),
         "temperature": float(F.cross_entropy(logits / best, test_y)),
@@ -127,7 +127,7 @@ def networks(*, quick: bool, jobs: int) -> tuple[Found, list[Target]]:
     if quick:
         try:
             load_split("mnist", "test"), load_split("fashion-mnist", "test")
-        except ba.DataError as error:
+        except ba.errors.DataError as error:
             print(f"digits alone: {error}")
             names = ["digits"]
     trainings, most = (TRAININGS[:1], 300) if quick else (TRAININGS, None)
@@ -199,7 +199,7 @@ def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]
         held_out, test = cut.tensor_split([len(cut) // 2])
         with warnings.catch_warnings():
             # The guarantees hold whichever probabilities are in use.
-            warnings.simplefilter("ignore", ba.UnusedPosteriorWarning)
+            warnings.simplefilter("ignore", ba.errors.UnusedPosteriorWarning)
             tuned = ba.calibrate(posterior, (x[held_out], y[held_out]), likelihood=likelihood)
         shares.append(held_levels(tuned, x[test], y[test], likelihood))
     return shares, len(held_out), len(test)

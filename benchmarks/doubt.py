@@ -129,9 +129,9 @@ def all_measured(rows: Mapping[str, Row], case: Case) -> dict[str, Found]:
         began = time.perf_counter()
         try:
             with warnings.catch_warnings(record=True) as heard:
-                warnings.simplefilter("always", ba.BayesAdamWarning)
+                warnings.simplefilter("always", ba.errors.BayesAdamWarning)
                 found[name] = measured(row, case)
-            ours = {str(each.message) for each in heard if issubclass(each.category, ba.BayesAdamWarning)}
+            ours = {str(each.message) for each in heard if issubclass(each.category, ba.errors.BayesAdamWarning)}
             found[name]["warnings"] = sorted(ours)[:5]
             told = f"mean AUROC {statistics.fmean(found[name]['auroc'].values()):.3f}"
         except Exception as error:

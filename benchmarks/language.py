@@ -342,7 +342,7 @@ def calibrated(posterior: AnyPosterior, case: Case) -> AnyPosterior:
     batches = [(part[:, : sizes.window], part[:, sizes.window]) for part in parts]
     # The report says it, and is kept.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ba.UnusedPosteriorWarning)
+        warnings.simplefilter("ignore", ba.errors.UnusedPosteriorWarning)
         return ba.calibrate(
             posterior, batches, likelihood="classification", forward=last_place, memory_budget=case.budget, folds=2
         )

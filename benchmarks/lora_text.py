@@ -235,7 +235,7 @@ def measured(task: Task, size: Size, seed: int, *, budget: int) -> dict[str, Any
     for name, posterior, network in posteriors(networks[NETWORK], networks[SOAPS]):
         began = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ba.BayesAdamWarning)
+            warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
             tuned = ba.calibrate(posterior, list(batches(held_out, 100)), **options)
             probs = torch.cat([found.probs for found in predicted(tuned, tests, options)])
             itself = averaged(tuned, held_out, tests, options)

@@ -325,7 +325,7 @@ def main() -> None:
         options.steps, options.hidden, options.most, options.fisher, options.soap = 60, 16, 500, 50, True
         options.gigabytes, options.layers, options.width, options.context, options.text_steps = 0.02, 2, 32, 32, 40
     # Short training is warned of, rightly, and here in every cell.
-    warnings.simplefilter("ignore", ba.BayesAdamWarning)
+    warnings.simplefilter("ignore", ba.errors.BayesAdamWarning)
     keys = ("steps", "hidden", "most", "fisher", "soap", "gigabytes", "layers", "width", "context", "text_steps")
     about = {key: getattr(options, key) for key in keys}
     folder: Path = options.out / "merging"

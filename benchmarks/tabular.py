@@ -311,7 +311,7 @@ def scored(name: str, split: int, who: str, gap: bool) -> Scores:
         # low-rank cannot hold.
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True")
-        warnings.simplefilter("ignore", ba.StructureWarning)
+        warnings.simplefilter("ignore", ba.errors.StructureWarning)
         scores = contend(X_train, y_train, X_test, y_test, split)
     return {**scores, "seconds": time.perf_counter() - began}
 

@@ -223,7 +223,7 @@ def ours(case: Case, *, posterior_of: Callable[[Case, Trained], ba.Posterior]) -
     if LEFT_OUT_SET not in case.suite.outside:
         # The report says it, and is kept.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ba.UnusedPosteriorWarning)
+            warnings.simplefilter("ignore", ba.errors.UnusedPosteriorWarning)
             posterior = ba.calibrate(posterior, batches_of(case.suite.held_out, CHUNK), **options)
         told = posterior.calibration.preferred
 

@@ -418,17 +418,17 @@ def test_what_else_pulls_at_the_weights_is_warned_of():
     before = posterior("diagonal")
     optimizer = torch.optim.Adam(before.model.parameters())
     with anchor(optimizer, before):
-        with pytest.warns(ba.BayesAdamWarning, match="anchored already"):
+        with pytest.warns(ba.errors.BayesAdamWarning, match="anchored already"):
             anchor(optimizer, before).remove()
         # Another part of the network, and another optimiser of it.
         anchor(torch.optim.Adam(before.model.parameters()), before).remove()
     with anchor(optimizer, before, free="0"), anchor(optimizer, before, free=["2"]) as other:
         assert other.anchored == ("0.weight", "0.bias")
-    with pytest.warns(ba.BayesAdamWarning, match=r"weight decay of 0\.01"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"weight decay of 0\.01"):
         anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
     x, y = map(torch.cat, zip(*batches(5), strict=True))
     calibrated = ba.calibrate(before, (x, y), likelihood="regression")
-    with pytest.warns(ba.BayesAdamWarning, match="before calibrate"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="before calibrate"):
         anchor(optimizer, calibrated).remove()
 
 

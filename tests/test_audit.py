@@ -484,7 +484,7 @@ def test_an_audit_of_a_few_steps_is_warned_of():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 8, prior_precision=1.0)
-    with pytest.warns(ba.BayesAdamWarning, match="has 3 gradients behind it"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="has 3 gradients behind it"):
         audit(posterior, (x, y), likelihood="classification")
     with pytest.raises(MatchError, match="posterior must be a Posterior, got Sequential"):
         audit(model, (x, y))

@@ -16,7 +16,7 @@ from cases import mlp, train, trained
 from floats import approx
 
 
-def finding(diagnosis: ba.Diagnosis, code: str) -> ba.Finding:
+def finding(diagnosis: ba.diagnosis.Diagnosis, code: str) -> ba.diagnosis.Finding:
     assert diagnosis.codes().count(code) == 1, str(diagnosis)
     return next(f for f in diagnosis.findings if f.code == code)
 
@@ -401,7 +401,7 @@ def test_ogd_is_noted_to_know_nothing() -> None:
 # --- the report -----------------------------------------------------------------------------------------------------------
 
 
-def ill() -> ba.Diagnosis:
+def ill() -> ba.diagnosis.Diagnosis:
     """Something of every severity."""
     model = mlp(3, 4, 1)
     model[0].bias.requires_grad_(False)

@@ -72,13 +72,13 @@ def test_an_error_survives_a_pickle_with_its_message(name):
 
 
 def test_a_missing_extra_keeps_its_package_in_a_pickle():
-    assert pickle.loads(pickle.dumps(ba.MissingExtraError("this needs 'x'", name="x"))).name == "x"
+    assert pickle.loads(pickle.dumps(ba.errors.MissingExtraError("this needs 'x'", name="x"))).name == "x"
 
 
 def test_an_error_crosses_processes(tmp_path):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         failed = pool.submit(ba.pruning.load_masks, tmp_path / "nowhere").exception()
-    assert type(failed) is ba.MissingFileError
+    assert type(failed) is ba.errors.MissingFileError
     assert str(failed) == f"no file at {tmp_path / 'nowhere'}"
 
 
@@ -109,7 +109,7 @@ def test_arguments_out_of_order_are_told(tmp_path):
         (lambda: ba.pruning.tuning_masks(model, share=0.1), "posterior must be a Posterior or GaussianWeights"),
         (lambda: ba.audit([(torch.ones(1, 2), torch.ones(1))], posterior), "posterior must be a Posterior, got list"),
     ):
-        with pytest.raises(ba.MatchError, match=said):
+        with pytest.raises(ba.errors.MatchError, match=said):
             swapped()
 
 
@@ -118,7 +118,7 @@ def test_an_infinite_variance_names_a_prior():
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.zeros(4, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(ba.ImproperError, match=r"posterior\.replace\(prior_precision=1\.0\)"):
+    with pytest.raises(ba.errors.ImproperError, match=r"posterior\.replace\(prior_precision=1\.0\)"):
         ba.Posterior.from_optimizer(model, optimizer, n_data=60, prior_precision=0.0).sample()
 
 
@@ -139,7 +139,7 @@ def test_files_that_are_not_there_are_file_not_found_errors(tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match="nowhere") as caught:
             missing()
-        assert isinstance(caught.value, ba.FileError)
+        assert isinstance(caught.value, ba.errors.FileError)
 
 
 def test_damaged_files_are_os_errors(tmp_path):
@@ -154,23 +154,23 @@ def test_damaged_files_are_os_errors(tmp_path):
 
 
 def test_an_error_of_ours_inside_a_write_is_passed_on(tmp_path):
-    with pytest.raises(ba.DataError, match=r"^its own words$"), replacing(tmp_path / "x"):
-        raise ba.DataError("its own words")
+    with pytest.raises(ba.errors.DataError, match=r"^its own words$"), replacing(tmp_path / "x"):
+        raise ba.errors.DataError("its own words")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_line_s_error_is_not_called_a_damaged_file(tmp_path):
     path = tmp_path / "shuttle.trn"
     path.write_text("1 2\n")
-    with pytest.raises(ba.DataError) as caught:
+    with pytest.raises(ba.errors.DataError) as caught:
         read_statlog(path)
     assert str(caught.value) == f"{path}, line 1: 2 columns, expected 10"
 
 
 def test_a_radius_out_of_range_is_not_called_a_text():
-    with pytest.raises(ba.SettingError, match=r"between 0 and 1, got 2\.0"):
+    with pytest.raises(ba.errors.SettingError, match=r"between 0 and 1, got 2\.0"):
         bandits.problem("wheel:2")
-    with pytest.raises(ba.SettingError, match=r"must be a number, as in 'wheel:0\.95'"):
+    with pytest.raises(ba.errors.SettingError, match=r"must be a number, as in 'wheel:0\.95'"):
         bandits.problem("wheel:x")
 
 
@@ -189,7 +189,7 @@ def test_warnings_of_predict_and_calibrate_point_at_the_user_s_line(monkeypatch)
         torch.no_grad()(lambda: ba.calibrate(posterior, (x, x.argmax(dim=1)), likelihood="classification")),
         lambda: ba.Mixture([posterior, posterior]).predict(x, likelihood="classification"),
     ):
-        with pytest.warns(ba.StructureWarning, match="its γ is too large") as caught:
+        with pytest.warns(ba.errors.StructureWarning, match="its γ is too large") as caught:
             call()
         assert {warning.filename for warning in caught} == {__file__}
 
@@ -203,7 +203,7 @@ def test_a_warning_of_a_constructor_points_at_the_user_s_line():
 
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     members = [member(model), member(model)]
-    with pytest.warns(ba.BayesAdamWarning, match="running statistics") as caught:
+    with pytest.warns(ba.errors.BayesAdamWarning, match="running statistics") as caught:
         ba.Mixture(members)
     assert caught[0].filename == __file__
 
@@ -213,10 +213,10 @@ def test_a_warning_of_the_estimator_points_at_the_user_s_line(monkeypatch):
     from bayesadam.sklearn import BadamRegressor, estimators
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise ba.CalibrationError("no finite score")
+        raise ba.errors.CalibrationError("no finite score")
 
     monkeypatch.setattr(estimators, "calibrate", fail)
     X = torch.linspace(-1, 1, 40)[:, None].numpy()
-    with pytest.warns(ba.BayesAdamWarning, match="not calibrated: no finite score") as caught:
+    with pytest.warns(ba.errors.BayesAdamWarning, match="not calibrated: no finite score") as caught:
         BadamRegressor(hidden=(4,), max_epochs=2, random_state=0).fit(X, X[:, 0])
     assert {warning.filename for warning in caught} == {__file__}

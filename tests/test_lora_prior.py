@@ -278,7 +278,7 @@ def test_a_frozen_factor_counts(adapted):
 def test_an_adapter_that_starts_is_refused(adapted):
     with torch.no_grad():
         factors(adapted)[1][0].zero_()
-    with pytest.raises(ba.SettingError, match=r"inner.*is 0, as B is before training.*Train the adapter"):
+    with pytest.raises(ba.errors.SettingError, match=r"inner.*is 0, as B is before training.*Train the adapter"):
         read(adapted)
 
 
@@ -297,9 +297,9 @@ def test_a_rank_without_a_product_has_a_finite_variance(adapted, c):
 
 @pytest.mark.parametrize("power", [0.5, 2.0])
 def test_other_powers_are_refused(adapted, power):
-    with pytest.raises(ba.SettingError, match=r"needs power=1, got .*Pass power=1 and batch_size"):
+    with pytest.raises(ba.errors.SettingError, match=r"needs power=1, got .*Pass power=1 and batch_size"):
         read(adapted, power=power)
-    with pytest.raises(ba.SettingError, match="needs power=1"):
+    with pytest.raises(ba.errors.SettingError, match="needs power=1"):
         read(adapted).replace(power=power)
 
 
@@ -308,7 +308,7 @@ def test_a_model_without_adapters_is_refused():
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer, 0)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 60, power=1, batch_size=BATCH)
-    with pytest.raises(ba.MatchError, match=r"no adapter in the posterior.*a number"):
+    with pytest.raises(ba.errors.MatchError, match=r"no adapter in the posterior.*a number"):
         posterior.replace(prior_precision=ba.LoraPrior())
 
 
@@ -326,7 +326,7 @@ def test_layers_of_ones_own_need_a_scaling():
     model(torch.randn(5, 3)).square().mean().backward()
     optimizer.step()
     posterior = ba.Posterior.from_optimizer(model, optimizer, 5, power=1, batch_size=5)
-    with pytest.raises(ba.SettingError, match=r"product of '0' .*LoraPrior\(scaling=\.\.\.\)"):
+    with pytest.raises(ba.errors.SettingError, match=r"product of '0' .*LoraPrior\(scaling=\.\.\.\)"):
         posterior.replace(prior_precision=ba.LoraPrior())
     found = posterior.replace(prior_precision=ba.LoraPrior(2.0, scaling=0.5)).prior_precision["0.lora_B"]
     expected = 2.0 * 0.25 * model[0].lora_A.square().sum(dim=1)
@@ -335,9 +335,9 @@ def test_layers_of_ones_own_need_a_scaling():
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, "much"])
 def test_precision_and_scaling_are_positive(wrong):
-    with pytest.raises(ba.SettingError, match="precision must be a positive"):
+    with pytest.raises(ba.errors.SettingError, match="precision must be a positive"):
         ba.LoraPrior(wrong)
-    with pytest.raises(ba.SettingError, match="scaling must be a positive"):
+    with pytest.raises(ba.errors.SettingError, match="scaling must be a positive"):
         ba.LoraPrior(scaling=wrong)
 
 

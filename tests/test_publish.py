@@ -370,10 +370,10 @@ def test_short_trainings_are_warned_of_when_exported_and_when_merged(saved):
     short = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     train(model, short, steps=5)
     torch.save({"model": model.state_dict(), "optimizer": short.state_dict()}, folder / "few.pt")
-    with pytest.warns(ba.BayesAdamWarning, match=r"few\.pt was trained for 5 steps"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"few\.pt was trained for 5 steps"):
         export_checkpoint(folder / "few.pt", folder / "few.safetensors", 64)
     torch.save(model.state_dict(), folder / "weights.pt")
-    with pytest.warns(ba.BayesAdamWarning, match=r"weights\.pt was trained for 5 steps against a memory .* = 1000"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"weights\.pt was trained for 5 steps against a memory .* = 1000"):
         ba.merge([*sources, (folder / "weights.pt", folder / "few.safetensors")])
 
 
@@ -505,7 +505,7 @@ def test_files_are_written_tensor_by_tensor(tmp_path):
         return v
 
     structure = dataclasses.replace(opened.structure, second_moment=Lazy(moments.outline, watched))
-    with pytest.warns(ba.BayesAdamWarning, match=r"last\.ckpt was trained for 1 steps"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"last\.ckpt was trained for 1 steps"):
         dataclasses.replace(opened, structure=structure).export(tmp_path / "posterior.safetensors", compress="8bit")
     # Codes and ranges.
     assert len(seen) == 2 * 12

@@ -54,7 +54,7 @@ def test_excluded_parameters_are_trained_whole():
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, True, "half", 1e-9])
 def test_shares_that_train_nothing_are_refused(share):
-    with pytest.raises(ba.SettingError, match="share"):
+    with pytest.raises(ba.errors.SettingError, match="share"):
         tuning_masks(posterior_of(mlp(3, 2)), share)
 
 
@@ -82,9 +82,9 @@ def test_only_the_chosen_weights_move(kind):
 def test_masks_that_train_nothing_and_strange_optimisers_are_refused():
     model = mlp(4, 5, 1)
     masks = {"0.weight": torch.ones(5, 4, dtype=torch.bool)}
-    with pytest.raises(ba.MatchError, match="does not have it"):
+    with pytest.raises(ba.errors.MatchError, match="does not have it"):
         tune_only(model, masks, torch.optim.Adam(model[2].parameters()))
-    with pytest.raises(ba.SettingError, match="nothing would be trained"):
+    with pytest.raises(ba.errors.SettingError, match="nothing would be trained"):
         tune_only(model, {"0.weight": ~masks["0.weight"]}, torch.optim.Adam(model.parameters()))
-    with pytest.raises(ba.MatchError, match="of no parameter"):
+    with pytest.raises(ba.errors.MatchError, match="of no parameter"):
         tune_only(model, {"nothing": masks["0.weight"]}, torch.optim.Adam(model.parameters()))

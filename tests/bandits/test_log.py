@@ -220,12 +220,12 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
     for end in (start + 1, start + 2, *range(start + 9, len(text) - 2, 37), len(text) - 2, len(text) - 1):
         path.write_bytes(text[:end])
         with pytest.warns(
-            ba.BayesAdamWarning, match=rf"the last line of .*, {end - start} bytes, was only half written"
+            ba.errors.BayesAdamWarning, match=rf"the last line of .*, {end - start} bytes, was only half written"
         ):
             assert len(read_log(path)) == 2
         assert path.read_bytes() == text[:end]
         again = new(initial_pulls=0)
-        with pytest.warns(ba.BayesAdamWarning, match="is cut off") as caught:
+        with pytest.warns(ba.errors.BayesAdamWarning, match="is cut off") as caught:
             again.log(path)
         assert caught[0].filename == __file__
         assert path.read_bytes() == text[:start]
@@ -234,7 +234,7 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
         again.log(None)
         np.testing.assert_array_equal(read_log(path).ids, [0, 1, 2])
     path.write_bytes(text[:-1])
-    with pytest.warns(ba.BayesAdamWarning, match="half written"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="half written"):
         assert replay(path).pending == (0, 1)
 
 
@@ -245,7 +245,7 @@ def test_a_log_with_half_a_first_line_is_begun_anew(tmp_path):
     for end in (1, 10, 40, len(text) - 1):
         path.write_bytes(text[:end])
         agent = new()
-        with pytest.warns(ba.BayesAdamWarning, match="half of a first line"):
+        with pytest.warns(ba.errors.BayesAdamWarning, match="half of a first line"):
             agent.log(path)
         agent.decide(ROWS[0])
         agent.log(None)

@@ -391,5 +391,5 @@ def test_an_agent_that_learnt_from_the_log_is_doubtful(tmp_path):
     assert evaluate(path, other).trusted
     agent.save(tmp_path / "agent")
     for one in (agent, replay(path), Agent.load(tmp_path / "agent")):
-        with pytest.warns(ba.OverlapWarning, match="learnt from this very log, which favours it"):
+        with pytest.warns(ba.errors.OverlapWarning, match="learnt from this very log, which favours it"):
             evaluate(path, one)

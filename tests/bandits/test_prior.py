@@ -87,7 +87,7 @@ def test_an_arm_that_no_problem_saw_twice_has_no_prior():
         Log.of(contexts=np.ones((4, 1)), arms=arms, probabilities=np.full(4, 0.5), rewards=np.ones(4), n_arms=2)
         for arms in ([0, 0, 0, 0], [0, 0, 1, 1])
     ]
-    with pytest.raises(ba.MatchError, match="arms='exchangeable'"):
+    with pytest.raises(ba.errors.MatchError, match="arms='exchangeable'"):
         fit_prior(logs, hidden=(3,), steps=5)
     assert fit_prior(logs, arms="exchangeable", hidden=(3,), steps=5).exchangeable
 
@@ -209,7 +209,7 @@ def test_files(prior, tmp_path):
     for row in random.normal(size=(30, 4)):
         agent.update(row, agent.act(row), float(random.normal()))
     agent.save(tmp_path / "agent.safetensors")
-    with pytest.raises(ba.FileError, match="not a saved prior"):
+    with pytest.raises(ba.errors.FileError, match="not a saved prior"):
         Prior.load(tmp_path / "agent.safetensors")
     other = ba.bandits.Agent.load(tmp_path / "agent.safetensors")
     rows = random.normal(size=(50, 4))
@@ -242,24 +242,24 @@ def test_from_logs(tmp_path):
     decision = agent.decide([0.1, 0.2])
     agent.reward(decision.id, 1.0)
     agent.log(None)
-    with pytest.raises(ba.MatchError, match="learnt prior"):
+    with pytest.raises(ba.errors.MatchError, match="learnt prior"):
         replay(tmp_path / "log.jsonl")
     assert replay(tmp_path / "log.jsonl", make_agent("hybrid", 2, 2, prior=found)).pending == ()
     assert fit_prior([str(tmp_path / "log.jsonl"), *logs], arms="exchangeable", hidden=(10,), steps=50).exchangeable
 
 
 def test_what_does_not_fit_is_refused(prior):
-    with pytest.raises(ba.SettingError, match="two or more"):
+    with pytest.raises(ba.errors.SettingError, match="two or more"):
         fit_prior([wheel(0.5)])
-    with pytest.raises(ba.SettingError, match="exchangeable"):
+    with pytest.raises(ba.errors.SettingError, match="exchangeable"):
         fit_prior([wheel(0.5), wheel(0.6)], arms="other")
-    with pytest.raises(ba.MatchError, match="numbers"):
+    with pytest.raises(ba.errors.MatchError, match="numbers"):
         fit_prior([wheel(0.5), slopes(0)], steps=1, rounds=10)
-    with pytest.raises(ba.MatchError, match="arms='exchangeable'"):
+    with pytest.raises(ba.errors.MatchError, match="arms='exchangeable'"):
         fit_prior([slopes(0, 2), slopes(1, 3)], steps=1, rounds=10)
-    with pytest.raises(ba.MatchError, match="contexts of 4"):
+    with pytest.raises(ba.errors.MatchError, match="contexts of 4"):
         make_agent("hybrid", 5, 3, prior=prior)
-    with pytest.raises(ba.MatchError, match="for 3 arms"):
+    with pytest.raises(ba.errors.MatchError, match="for 3 arms"):
         make_agent("hybrid", 4, 2, prior=prior)
-    with pytest.raises(ba.SettingError, match="only the hybrid"):
+    with pytest.raises(ba.errors.SettingError, match="only the hybrid"):
         make_agent("linear", 4, 3, prior=prior)

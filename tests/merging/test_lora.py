@@ -135,14 +135,14 @@ def test_posteriors_of_other_ranks_and_scalings_are_merged_by_their_products():
 def test_an_adapter_merged_with_itself_is_itself():
     model, optimizer = tuned(0)
     one = ba.Posterior.from_optimizer(model, optimizer, 1280, prior_precision=1.0)
-    with pytest.warns(ba.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
         merged = merge([one, one.replace()])
     assert_close(product(merged, 0.5), product(model.state_dict(), 0.5), atol=1e-5)
 
 
 def test_other_methods_are_refused():
     models = [ba.Posterior.from_optimizer(*tuned(seed), 1280, prior_precision=1.0) for seed in range(2)]
-    with pytest.raises(ba.SettingError, match="LoRA adapters are merged by method='fisher'"):
+    with pytest.raises(ba.errors.SettingError, match="LoRA adapters are merged by method='fisher'"):
         merge(models, base=models[0])
 
 
@@ -169,5 +169,5 @@ def test_folders_give_what_posteriors_give(tmp_path):
     again = {name.replace("A.", "A.default.").replace("B.", "B.default."): tensor for name, tensor in file.items()}
     assert_close(product(again, 0.5), product(live, 0.5), atol=1e-5)
     (paths[1] / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ba.MatchError, match=r"adapter_config\.json"):
+    with pytest.raises(ba.errors.MatchError, match=r"adapter_config\.json"):
         merge(paths)

@@ -156,14 +156,14 @@ def test_kronecker_solves_the_dense_equation(tuned):
 
 
 def test_kronecker_needs_bases_of_enough_gradients(tuned, tmp_path):
-    with pytest.raises(ba.SettingError, match="needs eigenbases, and model 1 has none"):
+    with pytest.raises(ba.errors.SettingError, match="needs eigenbases, and model 1 has none"):
         merge(posteriors(tuned), "kronecker")
     models = [model.to(dtype=torch.float64) for model in recorded(tuned[0], keep=20)]
-    with pytest.raises(ba.SettingError, match="20 recorded gradients"):
+    with pytest.raises(ba.errors.SettingError, match="20 recorded gradients"):
         merge(models, "kronecker")
     for number, model in enumerate(models):
         model.save(tmp_path / f"{number}.safetensors")
-    with pytest.raises(ba.SettingError, match=r"0\.safetensors come from 20 recorded gradients"):
+    with pytest.raises(ba.errors.SettingError, match=r"0\.safetensors come from 20 recorded gradients"):
         merge([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], "kronecker")
 
 
@@ -301,15 +301,15 @@ def test_bfloat16_stays_bfloat16(tuned):
 
 def test_other_architectures_are_refused_by_the_first_name(tuned):
     wide = ba.Posterior.from_optimizer(*fine_tuned(network(6), 0)[:2], 960, prior_precision=1.0)
-    with pytest.raises(ba.MatchError, match=r"'0.weight' has shape \(5, 4\) in the one and \(6, 4\)"):
+    with pytest.raises(ba.errors.MatchError, match=r"'0.weight' has shape \(5, 4\) in the one and \(6, 4\)"):
         merge([posteriors(tuned)[0], wide])
     deep = nn.Sequential(*copy.deepcopy(tuned[0]), nn.Linear(3, 3))
     deeper = ba.Posterior.from_optimizer(*fine_tuned(deep, 0)[:2], 960, prior_precision=1.0)
-    with pytest.raises(ba.MatchError, match=r"model 2 has '4\.weight', model 1 has not"):
+    with pytest.raises(ba.errors.MatchError, match=r"model 2 has '4\.weight', model 1 has not"):
         merge([posteriors(tuned)[0], deeper])
-    with pytest.raises(ba.MatchError, match="the base is of another architecture"):
+    with pytest.raises(ba.errors.MatchError, match="the base is of another architecture"):
         merge(posteriors(tuned), base=network(6))
-    with pytest.raises(ba.MatchError, match="different architectures"):
+    with pytest.raises(ba.errors.MatchError, match="different architectures"):
         similarity(posteriors(tuned)[0], wide)
 
 
@@ -324,14 +324,14 @@ def test_other_architectures_are_refused_by_the_first_name(tuned):
     ],
 )
 def test_settings_without_a_meaning_are_refused(tuned, change, said):
-    with pytest.raises(ba.SettingError, match=said):
+    with pytest.raises(ba.errors.SettingError, match=said):
         merge(posteriors(tuned), **change)
 
 
 def test_one_model_and_models_alone_are_refused(tuned):
-    with pytest.raises(ba.SettingError, match="two or more"):
+    with pytest.raises(ba.errors.SettingError, match="two or more"):
         merge(posteriors(tuned)[:1])
-    with pytest.raises(ba.SettingError, match="A model alone has no curvature"):
+    with pytest.raises(ba.errors.SettingError, match="A model alone has no curvature"):
         merge([model for model, _, _ in tuned[1]])
 
 
@@ -341,9 +341,9 @@ def test_a_file_with_bad_moments_is_refused_and_nothing_is_written(tuned, tmp_pa
     tree["optimizer"]["state"][2]["exp_avg_sq"][0] = float("nan")
     torch.save(tree, paths[1])
     out = tmp_path / "merged.safetensors"
-    with pytest.raises(ba.StateError, match=r"1.pt: .*'1.weight'"):
+    with pytest.raises(ba.errors.StateError, match=r"1.pt: .*'1.weight'"):
         merge_checkpoints(paths, out)
-    with pytest.raises(ba.FileError, match="safetensors"):
+    with pytest.raises(ba.errors.FileError, match="safetensors"):
         merge_checkpoints(paths, tmp_path / "merged.pt")
     assert not out.exists()
 
@@ -351,7 +351,7 @@ def test_a_file_with_bad_moments_is_refused_and_nothing_is_written(tuned, tmp_pa
 def test_the_sources_are_not_overwritten(tuned, tmp_path):
     path = tmp_path / "posterior.safetensors"
     posteriors(tuned)[0].save(path)
-    with pytest.raises(ba.FileError, match="overwrite"):
+    with pytest.raises(ba.errors.FileError, match="overwrite"):
         merge_checkpoints([path, saved(tuned, tmp_path)[1]], path)
 
 
@@ -360,16 +360,16 @@ def test_the_sources_are_not_overwritten(tuned, tmp_path):
 )
 def test_poor_states_are_warned_of(tuned, tmp_path, options, said):
     found = [tuned[1][0], fine_tuned(tuned[0], 1, **options)]
-    with pytest.warns(ba.BayesAdamWarning, match=said):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=said):
         merge(saved((None, found), tmp_path))
     live = [ba.Posterior.from_optimizer(m, o, 960, prior_precision=1.0) for m, o, _ in found]
-    with pytest.warns(ba.BayesAdamWarning, match=f"model 2 was .*{said}"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=f"model 2 was .*{said}"):
         merge(live)
     for number, posterior in enumerate(live):
         posterior.save(tmp_path / f"{number}.safetensors")
-    with pytest.warns(ba.BayesAdamWarning, match=said):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=said):
         merge([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
-    with pytest.warns(ba.BayesAdamWarning, match=said):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=said):
         merge([ba.Posterior.load(tmp_path / f"{n}.safetensors", m) for n, (m, _, _) in enumerate(found)])
 
 
@@ -378,7 +378,7 @@ def test_disjoint_curvature_is_warned_of(tuned):
     for number, model in enumerate(models):
         for v in model.structure.second_moment.values():
             v.flatten()[number::2] = 0
-    with pytest.warns(ba.BayesAdamWarning, match="overlap by 0.00 only"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="overlap by 0.00 only"):
         merge(models)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -412,11 +412,11 @@ def test_the_overlap_of_factors_or_recorded_gradients_is_no_reason_to_warn(tuned
 def test_what_is_given_twice_is_refused(tuned, tmp_path):
     a, b, _ = posteriors(tuned)
     paths = saved(tuned, tmp_path)
-    with pytest.raises(ba.SettingError, match=r"one posterior is given twice, as models 1 and 3: .*weights="):
+    with pytest.raises(ba.errors.SettingError, match=r"one posterior is given twice, as models 1 and 3: .*weights="):
         merge([a, b, a])
-    with pytest.raises(ba.SettingError, match=r"0\.pt is given twice, as models 1 and 2: give each"):
+    with pytest.raises(ba.errors.SettingError, match=r"0\.pt is given twice, as models 1 and 2: give each"):
         merge([paths[0], f"{tmp_path}/../{tmp_path.name}/0.pt"])
-    with pytest.raises(ba.SettingError, match="twice"):
+    with pytest.raises(ba.errors.SettingError, match="twice"):
         merge_checkpoints([paths[1], paths[1]], tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -425,15 +425,15 @@ def test_copies_are_warned_of(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
     copied = tmp_path / "copy.pt"
     copied.write_bytes(paths[0].read_bytes())
-    with pytest.warns(ba.BayesAdamWarning, match=r"0\.pt and copy\.pt have the same weights"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"0\.pt and copy\.pt have the same weights"):
         merge([paths[0], paths[1], copied])
-    with pytest.warns(ba.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="model 1 and model 2 have the same weights"):
         merge([posteriors(tuned)[0], posteriors(tuned)[0]])
 
 
 def test_a_base_that_is_one_of_the_models_is_warned_of(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
-    with pytest.warns(ba.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"):
         merge(paths[:2], base=paths[1])
 
 
@@ -453,9 +453,9 @@ def test_one_state_does_not_stand_for_all(tuned, tmp_path):
         lambda **o: merge_checkpoints([paths[0], tmp_path / "w.pt"], tmp_path / "out.safetensors", **o),
         lambda **o: similarity(paths[0], tmp_path / "w.pt", **o),
     ):
-        with pytest.raises(ba.SettingError, match=r"pass the pair \(weights, state\)"):
+        with pytest.raises(ba.errors.SettingError, match=r"pass the pair \(weights, state\)"):
             call(optimizer_path=tmp_path / "o.pt")
-        with pytest.raises(ba.FileError, match=r"holds no optimiser state.*a pair \(weights, state\).*base="):
+        with pytest.raises(ba.errors.FileError, match=r"holds no optimiser state.*a pair \(weights, state\).*base="):
             call()
     found, expected = merge([paths[0], (tmp_path / "w.pt", tmp_path / "o.pt")]), merge(paths[:2])
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -466,7 +466,7 @@ def test_an_error_says_which_file(tuned, tmp_path):
     sgd = torch.optim.SGD(tuned[0].parameters(), lr=0.1, momentum=0.9)
     for state, said in ((sgd.state_dict(), "SGD"), (torch.optim.Adam(tuned[0].parameters()).state_dict(), "step")):
         torch.save({"model": tuned[0].state_dict(), "optimizer": state}, tmp_path / "bad.pt")
-        with pytest.raises(ba.StateError, match=rf"^bad\.pt: .*{said}"):
+        with pytest.raises(ba.errors.StateError, match=rf"^bad\.pt: .*{said}"):
             merge([paths[0], tmp_path / "bad.pt"])
 
 
@@ -480,7 +480,7 @@ def test_arguments_out_of_order_are_told(tuned, tmp_path):
         (lambda: merge_checkpoints(tmp_path / "m.safetensors", paths), "out must be a str or PathLike, got list"),
         (lambda: merge_checkpoints(paths[0], tmp_path / "m.safetensors"), "paths must be a list or tuple"),
     ):
-        with pytest.raises((ba.SettingError, ba.MatchError), match=said):
+        with pytest.raises((ba.errors.SettingError, ba.errors.MatchError), match=said):
             call()
 
 

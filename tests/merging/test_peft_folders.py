@@ -63,7 +63,7 @@ def test_folders_give_what_live_posteriors_give(tmp_path, ranks):
     out = tmp_path / "merged"
     shutil.copytree(found[-1][0], out, ignore=shutil.ignore_patterns("optimizer.pt", "adapter_model.*"))
     paths = [str(path) for path, _, _ in found]
-    with pytest.warns(ba.BayesAdamWarning, match="trained for 3 steps"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="trained for 3 steps"):
         done = CliRunner().invoke(app, ["merge", *paths, "-o", str(out / "adapter_model.safetensors")])
     assert done.exit_code == 0, done.output
     assert "model 2" in done.output

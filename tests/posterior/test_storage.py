@@ -203,5 +203,5 @@ def test_a_model_with_other_running_statistics_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         ba.Posterior.load(path, fresh)
     fresh[1].reset_running_stats()
-    with pytest.warns(ba.BayesAdamWarning, match="running statistics are not those"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match="running statistics are not those"):
         ba.Posterior.load(path, fresh)

@@ -417,7 +417,7 @@ def test_a_posterior_too_wide_to_be_sampled_is_told_of() -> None:
     torch.manual_seed(0)
     x = numbers(40)
     posterior = posterior_over(mlp(3, 4, 6), x, prior_precision=1e-6)
-    with pytest.warns(ba.CollapsedPredictionWarning):
+    with pytest.warns(ba.errors.CollapsedPredictionWarning):
         posterior.predict(x, likelihood="classification", predictive="sampled", outputs=[0, 1])
 
 

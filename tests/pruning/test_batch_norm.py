@@ -30,7 +30,7 @@ def test_they_are_left_whole_with_a_warning():
     assert (
         posterior.structure.second_moment["0.bias"].max() < 1e-6 * posterior.structure.second_moment["0.weight"].mean()
     )
-    with pytest.warns(ba.BayesAdamWarning, match=r"left whole: 0\.bias"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"left whole: 0\.bias"):
         masks = ba.pruning_masks(posterior, 0.1)
     assert masks["0.bias"].all()
     others = sum(mask.numel() for name, mask in masks.items() if name != "0.bias")
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_pruned_the_same_way(tmp_path: Path):
     model, optimizer, _ = trained()
     path, out = tmp_path / "last.pt", tmp_path / "pruned.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    with pytest.warns(ba.BayesAdamWarning, match=r"left whole: 0\.bias"):
+    with pytest.warns(ba.errors.BayesAdamWarning, match=r"left whole: 0\.bias"):
         ba.pruning.prune_checkpoint(path, out, 0.3)
     pruned = torch.load(out, weights_only=True)["model"]
     assert torch.equal(pruned["0.bias"], model.state_dict()["0.bias"])

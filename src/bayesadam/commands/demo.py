@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bayesadam import Diagnosis, Posterior, calibrate, doctor, pruning_masks, readers, scores
+from bayesadam import Posterior, calibrate, doctor, pruning_masks, readers, scores
 from bayesadam.commands import plots
 from bayesadam.commands.running import Run, Table, Track, generator
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from bayesadam.diagnosis import Diagnosis
 from bayesadam.inspect import quantiles
 from bayesadam.pruning import Ranking
 
