@@ -19,12 +19,19 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bayesadam import BayesAdamError, BayesAdamWarning, CalibrationError, Mixture, Posterior, SettingError, calibrate
+from bayesadam import BayesAdamError, Mixture, Posterior, calibrate
 from bayesadam._progress import Bar
 from bayesadam.engine.network import Network, initial
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import epochs
-from bayesadam.errors import DivergedError, StructureWarning, UnusedPosteriorWarning
+from bayesadam.errors import (
+    BayesAdamWarning,
+    CalibrationError,
+    DivergedError,
+    SettingError,
+    StructureWarning,
+    UnusedPosteriorWarning,
+)
 from bayesadam.likelihoods import likelihood
 from bayesadam.sklearn import BadamClassifier, BadamRegressor, estimators
 from bayesadam.sklearn.training import Part, even_batch_size, fit_networks, split

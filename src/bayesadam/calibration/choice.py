@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.fits import (

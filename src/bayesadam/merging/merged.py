@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bayesadam._checks import require_kind
 from bayesadam._files import keep_apart, replacing
-from bayesadam._kinds import require_kind
 from bayesadam._storage import write_tensors
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError

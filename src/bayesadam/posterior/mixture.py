@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bayesadam import _storage as storage
 from bayesadam._alone import unwrap
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
 from bayesadam._alone import alone_with, unwrap
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError

@@ -14,7 +14,7 @@ from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import precision

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from bayesadam import _storage as storage
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal

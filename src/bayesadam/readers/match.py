@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._shards import check_placements, is_sharded, reshard
 from bayesadam.errors import MatchError, StateError
 from bayesadam.readers.pairing import Pairing, names_in, pair, slots_of

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
-from bayesadam._kinds import require_kind
+from bayesadam._checks import require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError, StateError
