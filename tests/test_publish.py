@@ -332,7 +332,9 @@ def test_weights_of_another_training_are_refused_in_a_checkpoint_too(saved, tmp_
     for state in (out, folder / "whole.safetensors"):
         pair = (folder / "elsewhere.pt", state)
         for read in (
-            lambda pair=pair: ba.pruning.prune_checkpoint(pair[0], folder / "p.safetensors", 0.5, optimizer_path=pair[1]),
+            lambda pair=pair: ba.pruning.prune_checkpoint(
+                pair[0], folder / "p.safetensors", 0.5, optimizer_path=pair[1]
+            ),
             lambda pair=pair: ba.Posterior.from_checkpoint(pair[0], build(), optimizer_path=pair[1]),
             lambda pair=pair: ba.merge([folder / "last.ckpt", pair]),
         ):
