@@ -85,9 +85,7 @@ def paths(folder: Path) -> dict[str, Callable[[], object]]:
 
     def predict() -> None:
         posterior = ba.Posterior.from_optimizer(model, optimizer, 200, batch_size=200)
-        found = ba.calibrate(posterior, DATA, likelihood="classification").predict(
-            DATA[0], likelihood="classification"
-        )
+        found = ba.calibrate(posterior, DATA, likelihood="classification").predict(DATA[0], likelihood="classification")
         _ = found.probs, found.novelty
 
     def bandit() -> None:

@@ -284,7 +284,9 @@ def test_counts_without_a_name_are_told_of_the_name():
 def test_a_reward_outside_its_range_is_learnt_with_one_warning():
     agent = make_agent("hybrid", 3, 2, reward_range=(0.1, 1), hidden=(4,))
     agent.update(np.zeros(3), 0, 0.1)
-    with pytest.warns(ba.errors.BayesAdamWarning, match=r"a reward of 5 lies outside reward_range=\(0\.1, 1\)") as caught:
+    with pytest.warns(
+        ba.errors.BayesAdamWarning, match=r"a reward of 5 lies outside reward_range=\(0\.1, 1\)"
+    ) as caught:
         agent.update(np.zeros((2, 3)), [0, 1], [0.5, 5.0])
     assert caught[0].filename == __file__
     agent.update(np.zeros(3), 0, 7.0)

@@ -433,7 +433,9 @@ def test_copies_are_warned_of(tuned, tmp_path):
 
 def test_a_base_that_is_one_of_the_models_is_warned_of(tuned, tmp_path):
     paths = saved(tuned, tmp_path)
-    with pytest.warns(ba.errors.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"):
+    with pytest.warns(
+        ba.errors.BayesAdamWarning, match=r"the base and 1\.pt have the same weights: .* before fine-tuning"
+    ):
         merge(paths[:2], base=paths[1])
 
 
