@@ -317,7 +317,7 @@ def sample(
     run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
-_Method = _one_of("bayesadam.merging.plan:Method", "By default gradient-matching with a base, else fisher.")
+_Method = _one_of("bayesadam.merging:METHODS", "By default gradient-matching with a base, else fisher.")
 _Merged = typer.Argument(metavar="CHECKPOINT", help="What the trainers saved: weights and optimiser state.")
 _Count = Option("--weight", metavar="NUMBER", help="How much a checkpoint counts, once for each; 1 each by default.")
 
