@@ -324,7 +324,7 @@ def test_the_report_in_words():
 # --- no guarantees ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.HeldOutWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.HeldOutWarning")
 @pytest.mark.parametrize(("count", "folds"), [(60, 1), (19, 2)])
 def test_without_parts_there_are_no_guarantees(count, folds):
     batch, remedy = blobs(count, 1), "at least 20 examples and two folds"

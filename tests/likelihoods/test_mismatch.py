@@ -117,7 +117,7 @@ def test_calibration_asks_whether_the_data_belong_to_the_likelihood():
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_a_few_held_out_examples_are_warned_of():
     torch.manual_seed(0)
     x = torch.randn(19, 3)
@@ -216,7 +216,7 @@ def test_fewer_examples_than_in_a_batch_are_warned_of():
 # --- scores that say nothing ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_a_novelty_that_tells_nothing_apart_is_warned_of():
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
@@ -229,7 +229,7 @@ def test_a_novelty_that_tells_nothing_apart_is_warned_of():
         ba.calibrate(posterior(model, variance=1e9), (x, y), **K)
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_guarantees_say_what_they_lack():
     torch.manual_seed(0)
     x, y = torch.randn(60, 3), torch.arange(60) % 30
@@ -242,7 +242,7 @@ def test_guarantees_say_what_they_lack():
         found.novelty_pvalue  # noqa: B018
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.UnusedPosteriorWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.UnusedPosteriorWarning")
 def test_classes_with_too_few_held_out_examples_are_named():
     torch.manual_seed(0)
     x, y = torch.randn(60, 3), torch.arange(60) % 3

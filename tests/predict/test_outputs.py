@@ -98,7 +98,7 @@ def sigma(posterior: ba.Posterior) -> Tensor:
 NETWORKS = {"plain": lambda: mlp(3, 4, CLASSES), "vector": Vector}
 
 
-@pytest.mark.filterwarnings("ignore::bayesadam.StructureWarning")
+@pytest.mark.filterwarnings("ignore::bayesadam.errors.StructureWarning")
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 @pytest.mark.parametrize("network", ["plain", pytest.param("vector", marks=pytest.mark.slow)])
 def test_the_largest_outputs_have_the_dense_moments(network: str, structure: str) -> None:
