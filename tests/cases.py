@@ -81,3 +81,12 @@ def soap(
         max_precondition_dim=max_side,
     )
     return optimizer
+
+
+def orthonormal(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same SOAP with bases that are orthonormal to the last digit of float64; its own are to float32's."""
+    for state in optimizer.state.values():
+        if "Q" in state:
+            bases = [q if len(q) == 0 else torch.linalg.qr(q.double()).Q.contiguous() for q in state["Q"]]
+            state["Q"] = bases
+    return optimizer

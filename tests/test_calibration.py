@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesadam as ba
 from bayesadam.calibration import fits, held_out, log_marginal_likelihood
 from bayesadam.calibration.fits import Widths
-from bayesadam.errors import BayesAdamError, CalibrationError, MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import (
+    BayesAdamError,
+    CalibrationError,
+    CollapsedPredictionWarning,
+    MatchError,
+    SettingError,
+    UnusedPosteriorWarning,
+)
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.posterior.distribution import predictive_of
 from bayesadam.predict.options import Options

@@ -60,7 +60,7 @@ def test_an_error_is_ours_and_python_s(name):
     also = ALSO[name]
     for base in (ba.BayesAdamError, *(also if isinstance(also, tuple) else (also,))):
         with pytest.raises(base, match="N is -1"):
-            raise getattr(ba, name)("N is -1")
+            raise EVERY[name]("N is -1")
 
 
 @pytest.mark.parametrize("name", ALSO)

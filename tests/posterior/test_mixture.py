@@ -18,7 +18,7 @@ import bayesadam as ba
 from bayesadam import _storage as storage
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.posterior.mixture import Mixture
-from cases import mlp, soap, train, trained
+from cases import mlp, orthonormal, soap, train, trained
 from floats import approx, assert_close
 
 # Which probabilities made-up data prefer does not matter here.
@@ -44,7 +44,7 @@ def kronecker(seed: int = 0) -> ba.Posterior:
     model = mlp(3, 4, 2).double()
     optimizer = soap(model.parameters(), lr=1e-2, precondition_every=2)
     train(model, optimizer, seed=seed)
-    return ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=DELTA, structure="kronecker")
+    return ba.Posterior.from_optimizer(model, orthonormal(optimizer), N, prior_precision=DELTA, structure="kronecker")
 
 
 def members() -> list[ba.Posterior]:

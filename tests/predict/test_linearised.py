@@ -645,7 +645,7 @@ def test_weights_without_curvature_or_prior_are_refused_not_turned_into_nan():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     model(x).square().mean().backward()
     optimizer.step()
-    improper = ba.Posterior.from_optimizer(model, optimizer, 100)
+    improper = ba.Posterior.from_optimizer(model, optimizer, 100, prior_precision=0.0)
     with pytest.raises(ImproperError, match=r"'0.weight': 4 of 12"):
         predict(improper, x)
     assert torch.isfinite(predict(improper.replace(prior_precision=1.0), x).variance).all()

@@ -15,7 +15,7 @@ from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Component, LogitPredictive, NumericPredictive, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.posterior.mixture import Mixture
-from cases import mlp, soap, train, trained
+from cases import mlp, orthonormal, soap, train, trained
 from floats import approx, assert_close
 
 WEIGHTS = (0.5, 0.2, 0.3)
@@ -54,6 +54,7 @@ def posteriors() -> list[ba.Posterior]:
     model = mlp(3, 4, 2).double()
     optimizer = soap(model.parameters(), lr=1e-2, precondition_every=2)
     train(model, optimizer, seed=2)
+    optimizer = orthonormal(optimizer)
     found.append(ba.Posterior.from_optimizer(model, optimizer, 500, prior_precision=20.0, structure="kronecker"))
     return [p.replace(noise_variance=[0.1 + 0.1 * i, 0.3]) for i, p in enumerate(found)]
 

@@ -17,7 +17,7 @@ import bayesadam as ba
 from bayesadam.errors import SettingError
 from bayesadam.predict.call import Call
 from bayesadam.predict.prediction import running_deviation
-from cases import mlp, soap
+from cases import mlp, orthonormal, soap
 from floats import approx, assert_close
 
 # Eight gradients are few: that is told of a posterior at its own settings, and not what is asked here.
@@ -75,7 +75,7 @@ def trained(
     options = {"prior_precision": 2.0, "batch_size": BATCH, **options}
     return ba.Posterior.from_optimizer(
         model,
-        optimizer,
+        orthonormal(optimizer),
         N,
         structure="kronecker" if structure == "soap" else structure,
         recorder=recorder,

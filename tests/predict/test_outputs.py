@@ -12,6 +12,7 @@ from torch.func import functional_call, jacrev
 
 import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods import LogitPredictive, NumericPredictive
 from cases import mlp, soap
 from floats import assert_close
 

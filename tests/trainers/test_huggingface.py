@@ -106,7 +106,7 @@ def test_the_posterior_is_that_of_the_live_optimiser_saved_and_logged(tmp_path):
     assert equal(callback.posterior, expected)
     assert equal(ba.Posterior.load(tmp_path / "posterior.safetensors", run.model), expected)
     # The trainer's own groups: biases and norms have no decay, and so no prior.
-    assert {float(delta) for delta in expected.prior_precision.values()} == {0.0, N * 0.1}
+    assert {float(delta) for delta in expected.prior_precision.values()} == {1.0, N * 0.1}
     shown, snr = scalars(tmp_path), expected.snr()
     every = torch.cat([values.flatten() for values in snr.values()])
     for tag, value in {

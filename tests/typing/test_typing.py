@@ -33,8 +33,9 @@ def test_a_users_strict_check_passes_and_finds_mistakes(tmp_path):
         "import bayesadam as ba\n"
         "import torch\n\n\n"
         "def probs(posterior: ba.Posterior, x: torch.Tensor) -> torch.Tensor:\n"
-        '    return posterior.predict(x, likelihood="regression").probs\n'
+        '    found: ba.likelihoods.NumericPredictive = posterior.predict(x, likelihood="regression")\n'
+        "    return found.probs\n"
     )
     said = mypy(USER, wrong, tmp_path=tmp_path)
     assert [line for line in said.splitlines() if "user.py" in line] == []
-    assert 'wrong.py:6: error: "NumericPredictive" has no attribute "probs"' in said
+    assert 'wrong.py:7: error: "NumericPredictive" has no attribute "probs"' in said
