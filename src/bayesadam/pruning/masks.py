@@ -49,12 +49,12 @@ def snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
 
     The prior is left out: with δ a dead weight, v̂ = 0, would score |θ| δ^½ and outlive weights in use.
     """
-    return replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta.abs())
+    return replace(rule, delta=0.0).precision(v).sqrt_().mul_(theta).abs_()
 
 
 def posterior_snr(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
     """|μ| (w v̂ᵖ + δ)^½, the posterior's own |μ|/σ, prior included."""
-    return rule.precision(v).sqrt_().mul_(rule.mean(theta, v).abs())
+    return rule.precision(v).sqrt_().mul_(rule.mean(theta, v)).abs_()
 
 
 def magnitude(theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
@@ -387,6 +387,8 @@ def lowest(
         for name in wanted:
             flat = scores[name].reshape(-1).to(kind), weights[name].reshape(-1)
             yield from zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True)
+            # Before the next parameter's scores are computed.
+            del flat
 
     bound, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
     tied = lambda: (_sizes(weight[score == bound]).to(kind) for score, weight in pieces(*names))  # noqa: E731
