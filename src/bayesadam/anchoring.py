@@ -24,6 +24,8 @@ from bayesadam.readers.match import Entry, check_parameter, listed_optimizers, o
 from bayesadam.readers.registry import reader_of
 from bayesadam.readers.rotated import Rotation
 
+__all__ = ["Anchor", "anchor"]
+
 _SETTINGS = ("strength", "n_data", "every")
 # The least resistance of a weight, as a share of the mean: weights that the new data do not move have next to none.
 _LEAST = 1e-3

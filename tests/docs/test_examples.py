@@ -246,7 +246,8 @@ def _public(module: ModuleType) -> list[str]:
 
 
 PUBLIC = (
-    *("bayesadam", "bayesadam.data", "bayesadam.errors", "bayesadam.likelihoods", "bayesadam.sklearn"),
+    "bayesadam",
+    "bayesadam.data",
     *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)),
 )
 
