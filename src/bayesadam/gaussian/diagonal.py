@@ -177,7 +177,9 @@ class Diagonal(Structure):
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
         """The same elsewhere."""
         moments = {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()}
-        return replace(self, second_moment=moments, bases={n: basis.to(device, dtype) for n, basis in self.bases.items()})
+        return replace(
+            self, second_moment=moments, bases={n: basis.to(device, dtype) for n, basis in self.bases.items()}
+        )
 
     def gathered(self) -> Diagonal:
         """The same second moments, whole."""
