@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,17 +13,11 @@ from torch.utils._pytree import tree_leaves
 from bayesadam._progress import Bar
 from bayesadam.bandits import (
     AGENTS,
-    Agent,
-    AgentSettings,
     agent_settings,
     classification_problem,
-    make_agent,
-    replay,
     reward_problem,
     simulate,
 )
-from bayesadam.bandits.agents import REGISTRY
-from bayesadam.bandits.learner import CountOrZero, Entry, Learner
 from bayesadam.bandits.simulation import Playing, _Lane, in_turn
 from bayesadam.errors import FileError, MatchError, SettingError
 from floats import approx, assert_close
@@ -124,35 +117,6 @@ def test_agents_learn(agent):
     assert found.reward_ratio.mean() > 0.6
     late = (found.reward[:, -1] - found.reward[:, 199]) / 200
     assert late.mean() > 0.7
-
-
-# As CONTRIBUTING has it: settings, learner and entry in one file, and one line in the registry.
-@dataclass(frozen=True)
-class StubbornSettings(AgentSettings):
-    favourite: CountOrZero = 1
-
-
-class Stubborn(Learner):
-    settings: StubbornSettings
-
-    def _draws(self, contexts, n, streams):
-        scores = torch.zeros(*contexts.shape[:2], n, self.n_arms)
-        scores[..., self.settings.favourite] = 1
-        return scores
-
-
-def test_a_new_agent_is_one_entry_in_the_registry(monkeypatch, tmp_path):
-    monkeypatch.setitem(REGISTRY, "stubborn", Entry(Stubborn, StubbornSettings, tuned={"favourite": 2}))
-    assert (agent_settings("stubborn").favourite, agent_settings("stubborn", "paper").favourite) == (2, 1)
-    with pytest.raises(SettingError, match="favourite must be a whole number, 0 or more, got -1"):
-        agent_settings("stubborn", favourite=-1)
-    assert simulate(blobs(), "stubborn", runs=2, rounds=60).reward.shape == (2, 60)
-    agent = make_agent("stubborn", 5, 3, initial_pulls=0)
-    agent.log(tmp_path / "log.jsonl")
-    assert (agent.act(np.zeros(5)), agent.decide(np.zeros(5)).probability) == (2, 1.0)
-    agent.save(tmp_path / "agent")
-    for again in (Agent.load(tmp_path / "agent"), replay(tmp_path / "log.jsonl")):
-        assert (again.settings, again.pending) == (agent.settings, (0,))
 
 
 # --- random numbers -------------------------------------------------------------------------------------------------

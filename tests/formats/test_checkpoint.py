@@ -17,16 +17,10 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.readers import (
-    Contents,
-    Format,
-    format_of,
     read_checkpoint,
     read_curvature,
-    register_format,
-    registered_formats,
     write_pruned,
 )
-from bayesadam.readers.formats import registry as registry_module
 from cases import mlp, train, trained
 
 
@@ -248,30 +242,6 @@ def test_half_a_checkpoint_says_what_was_found(pair: Any, tmp_path: Path) -> Non
         read_checkpoint(saved(tmp_path / "c.pt", [1, 2]))
     with pytest.raises(FileError, match="found nothing"):
         read_checkpoint(saved(tmp_path / "c.pt", {}))
-
-
-# --- formats of one's own -------------------------------------------------------------------------------------------
-
-
-def test_a_format_is_one_record(pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
-    model, optimizer = pair
-    saved(tmp_path / "w.bin", model.state_dict())
-    saved(tmp_path / "o.bin", optimizer.state_dict())
-
-    def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        state = torch.load(path / "o.bin", weights_only=True)
-        return Contents(torch.load(path / "w.bin", weights_only=True), state, "a folder of mine", ordered=True)
-
-    mine = register_format(Format("mine", lambda path, head: (path / "o.bin").is_file(), read))
-    assert registered_formats()[0] is mine
-    assert format_of(tmp_path) is mine
-    checkpoint = read_checkpoint(tmp_path)
-    check(checkpoint, model, optimizer)
-    with pytest.raises(SettingError, match="replace=True"):
-        register_format(mine)
-    with pytest.raises(FileError, match="cannot be written"):
-        write_pruned(checkpoint, {}, tmp_path / "out.pt")
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

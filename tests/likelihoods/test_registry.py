@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError, UnusedPosteriorWarning
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, NumericPredictive, agreed, likelihood
-from bayesadam.likelihoods.predictive import function_draws
-from bayesadam.likelihoods.regression import NumericLikelihood, nodes_like, summed
 from bayesadam.trainers.keeper import held_out_numbers
 from cases import mlp
 from floats import approx, assert_close
@@ -34,7 +31,7 @@ def _halves(f: Tensor) -> torch.distributions.Distribution:
     return torch.distributions.Normal(mean, (log_variance / 2).exp())
 
 
-# p(y | f) by torch.distributions, observation noise of variance 1/2 where there is one; how many outputs two targets need.
+# p(y | f) by torch.distributions, observation noise of variance 1/2 where there is one; outputs for two targets.
 EXAMPLES = {
     "regression": (lambda f: torch.distributions.Normal(f, 0.5**0.5), TARGETS),
     "classification": (lambda f: torch.distributions.Categorical(logits=f), 3),
@@ -339,66 +336,3 @@ def test_the_old_name_of_predictive_works_and_points_at_the_users_line(fitted):
         assert [w.filename for w in caught if "predictive" in str(w.message)] == [__file__]
         new = asked.predict(x, predictive="linearised-sampled", generator=torch.Generator().manual_seed(0), **options)
         assert torch.equal(old.draws, new.draws)
-
-
-# --- a new one ------------------------------------------------------------------------------------------------------
-
-
-class NegativeBinomial(NumericLikelihood):
-    """Counts with mean exp f and variance exp f + exp(2 f)/2: what CONTRIBUTING asks for, and nothing else."""
-
-    name = "negative-binomial"
-    resolution = 0.25
-    standardised = False
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -self.given(outputs).log_prob(targets).mean(dim=(1, 2))
-
-    def hessian_diagonal(self, outputs: Tensor, noise_variance: Tensor | None = None) -> Tensor:
-        return 2 * outputs.exp() / (outputs.exp() + 2)
-
-    def given(self, f: Tensor) -> torch.distributions.NegativeBinomial:
-        return torch.distributions.NegativeBinomial(2.0, logits=f - math.log(2))
-
-    def expected(self, c: Component) -> Tensor:
-        return (c.mean + c.variance / 2).exp()
-
-    def total_variance(self, c: Component) -> Tensor:
-        return self.expected(c) + self.expected(c).square() * (1.5 * c.variance.exp() - 1)
-
-    def sample(self, c: Component, n: int, generator: torch.Generator | None) -> Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(0 if generator is None else generator.initial_seed())
-            return self.given(function_draws(c, n, generator)).sample()
-
-    def log_density(self, c: Component) -> Callable[[Tensor], Tensor]:
-        z, weights = nodes_like(4, c.mean)
-        given = self.given(c.mean + z * c.variance.sqrt())
-        first = -z.dim()
-        return lambda y: summed((given.log_prob(y.unsqueeze(first)) + weights.log()).logsumexp(first), c.mean.dim())
-
-
-def test_a_new_likelihood_is_one_class_in_the_registry(monkeypatch):
-    record = NegativeBinomial()
-    monkeypatch.setitem(LIKELIHOODS, record.name, record)
-    x = torch.linspace(-2, 2, 300)[:, None].double()
-    torch.manual_seed(0)
-    y = record.given(1 + x.sin()).sample()
-    model = mlp(1, 16, record.n_outputs(y)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    rest, train = torch.randperm(300).split([120, 180])
-    for _ in range(200):
-        optimizer.zero_grad()
-        record.loss(model(x[train])[None], record.shaped(y[train], x)[None]).sum().backward()
-        optimizer.step()
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 180, prior_precision=1.0)
-    found = ba.calibrate(posterior, (x[rest], y[rest]), likelihood=record.name)
-    p = found.predict(x[rest], likelihood=record.name)
-    assert ba.scores.nll(p, y[rest]) < 2.6
-    assert 0.8 < ba.scores.coverage(p, y[rest], level=0.9) <= 1
-    draws = p.sample(20_000, generator=torch.Generator().manual_seed(0))
-    assert_close(draws.mean(dim=0), p.predicted_mean, rtol=0.1)
-    assert_close(draws.var(dim=0), p.total_variance, rtol=0.25)
-    assert len(ba.audit(found, (x, y)).suspects(5)) == 5
-    assert ba.Mixture([found, found]).predict(x, likelihood=record.name).entropy().isfinite().all()
-    assert held_out_numbers(found, [(x, y)], likelihood=record.name)["coverage95"] > 0.8

@@ -172,12 +172,14 @@ class Diagonal(Structure):
     def part(self, name: str) -> Diagonal:
         """The same of one parameter."""
         bases = {name: self.bases[name]} if name in self.bases else {}
-        return Diagonal({name: self.second_moment[name]}, bases)
+        return replace(self, second_moment={name: self.second_moment[name]}, bases=bases)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Diagonal:
         """The same elsewhere."""
         moments = {name: v.to(device=device, dtype=dtype) for name, v in self.second_moment.items()}
-        return Diagonal(moments, {name: basis.to(device, dtype) for name, basis in self.bases.items()})
+        return replace(
+            self, second_moment=moments, bases={n: basis.to(device, dtype) for n, basis in self.bases.items()}
+        )
 
     def gathered(self) -> Diagonal:
         """The same second moments, whole."""
