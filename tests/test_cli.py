@@ -165,7 +165,6 @@ CHOICES = [
     (("paper", "pruning"), "--activation", ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")),
     (("paper", "pruning"), "--device", ("cpu", "cuda")),
     (("paper", "bandits"), "--settings", ("paper", "tuned")),
-    (("paper", "bandits"), "--engine", ("local", "ray")),
     (("paper", "report", "folder"), "--settings", ("paper", "tuned")),
 ]
 LISTS = [
@@ -301,7 +300,7 @@ def test_out_is_a_folder_or_a_file_with_an_ending(command, extra, usual, flag, s
     ("command", "file", "said"),
     [
         (["sample"], "none.pt", "no file at"),
-        (["sample", "--prior-precision", 0, "--n-data", 4], "dead.pt", "neither curvature nor prior"),
+        (["sample", "--prior-precision", 0, "--n-data", 4], "dead.pt", "prior precision 0"),
         (["prune", "--fraction", 0.5], "none.pt", "no file at"),
         (["export"], "dead.pt", "--n-data"),
         (["merge", "last.pt"], "none.pt", "no file at"),

@@ -445,7 +445,6 @@ def pruning(
 _Settings = _one_of("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
 _Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
 _Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
-_Engine = _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells over a Ray cluster.")
 
 
 @_of_the_paper
@@ -456,7 +455,6 @@ def bandits(
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",
     change: Annotated[list[str] | None, _Set] = None,
-    engine: Annotated[str, _Engine] = "local",
     device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
@@ -480,7 +478,7 @@ def bandits(
             changes[name] = value
     chosen = _given(problems=problems, agents=agents)
     asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
-    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
+    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device))
 
 
 @_of_the_paper

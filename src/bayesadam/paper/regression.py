@@ -172,18 +172,10 @@ def panel(axes: Axes, curves: Mapping[str, Any], method: str, *, gap: bool) -> N
 
 def picture(curves: Mapping[str, Any], *, gap: bool) -> Figure:
     """One panel per method, the same axes in each."""
-    methods = list(curves["methods"])
-    columns = min(5, len(methods))
-    rows = -(-len(methods) // columns)
+    title = "Toy regression: mean, one and two standard deviations (noise included)"
+    draw = [partial(panel, curves=curves, method=method, gap=gap) for method in curves["methods"]]
     with plots.house_style():
-        title = "Toy regression: mean, one and two standard deviations (noise included)"
-        figure = plots.new_figure(2.9 * columns + 0.4, 2.7 * rows + 0.5, title)
-        panels = figure.subplots(rows, columns, squeeze=False)
-        for axes, method in zip(panels.flat, methods, strict=False):
-            panel(axes, curves, method, gap=gap)
-        for axes in panels.flat[len(methods) :]:
-            axes.set_axis_off()
-    return figure
+        return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
 
 
 def run_regression(
