@@ -1,7 +1,6 @@
 """What every command shares: seed, folder, clock, `metrics.json`, files that are whole or absent, and resuming.
 
-A long command is divided into parts. Each finished part goes to a ledger, in this process or from several, and the same
-command resumes with the parts that are not in it.
+Each finished part of a long command goes to a ledger, and the same command resumes with the parts that are not in it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import rich.table
 import torch
+from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 
 from bayesadam._files import replacing
@@ -53,10 +53,7 @@ def text(content: str) -> Writer:
 
 
 class Table(NamedTuple):
-    """A table for the terminal, a file or a page: rows of texts, the first a name, the others numbers.
-
-    The best number of a column has two asterisks on each side.
-    """
+    """Rows of texts, the first a name, the others numbers, of which the best has two asterisks on each side."""
 
     title: str
     columns: Sequence[str]
@@ -64,7 +61,7 @@ class Table(NamedTuple):
     note: str = ""
 
     def __rich__(self) -> rich.table.Table:
-        view = rich.table.Table(title=self.title, title_justify="left")
+        view = rich.table.Table(title=self.title, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
         for number, heading in enumerate(self.columns):
             view.add_column(heading, justify="right" if number else "left")
         for row in self.rows:
@@ -121,11 +118,9 @@ def target(out: Path, usual: str) -> tuple[Path, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command. Reports and paths go to standard output; with `quiet` only the paths are printed.
+    """One run of a command, which prints its reports and paths; with `quiet` the paths alone.
 
-    Attributes:
-        settings: all but the seed that determines the results, as plain data.
-        before: the seconds of earlier sessions, where the run was stopped and resumed.
+    `settings` are all but the seed that determines the results; `before` are the seconds of earlier sessions.
     """
 
     command: str
@@ -148,10 +143,10 @@ class Run:
         absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
         except OSError as error:
-            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            reason = "it, or a folder above it, is a file" if is_file else error.strerror
+            raise FileError(f"cannot write to {self.out}: {reason}") from None
         try:
             yield
         except BaseException:
@@ -320,7 +315,7 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn"), _start_worker)
     try:
-        for future in as_completed([pool.submit(_group, work, group) for group in groups]):
+        for future in as_completed([pool.submit(_all, work, group) for group in groups]):
             yield from future.result()
         pool.shutdown()
     except BrokenProcessPool:
@@ -334,7 +329,7 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
         pool.shutdown(cancel_futures=True)
 
 
-def _group(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
+def _all(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
     return list(work(group))
 
 
