@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from bayesadam._extras import require
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
 from bayesadam.commands.running import Run, Table, as_json, target
@@ -73,6 +74,7 @@ def run_merge(
 ) -> None:
     """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
     numbers = [str(path) for path in checkpoints if re.fullmatch(r"[\d.]+", str(path)) and not path.exists()]
+    settings["weights"] = settings["weights"] or None
     if settings["weights"] and numbers:
         raise SettingError(f"--weight takes one number, once for each checkpoint: write --weight {numbers[0]} as well")
 
@@ -145,6 +147,8 @@ def run_inspect(
     To `out` it writes the picture and `metrics.json`; with `plot` and no `out` the picture alone, as `NAME-snr.png` in
     the current folder. With `json` the inspection is one JSON object, alone on standard output.
     """
+    # Before any reading, so that a missing package costs no time.
+    require("matplotlib")
     from bayesadam.commands.plots import inspection_picture, png
 
     file, record = target(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
