@@ -163,7 +163,7 @@ def _checkpoint_options(
 
 
 def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
-    """A command `name`, whose work is `commands.files.run_name`; its `options` are those of `_checkpoint_options`.
+    """A command `name`, whose work is `commands.files.run_name`, with the options of `_checkpoint_options` besides.
 
     Of several checkpoints each has a state of its own, so that no option names its file.
     """
@@ -178,7 +178,7 @@ def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
         if work(options=options, **given) is False:
             raise typer.Exit(1)
 
-    parameters = [p for name, each in own.items() for p in (added.values() if name == "options" else [each])]
+    parameters = [*own.values(), *added.values()]
     # By keyword alone, so that options with and without a default may come in any order.
     run.__signature__ = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -239,8 +239,6 @@ def inspect(
     seed: Seed = 0,
     out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Signal-to-noise ratio and dead weights, layer by layer.
 
@@ -255,8 +253,6 @@ def doctor(
     json: Json = False,
     out: Annotated[Path | None, _out("DIR", "Write metrics.json to this folder.")] = None,
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """What is wrong or notable about a saved optimiser state.
 
@@ -278,8 +274,6 @@ def prune(
     exclude: Annotated[str, _Exclude] = "",
     out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Set the weights with the lowest signal-to-noise ratio to zero.
 
@@ -295,8 +289,6 @@ def sample(
     seed: Seed = 0,
     out: OutFile = Path("out/sample"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Draw the weights once from their posterior.
 
@@ -317,8 +309,6 @@ def merge(
     weights: Annotated[list[float] | None, _Count] = None,
     out: OutFile = Path("out/merge"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Make one network of several fine-tuned from one start.
 
@@ -339,8 +329,6 @@ def export(
     structure: Annotated[str, _Structure] = "diagonal",
     out: OutFile = Path("out/export"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Write the posterior as a small file to publish beside the weights.
 

@@ -110,7 +110,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """One predictor per seed, from inputs (b, inputs) to a predictive distribution, and a posterior where it has one."""
+    """One predictor per seed, from inputs (b, inputs) to a predictive distribution, and its posterior if it has one."""
 
     method: str
     predictors: tuple[Callable[[Tensor], Any], ...]
