@@ -104,9 +104,7 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 
 def target(out: Path, usual: str) -> tuple[Path, str]:
-    """Where a command of one result writes it, and the name of the record beside it.
-
-    `out` is that file where it has an ending and is no folder; otherwise it is a folder for the usual names.
+    """Where a command of one result writes it, and the record's name; `out` is that file if it has an ending.
 
     >>> target(Path("small/net.pt"), "pruned.pt")[1], str(target(Path("small"), "pruned.pt")[0])
     ('net.metrics.json', 'small/pruned.pt')
@@ -241,10 +239,7 @@ class Ledger:
 
 
 def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
-    """The run with the seconds that earlier sessions spent on it, and its ledger.
-
-    The ledger does not depend on the `choices`, settings that select parts, such as `"methods"`.
-    """
+    """The run with the seconds of earlier sessions, and its ledger, which `choices` of parts do not change."""
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
     return replace(run, before=float(ledger.read().get("seconds", 0.0))), ledger
 
@@ -319,10 +314,8 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
             yield from future.result()
         pool.shutdown()
     except BrokenProcessPool:
-        raise BayesAdamError(
-            "a worker process died, which often means that memory ran out: the same command resumes with what is not "
-            "finished; --jobs 1 works in one process"
-        ) from None
+        why = "a worker process died, perhaps for want of memory"
+        raise BayesAdamError(f"{why}: the same command resumes, and --jobs 1 works in one process") from None
     finally:
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()

@@ -53,10 +53,9 @@ _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on besides the seed: its columns, its rows, and the runs of each cell.
+    """What the table depends on besides the seed: its columns, its rows, the runs of each cell, the agents' settings.
 
-    With `rounds=None` a run has as many as its problem says. The settings are `"tuned"` or `"paper"`, with changes to
-    single ones of them, by name, for every agent that has them.
+    These are `"tuned"` or `"paper"`, with changes to single ones, by name, for every agent that has them.
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]

@@ -60,11 +60,8 @@ class Data:
 class Training:
     """How a network is trained; the defaults are the paper's for its toy problem.
 
-    Attributes:
-        epochs: passes over the data, counted in examples.
-        weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
-        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
-        schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
+    The loss has the penalties (`weight_decay`/2)|θ|² and `sparsity` |θ|₁, a Laplace prior that Adam's second moment
+    never sees; an epoch is counted in examples, and a `"cosine"` schedule ends at nothing.
     """
 
     epochs: int = 20_000
@@ -86,10 +83,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What every method is given: data and one network for each seed, and the draws behind a sampled prediction.
-
-    With `progress` training shows a bar on a terminal, after two seconds.
-    """
+    """What every method is given: data and one network for each seed, and the draws behind a sampled prediction."""
 
     data: Data
     network: Network
