@@ -435,7 +435,7 @@ def test_interrupting_is_one_line_and_code_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "bayesadam: interrupted\n"
 
 
-# Trains until it is stopped, and says so once it is past torch's own late imports, inside which an interrupt can be lost.
+# Trains until it is stopped, and says so once it is past torch's own late imports, which can lose an interrupt.
 ENDLESS = """
 import sys
 from pathlib import Path
@@ -595,7 +595,7 @@ def test_metrics_are_json_that_any_reader_takes(tmp_path):
     assert (metrics["seed"], metrics["device"]) == (5, "cuda:0")
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------------------------
 
 CONTENT = b"some data\n"
 

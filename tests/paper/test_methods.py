@@ -175,7 +175,7 @@ def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(
 
 
 def test_swags_moments_are_those_of_the_iterates():
-    """A plain SGD beside it, on the same batches: the mean, the variance, and the last deviations from the running mean."""
+    """A plain SGD on the same batches: the mean, the variance, and the last deviations from the running mean."""
     given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
     stack = trained(given, SWAG, rank=4, snapshots=20, every=5, lr=1e-2)
     mean, variance = stack.gaussian()

@@ -415,12 +415,6 @@ def test_the_page_is_there_before_the_last_experiment_is_done(tmp_path, stubs, m
     assert not (tmp_path / "report.json").exists()
 
 
-@pytest.mark.parametrize("settings", [{"only": ("magic",)}, {"only": ()}, {"settings": "magic"}])
-def test_unknown_choices_are_named(settings):
-    with pytest.raises(SettingError, match=r"magic|none"):
-        ReportSettings(**settings)
-
-
 @pytest.mark.slow
 def test_a_real_run_from_nothing_to_the_page(tmp_path, monkeypatch):
     small = PruningSettings(data="digits", methods=("badam",), n_seeds=2, epochs=1, hidden=(8,))

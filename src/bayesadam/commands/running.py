@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
@@ -30,7 +30,7 @@ from rich.console import Console, RenderableType
 from bayesadam._files import replacing
 from bayesadam._progress import progress
 from bayesadam._version import __version__
-from bayesadam.errors import BayesAdamError, FileError, SettingError
+from bayesadam.errors import BayesAdamError, FileError
 from bayesadam.gaussian.noise import stream_seed
 
 Writer = Callable[[Path], object]
@@ -38,13 +38,6 @@ Writer = Callable[[Path], object]
 Track = Callable[[Any, str], Any]
 # Does parts that belong together, and yields each by name when it is done, as plain data or as a `Failure`.
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
-
-
-def require_known(option: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Refuse names that are not known, and none at all."""
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise SettingError(f"{option} must be among {', '.join(known)}; got {', '.join(unknown) or 'none'}")
 
 
 def text(content: str) -> Writer:

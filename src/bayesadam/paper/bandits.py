@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
+from bayesadam.bandits import PAPER_AGENTS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, text
+from bayesadam.commands.running import Run, Table, resumed, run_parts, text
 from bayesadam.errors import SettingError
 from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
 
@@ -66,8 +66,6 @@ class BanditSettings:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
-        require_known("agents", self.agents, AGENTS)
         known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
         if unknown := sorted(set(self.changes) - set(known)):
             raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, seeds_of
+from bayesadam.commands.running import Run, Table, resumed, run_parts, seeds_of
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
@@ -53,9 +53,6 @@ class PruningSettings:
     batch_size: int = 128
     lr: float = 1e-3
     beta2: float = 0.99999
-
-    def __post_init__(self) -> None:
-        require_known("methods", self.methods, TITLES)
 
 
 @dataclass(frozen=True)

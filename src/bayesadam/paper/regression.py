@@ -15,7 +15,7 @@ import torch
 
 from bayesadam import scores
 from bayesadam.commands import plots, running
-from bayesadam.commands.running import Failure, Run, Table, generator, require_known, seeds_of, text
+from bayesadam.commands.running import Failure, Run, Table, generator, seeds_of, text
 from bayesadam.data.toy import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
 from bayesadam.errors import BayesAdamError
 from bayesadam.paper import Sample, digits
@@ -59,9 +59,6 @@ class RegressionSettings:
     n_held_out: int = 50
     n_test: int = 500
     gap: bool = False
-
-    def __post_init__(self) -> None:
-        require_known("methods", self.methods, TITLES)
 
     def quick(self) -> RegressionSettings:
         """Two seeds and few epochs: the same command in under a minute."""

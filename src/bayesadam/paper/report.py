@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bayesadam._files import replacing
 from bayesadam._version import __version__
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, text
+from bayesadam.commands.running import Run, Table, text
 from bayesadam.data import data_set, find, locate
 from bayesadam.errors import BayesAdamError, DataError, SettingError
 from bayesadam.paper import bandits, pruning, regression
@@ -191,11 +191,6 @@ class ReportSettings:
     only: tuple[str, ...] = EXPERIMENTS
     quick: bool = False
     settings: str | None = None
-
-    def __post_init__(self) -> None:
-        require_known("--only", self.only, EXPERIMENTS)
-        if self.settings is not None:
-            replace(QUICK_BANDITS, settings=self.settings)
 
 
 def run_report(
