@@ -640,7 +640,9 @@ def test_the_page_says_whose_settings_the_table_has(whole):
     lost = {p: {**agents, "badam": agents["badam"] - 0.5} for p, agents in AS_IN_THE_PAPER.items()}
     put(whole, "bandits-paper", bandits_run(lost, settings="paper"))
     text, found = reported(whole)
-    said = "Played with our own settings, “tuned”, not with those that the paper states. The paper's own settings do not give"
+    said = (
+        "Played with our own settings, “tuned”, not with those that the paper states. The paper's own settings do not"
+    )
     assert sum(said in part for part in Outline(text).texts) == 2
     assert "settings <code>tuned</code>" in text
     reaches = next(claim for claim in found["results"]["claims"] if claim["claim"] == "table1-reaches")
