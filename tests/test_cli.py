@@ -165,7 +165,6 @@ CHOICES = [
     (("paper", "pruning"), "--activation", ("relu", "tanh", "sigmoid", "silu", "gelu", "elu")),
     (("paper", "pruning"), "--device", ("cpu", "cuda")),
     (("paper", "bandits"), "--settings", ("paper", "tuned")),
-    (("paper", "bandits"), "--engine", ("local", "ray")),
     (("paper", "report", "folder"), "--settings", ("paper", "tuned")),
 ]
 LISTS = [
@@ -301,7 +300,7 @@ def test_out_is_a_folder_or_a_file_with_an_ending(command, extra, usual, flag, s
     ("command", "file", "said"),
     [
         (["sample"], "none.pt", "no file at"),
-        (["sample", "--prior-precision", 0, "--n-data", 4], "dead.pt", "neither curvature nor prior"),
+        (["sample", "--prior-precision", 0, "--n-data", 4], "dead.pt", "prior precision 0"),
         (["prune", "--fraction", 0.5], "none.pt", "no file at"),
         (["export"], "dead.pt", "--n-data"),
         (["merge", "last.pt"], "none.pt", "no file at"),
@@ -436,7 +435,7 @@ def test_interrupting_is_one_line_and_code_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "bayesadam: interrupted\n"
 
 
-# Trains until it is stopped, and says so once it is past torch's own late imports, inside which an interrupt can be lost.
+# Trains until it is stopped, and says so once it is past torch's own late imports, which can lose an interrupt.
 ENDLESS = """
 import sys
 from pathlib import Path
@@ -596,7 +595,7 @@ def test_metrics_are_json_that_any_reader_takes(tmp_path):
     assert (metrics["seed"], metrics["device"]) == (5, "cuda:0")
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------------------------
 
 CONTENT = b"some data\n"
 

@@ -181,8 +181,8 @@ FLOORS = (
     {"bandits", "sklearn", "trainers"},
     {"_public"},
     {""},
-    {"paper", "play"},
     {"commands"},
+    {"paper", "play"},
     {"cli"},
     {"__main__"},
 )

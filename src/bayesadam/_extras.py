@@ -17,7 +17,6 @@ EXTRA_OF: dict[str, str | None] = {
     "lightning": "lightning",
     "peft": "transformers",
     "pooch": "data",
-    "ray": "ray",
     "sklearn": "sklearn",
     "transformers": "transformers",
 }

@@ -16,10 +16,7 @@ _terminal = Lock()
 
 
 class Bar:
-    """Counts steps, and draws them from the first one that ends after two seconds, if standard error is a terminal.
-
-    It disappears when the work is done.
-    """
+    """Counts steps, and draws them from the first one that ends after two seconds, if standard error is a terminal."""
 
     def __init__(self, description: str, total: int | None = None) -> None:
         self.description, self.total = description, total

@@ -163,7 +163,7 @@ def _checkpoint_options(
 
 
 def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose argument `options` is given on the command line by the options of `_checkpoint_options`.
+    """A command `name`, whose work is `commands.files.run_name`, with the options of `_checkpoint_options` besides.
 
     Of several checkpoints each has a state of its own, so that no option names its file.
     """
@@ -173,9 +173,12 @@ def _on_a_file(command: Callable[..., None]) -> Callable[..., None]:
         del added["optimizer_file"]
 
     def run(**given: Any) -> None:
-        command(options=_checkpoint_options(**{name: given.pop(name) for name in added}), **given)
+        options = _checkpoint_options(**{name: given.pop(name) for name in added})
+        work = getattr(import_module("bayesadam.commands.files"), f"run_{command.__name__}")
+        if work(options=options, **given) is False:
+            raise typer.Exit(1)
 
-    parameters = [p for name, each in own.items() for p in (added.values() if name == "options" else [each])]
+    parameters = [*own.values(), *added.values()]
     # By keyword alone, so that options with and without a default may come in any order.
     run.__signature__ = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -236,18 +239,11 @@ def inspect(
     seed: Seed = 0,
     out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Signal-to-noise ratio and dead weights, layer by layer.
 
     CHECKPOINT is what a trainer saved, or a posterior of ours: what Posterior.save or `bayesadam export` wrote.
     """
-    require("matplotlib")
-    from bayesadam.commands.files import run_inspect
-
-    shown: Any = {"plot": plot, "json": json, "why": why, "n_data": n_data, "snr": snr}
-    run_inspect(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **shown)
 
 
 @_on_a_file
@@ -257,20 +253,15 @@ def doctor(
     json: Json = False,
     out: Annotated[Path | None, _out("DIR", "Write metrics.json to this folder.")] = None,
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """What is wrong or notable about a saved optimiser state.
 
     To read before a posterior is trusted. Ends with code 1 where no posterior can be read.
     """
-    from bayesadam.commands.files import run_doctor
-
-    if not run_doctor(out=out, quiet=quiet, checkpoint=checkpoint, options=options, n_data=n_data, json=json):
-        raise typer.Exit(1)
 
 
 _Ranking = _one_of("bayesadam.pruning:RANKINGS", "The score, of which the lowest are removed; see docs/pruning.md.")
+_Exclude = Option(help='Leave whole, separated by commas: names, "*.norm*", biases.', callback=_split)
 _Scope = _one_of("bayesadam.pruning.masks:Scope", "All weights compete, or each parameter loses the same share.")
 
 
@@ -280,20 +271,14 @@ def prune(
     fraction: Annotated[float, Option(min=0, max=1, help="The share of weights to remove.")],
     ranking: Annotated[str, _Ranking] = "snr",
     scope: Annotated[str, _Scope] = "global",
-    exclude: Annotated[str, Option(help='Leave whole, separated by commas: names, "*.norm*", biases.')] = "",
+    exclude: Annotated[str, _Exclude] = "",
     out: OutFile = Path("out/prune"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Set the weights with the lowest signal-to-noise ratio to zero.
 
     All else in the file stays as it was; without --out it goes to out/prune/pruned.*.
     """
-    from bayesadam.commands.files import run_prune
-
-    chosen: Any = {"fraction": fraction, "ranking": ranking, "scope": scope, "exclude": _split(exclude)}
-    run_prune(out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
 @_on_a_file
@@ -304,17 +289,11 @@ def sample(
     seed: Seed = 0,
     out: OutFile = Path("out/sample"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Draw the weights once from their posterior.
 
     The draw is a safetensors file; without --out it is out/sample/sample.safetensors.
     """
-    from bayesadam.commands.files import run_sample
-
-    chosen: Any = {"n_data": n_data, "prior_precision": prior_precision}
-    run_sample(seed=seed, out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
 _Method = _one_of("bayesadam.merging:METHODS", "By default gradient-matching with a base, else fisher.")
@@ -327,20 +306,14 @@ def merge(
     checkpoints: Annotated[list[Path], _Merged],
     base: Annotated[Path | None, Option(help="The network before fine-tuning, for gradient matching.")] = None,
     method: Annotated[str | None, _Method] = None,
-    weight: Annotated[list[float] | None, _Count] = None,
+    weights: Annotated[list[float] | None, _Count] = None,
     out: OutFile = Path("out/merge"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Make one network of several fine-tuned from one start.
 
     Weighted by their second moments, as a safetensors file; without --out it is out/merge/merged.safetensors.
     """
-    from bayesadam.commands.files import run_merge
-
-    chosen: Any = {"base": base, "method": method, "weights": weight or None}
-    run_merge(out=out, quiet=quiet, checkpoints=checkpoints, options=options, **chosen)
 
 
 _Compress = _one_of("bayesadam.readers.compression:Compression", "8bit is a quarter of the bytes, factored far less.")
@@ -356,17 +329,11 @@ def export(
     structure: Annotated[str, _Structure] = "diagonal",
     out: OutFile = Path("out/export"),
     quiet: Quiet = False,
-    *,
-    options: Any,
 ) -> None:
     """Write the posterior as a small file to publish beside the weights.
 
     Without --out it is out/export/posterior.safetensors.
     """
-    from bayesadam.commands.files import run_export
-
-    chosen: Any = {"n_data": n_data, "batch_size": batch_size, "compress": compress, "structure": structure}
-    run_export(out=out, quiet=quiet, checkpoint=checkpoint, options=options, **chosen)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -445,7 +412,6 @@ def pruning(
 _Settings = _one_of("bayesadam.bandits:SETTINGS", "The agents': those that the paper states, or tuned ones.")
 _Problems = _list_of("bayesadam.bandits:PROBLEMS", "Problems (wheel:0.95 has δ = 0.95), by default the paper's")
 _Set = Option("--set", metavar="NAME=VALUE", help="Change a setting, such as epsilon=0.02; repeatable.")
-_Engine = _one_of("bayesadam.paper.bandits:ENGINES", "ray distributes the cells over a Ray cluster.")
 
 
 @_of_the_paper
@@ -456,7 +422,6 @@ def bandits(
     rounds: Annotated[int | None, Option(min=1, help="Rounds of each run; the problem's by default.")] = None,
     settings: Annotated[str, _Settings] = "tuned",
     change: Annotated[list[str] | None, _Set] = None,
-    engine: Annotated[str, _Engine] = "local",
     device: Device = None,
     seed: Seed = 0,
     out: Out = Path("out/bandits"),
@@ -480,7 +445,7 @@ def bandits(
             changes[name] = value
     chosen = _given(problems=problems, agents=agents)
     asked = BanditSettings(runs=runs, rounds=rounds, settings=settings, changes=changes, **chosen)
-    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device), engine=engine)
+    run_bandits(seed=seed, out=out, quiet=quiet, settings=asked, device=_device(device))
 
 
 @_of_the_paper
@@ -520,19 +485,17 @@ def list_data() -> None:
 
     cache = fetching.cache_folder() or f"none: name a folder in {fetching.CACHE_VARIABLE}"
     typer.echo(f"{fetching.DATA_VARIABLE}: {fetching.data_folder() or 'not set'}\ncache: {cache}\n")
-    widths = [
-        max(len(text) for text in column) for column in zip(*((r.name, r.title) for r in data_sets()), strict=True)
-    ]
+    wide, wider = (max(len(getattr(record, part)) for record in data_sets()) for part in ("name", "title"))
     for record in data_sets():
         found = find(record.name)
         where = " and ".join(dict.fromkeys(str(item.path.parent) for item in found.values()))
         if record.embedded:
             where = "embedded"
-        elif found and len(found) < len(record.files):
-            where = f"{len(found)} of {len(record.files)} files: {where}"
         elif not found:
             where = "absent" if all(file.urls for file in record.files) else "absent, and no public source is known"
-        typer.echo(f"{record.name:{widths[0]}}  {record.title:{widths[1]}}  {where}")
+        elif len(found) < len(record.files):
+            where = f"{len(found)} of {len(record.files)} files: {where}"
+        typer.echo(f"{record.name:{wide}}  {record.title:{wider}}  {where}")
 
 
 @data_app.command("fetch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
@@ -84,23 +84,12 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path, monkeypatch):
     assert first == second
 
 
-def test_ray_gives_the_same_numbers(tmp_path):
-    pytest.importorskip("ray")
-    settings = replace(SMALL, problems=("wheel:0.5",))
-    local, on_ray = (
-        json.loads(run_bandits(**given(tmp_path / engine, settings=settings, engine=engine))[-1].read_text())["results"]
-        for engine in ("local", "ray")
-    )
-    assert local["wheel:0.5"]["linear"]["reward_ratio"] == on_ray["wheel:0.5"]["linear"]["reward_ratio"]
-
-
 @pytest.mark.parametrize(
     "bad",
     [
         ["--problems", "luck"],
         ["--agents", "luck"],
         ["--settings", "mine"],
-        ["--engine", "spark"],
         ["--device", "tpu"],
         ["--set", "epsilon"],
         ["--set", "epsilon="],

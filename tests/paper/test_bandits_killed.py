@@ -11,8 +11,8 @@ from processes import run_python
 
 KILLS = int(os.environ.get("BAYESADAM_TEST_KILLS", "6"))
 
-# Imports once, then forks a process for each attempt; no thread has run by then. SIGPROF ends an attempt a random time after
-# a random number of trainings: how busy the machine is does not matter.
+# Imports once, then forks a process for each attempt; no thread has run by then. SIGPROF ends an attempt a random time
+# after a random number of trainings: how busy the machine is does not matter.
 KILLED = """
 import contextlib, json, os, random, signal, sys
 from pathlib import Path
@@ -43,8 +43,8 @@ def attempt(name, trainings_left=10**6, seconds=0.0):
         code = 1
         try:
             code = main(
-                ["bandits", "--problems", "wheel:0.5", "--agents", "badam,linear,greedy", "--runs", "2", "--rounds", "400",
-                 "--seed", "3", "--device", "cpu", "--out", str(folder / name), "--quiet"]
+                ["bandits", "--problems", "wheel:0.5", "--agents", "badam,linear,greedy", "--runs", "2",
+                 "--rounds", "400", "--seed", "3", "--device", "cpu", "--out", str(folder / name), "--quiet"]
             )
         except SystemExit as end:
             code = end.code

@@ -160,7 +160,8 @@ def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(
     """
     given, x, y = linear_problem(Training(epochs=600, batch_size=50, lr=lr, weight_decay=1 / 300))
     # The last iterate of one seed is noisy: the mean over eight is not.
-    given = replace(given, data=given.data.repeated(8), seeds=tuple(range(8)))
+    parts = {name: getattr(given.data, name).repeat(8, 1, 1) for name in ("x", "y", "x_held_out", "y_held_out")}
+    given = replace(given, data=replace(given.data, **parts), seeds=tuple(range(8)))
     posteriors = METHODS[name](given).posteriors
     posterior = posteriors[0]
     design = torch.cat([x, torch.ones(300, 1)], dim=1)
@@ -174,7 +175,7 @@ def test_variational_posteriors_of_a_linear_model_are_the_exact_mean_field_ones(
 
 
 def test_swags_moments_are_those_of_the_iterates():
-    """A plain SGD beside it, on the same batches: the mean, the variance, and the last deviations from the running mean."""
+    """A plain SGD on the same batches: the mean, the variance, and the last deviations from the running mean."""
     given, _, _ = linear_problem(Training(epochs=30, batch_size=10, lr=2e-2, weight_decay=0.0))
     stack = trained(given, SWAG, rank=4, snapshots=20, every=5, lr=1e-2)
     mean, variance = stack.gaussian()

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bayesadam.commands.running import Ledger
-from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.errors import BayesAdamError
 from bayesadam.paper import regression
 from bayesadam.paper.methods import METHODS
 from bayesadam.paper.regression import (
@@ -73,11 +73,6 @@ def test_panels_share_their_axes():
     axes = [a for a in picture(saved_curves(curves, 0, SMALL), gap=False).axes if a.axison]
     assert len({(a.get_xlim(), a.get_ylim()) for a in axes}) == 1
     assert all(map(math.isfinite, curves[SMALL.methods[0]]["total_std"]))
-
-
-def test_unknown_methods_are_named():
-    with pytest.raises(SettingError, match="magic"):
-        RegressionSettings(methods=("magic",))
 
 
 def test_a_method_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):

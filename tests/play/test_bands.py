@@ -1,4 +1,4 @@
-"""Bands and learners against references: numpy's linear algebra, a full Jacobian, `Posterior.predict`, the rule itself."""
+"""Bands and learners against references: numpy, a full Jacobian, `Posterior.predict`, the rule itself."""
 
 import math
 from dataclasses import replace

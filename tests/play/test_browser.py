@@ -174,7 +174,8 @@ def test_reset_brings_back_points_sliders_and_fresh_networks(page):
 
 SHOWN = (
     "const text = (id) => document.getElementById(id).textContent;"
-    " return [text('prior_precision-value'), text('width-value'), document.getElementById('units').value, text('n_data-value')]"
+    " return [text('prior_precision-value'), text('width-value'), document.getElementById('units').value,"
+    " text('n_data-value')]"
 )
 
 

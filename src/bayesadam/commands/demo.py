@@ -31,10 +31,7 @@ _FLAGGED = 0.05
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Everything but the seed that the demo's results depend on; the learning rate falls to 0 along a cosine.
-
-    Of `n_points`, `n_held_out` calibrate the posterior and are not trained on; `n_test` fresh ones give the scores.
-    """
+    """What the results depend on besides the seed; `n_held_out` of `n_points` calibrate and are not trained on."""
 
     n_points: int = N_TRAIN
     n_held_out: int = 50
@@ -49,15 +46,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """What the demo found: all that its picture, its table and its metrics show.
-
-    Attributes:
-        predictive: of the linearised network on the grid, whose y has no noise; with the novelty of every point.
-        draws: functions drawn from it, (draws, grid points).
-        summaries: of each parameter, quantiles of |μ|/σ and the share of weights with v = 0.
-        scores: on the test points, and the shares flagged as novel in range and outside.
-        pruning: test RMSE at each of the fractions, by ranking.
-    """
+    """What the demo found; `predictive` is on the grid, `draws` are functions drawn there, `pruning` is the RMSE."""
 
     train: ToyData
     grid: ToyData
@@ -69,11 +58,6 @@ class Demo:
     summaries: tuple[dict[str, Any], ...]
     scores: Mapping[str, float]
     pruning: Mapping[str, tuple[float, ...]]
-
-    @property
-    def noise_std(self) -> float:
-        """σ of the observations, as calibrated."""
-        return math.sqrt(float(self.predictive.noise_variance))
 
 
 def train_network(data: ToyData, settings: DemoSettings, seed: int, track: Track) -> tuple[nn.Module, Any]:
@@ -151,11 +135,16 @@ def compute(settings: DemoSettings, seed: int, track: Track = lambda items, desc
     )
 
 
+def noise_std(demo: Demo) -> float:
+    """σ of the observations, as calibrated."""
+    return math.sqrt(float(demo.predictive.noise_variance))
+
+
 def results(demo: Demo) -> dict[str, Any]:
     """The numbers for `metrics.json`."""
     return {
         "in_range": dict(demo.scores),
-        "noise_std": demo.noise_std,
+        "noise_std": noise_std(demo),
         "n_data": demo.posterior.n_data,
         "scale": demo.posterior.settings.scale,
         "prior_precision": demo.posterior.prior_precision,
@@ -183,7 +172,7 @@ def score_line(demo: Demo) -> str:
         f"On fresh points in the range of the data: RMSE {found['rmse']:.3f}, NLL {found['nll']:.2f} nats, "
         f"{found['coverage95']:.1%} in the 95 % interval. Flagged as novel (p ≤ {_FLAGGED:g}): "
         f"{found['flagged_in_range']:.0%} of these, {found['flagged_outside']:.0%} of points outside. Calibrated: "
-        f"noise {demo.noise_std:.3f}, scale {demo.posterior.settings.scale:.3g}, prior precision {delta:.3g}"
+        f"noise {noise_std(demo):.3f}, scale {demo.posterior.settings.scale:.3g}, prior precision {delta:.3g}"
     )
 
 
@@ -194,8 +183,7 @@ def picture(demo: Demo) -> Figure:
         figure = plots.new_figure(12, 7.2, title, 13)
         rows: Any = [["functions", "snr"], ["functions", "snr"], ["functions", "pruning"], ["novelty", "pruning"]]
         panels = figure.subplot_mosaic(rows, width_ratios=[1.4, 1])
-        _draw_functions(panels["functions"], demo)
-        _draw_novelty(panels["novelty"], demo)
+        _draw_functions(panels["functions"], panels["novelty"], demo)
         axes, shade = panels["snr"], plots.colour("snr")
         for row, found in enumerate(demo.summaries):
             axes.plot([found["snr_q05"], found["snr_q95"]], [row, row], color=shade, alpha=0.4, linewidth=8)
@@ -212,8 +200,10 @@ def picture(demo: Demo) -> Figure:
     return figure
 
 
-def _draw_functions(axes: Axes, demo: Demo) -> None:
-    axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
+def _draw_functions(axes: Axes, below: Axes, demo: Demo) -> None:
+    """The predictions, and their novelty below."""
+    for one in (axes, below):
+        one.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
     curves = (part.squeeze(1) for part in (demo.grid.x, demo.predictive.mean, demo.predictive.stddev))
     points = (demo.train.x.squeeze(1), demo.train.y.squeeze(1))
     plots.predictive_panel(axes, *curves, draws=list(demo.draws), truth=demo.grid.y.squeeze(1), points=points)
@@ -222,15 +212,11 @@ def _draw_functions(axes: Axes, demo: Demo) -> None:
     note = "Grey: the range of the data. Beyond it a diagonal\nposterior widens too little, and misses the truth."
     where: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
     axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **where)
-
-
-def _draw_novelty(axes: Axes, demo: Demo) -> None:
-    axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
-    axes.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
+    below.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
     usual = float(demo.predictive.guarantee.novelty.double().quantile(1 - _FLAGGED))
-    axes.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
-    axes.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
-    axes.legend(loc="lower right")
+    below.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
+    below.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
+    below.legend(loc="lower right")
 
 
 def run_demo(*, seed: int, out: Path, quiet: bool, settings: DemoSettings | None = None) -> tuple[Path, ...]:

@@ -6,21 +6,17 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-
+from bayesadam._extras import require
 from bayesadam._files import keep_apart
 from bayesadam._options import in_options
-from bayesadam.commands.running import Run, as_json, target
+from bayesadam.commands.running import Run, Table, as_json, target
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.files import STRUCTURES
 from bayesadam.gaussian.weights import GaussianWeights
-from bayesadam.inspect import Inspection, diagnose_checkpoint, inspect_checkpoint
+from bayesadam.inspect import diagnose_checkpoint, inspect_checkpoint
 from bayesadam.merging import merge_checkpoints
 from bayesadam.pruning import prune_checkpoint
 from bayesadam.readers import CheckpointOptions
@@ -29,24 +25,25 @@ from bayesadam.readers import CheckpointOptions
 EXPORTED = tuple(name for name, spec in STRUCTURES.items() if not spec.needs_gradients)
 # Endings of files that are written again as they are; of any other the weights alone are written.
 _REWRITTEN = (".pt", ".pth", ".ckpt", ".bin")
-# Columns that a narrow console does without, the first to go first.
-_SPARE = ("shape", "95 %", "5 %", "weights")
 
 
-def run_prune(*, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any) -> None:
+Work = Callable[[Path], tuple[str, Mapping[str, Any]]]
+
+
+def run_prune(*, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, **settings: Any) -> None:
     """Write the pruned file, and a record next to it; the settings are those of `prune_checkpoint`."""
     again = checkpoint.is_file() and checkpoint.suffix in _REWRITTEN
-    where = target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
 
     def work(file: Path) -> tuple[str, Mapping[str, Any]]:
         report = prune_checkpoint(checkpoint, file, **settings, **vars(options))
         return str(report), report.to_dict()
 
+    where = target(out, f"pruned{checkpoint.suffix if again else '.safetensors'}")
     _write("prune", where, quiet, {"checkpoint": checkpoint, **settings}, options, work)
 
 
 def run_sample(
-    *, seed: int, out: Path, quiet: bool, checkpoint: Path, options: CheckpointOptions, **settings: Any
+    *, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, seed: int, **settings: Any
 ) -> None:
     """Write the draw, and a record next to it; the settings are those of `GaussianWeights.open`."""
 
@@ -59,13 +56,7 @@ def run_sample(
 
 
 def run_export(
-    *,
-    out: Path,
-    quiet: bool,
-    checkpoint: Path,
-    options: CheckpointOptions,
-    compress: str | None = None,
-    **settings: Any,
+    *, checkpoint: Path, options: CheckpointOptions, out: Path, quiet: bool, compress: str | None, **settings: Any
 ) -> None:
     """Write the posterior's file, and a record next to it; the settings are those of `GaussianWeights.open`."""
 
@@ -79,14 +70,13 @@ def run_export(
 
 
 def run_merge(
-    *, out: Path, quiet: bool, checkpoints: Sequence[Path], options: CheckpointOptions, **settings: Any
+    *, checkpoints: Sequence[Path], options: CheckpointOptions, out: Path, quiet: bool, **settings: Any
 ) -> None:
     """Write the merged file, and a record next to it; the settings are those of `merge_checkpoints`."""
     numbers = [str(path) for path in checkpoints if re.fullmatch(r"[\d.]+", str(path)) and not path.exists()]
+    settings["weights"] = settings["weights"] or None
     if settings["weights"] and numbers:
-        raise SettingError(
-            f"--weight takes one number, and is given once for each checkpoint: write --weight {numbers[0]} as well"
-        )
+        raise SettingError(f"--weight takes one number, once for each checkpoint: write --weight {numbers[0]} as well")
 
     def work(file: Path) -> tuple[str, Mapping[str, Any]]:
         report = merge_checkpoints(checkpoints, file, **settings, **vars(options))
@@ -102,23 +92,22 @@ def _write(
     quiet: bool,
     settings: Mapping[str, Any],
     options: CheckpointOptions,
-    work: Callable[[Path], tuple[str, Mapping[str, Any]]],
+    work: Work,
     seed: int = 0,
 ) -> None:
     """Let the work write its one file, and write the record beside it; neither overwrites what is read."""
     file, record = where
-    second = options.optimizer_path
-    keep_apart(file, settings.get("checkpoint"), None if second is None else Path(second))
+    keep_apart(file, settings.get("checkpoint"), Path(options.optimizer_path) if options.optimizer_path else None)
     run = Run(command, seed, file.parent, _plain(settings, options), quiet=quiet)
     with run.prepared(), run.busy(command):
         report, results = work(file)
-    run.show(*filter(None, [report]))
+    if report:
+        run.show(report)
     print(file)
     run.finish({}, results, name=record)
 
 
 def _plain(settings: Mapping[str, Any], options: CheckpointOptions) -> dict[str, Any]:
-    """A command's settings as plain data, those of the checkpoint among them."""
     found = {**settings, **vars(options)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
 
@@ -127,8 +116,7 @@ def run_doctor(
     *, out: Path | None, quiet: bool, checkpoint: Path, options: CheckpointOptions, n_data: float | None, json: bool
 ) -> bool:
     """Print what `diagnose_checkpoint` finds, and write it to `out`; returns whether a posterior can be read."""
-    settings = _plain({"path": checkpoint, "n_data": n_data}, options)
-    run = Run("doctor", 0, out or Path(), settings, quiet=quiet)
+    run = Run("doctor", 0, out or Path(), _plain({"path": checkpoint, "n_data": n_data}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext(), run.busy("reading the state"):
         diagnosis = diagnose_checkpoint(checkpoint, n_data=n_data, **vars(options))
     results = {**diagnosis.to_dict(), "healthy": diagnosis.healthy}
@@ -157,9 +145,10 @@ def run_inspect(
     """Print an inspection; the settings are those of `inspect_checkpoint`.
 
     To `out` it writes the picture and `metrics.json`; with `plot` and no `out` the picture alone, as `NAME-snr.png` in
-    the current folder. With `json` the inspection is one JSON object, alone on standard output; with `why` the report
-    begins with how the file was read.
+    the current folder. With `json` the inspection is one JSON object, alone on standard output.
     """
+    # Before any reading, so that a missing package costs no time.
+    require("matplotlib")
     from bayesadam.commands.plots import inspection_picture, png
 
     file, record = target(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
@@ -169,9 +158,11 @@ def run_inspect(
     with run.prepared() if out is not None else nullcontext():
         inspection = inspect_checkpoint(checkpoint, seed=seed, track=run.track, **settings, **vars(options))
     if not json:
-        reasons = ["\n".join(inspection.why)] if why else []
-        notes = f"{inspection.legend}\n{inspection.scale_note}"
-        run.show(*reasons, str(inspection.diagnosis), LayerTable(inspection), notes)
+        heading, *rows = inspection.rows()
+        what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
+        table = Table(f"{what} of the weights", heading, rows)
+        reasons, notes = ["\n".join(inspection.why)] if why else [], f"{inspection.legend}\n{inspection.scale_note}"
+        run.show(*reasons, str(inspection.diagnosis), table, notes)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         if out is not None:
             run.finish({file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=record)
@@ -179,46 +170,3 @@ def run_inspect(
             run.write({file.name: png(inspection_picture(inspection))})
     if json:
         print(as_json(inspection.to_dict()))
-
-
-@dataclass(frozen=True)
-class LayerTable:
-    """One row per parameter, and the total; a narrow console gets fewer columns, then names folded after their dots."""
-
-    inspection: Inspection
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        heading, *rows = self.inspection.rows()
-        for n_left_out in range(len(_SPARE) + 1):
-            kept = [number for number, title in enumerate(heading) if title not in _SPARE[:n_left_out]]
-            widths = [max(len(row[number]) for row in (heading, *rows)) for number in kept]
-            # Three characters lie between two columns.
-            room = options.max_width - sum(widths[1:]) - 3 * (len(kept) - 1)
-            if widths[0] <= room:
-                break
-        what = "Signal-to-noise ratio |μ|/σ" if self.inspection.has_weights else "Standard deviation σ"
-        view = Table(title=f"{what} of the weights", title_justify="left", show_footer=True, box=SIMPLE)
-        view.show_edge = view.pad_edge = False
-        for number in kept:
-            justify: Any = "right" if number else "left"
-            view.add_column(heading[number], rows[-1][number], justify=justify, no_wrap=number > 0)
-        for name, *cells in rows[:-1]:
-            view.add_row(_folded(name, room), *(cells[number - 1] for number in kept[1:]))
-        yield view
-        if n_left_out:
-            missing = ", ".join(_SPARE[:n_left_out])
-            yield f"Left out for want of room: {missing}. A wider terminal shows them, and --json does."
-
-
-def _folded(name: str, width: int) -> str:
-    """A name on lines of at most so many characters, where its dots allow.
-
-    >>> _folded("encoder.layers.0.weight", 12).split()
-    ['encoder.', 'layers.0.', 'weight']
-    """
-    lines = [""]
-    for part in re.findall(r"[^.]*\.?", name):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)

@@ -89,6 +89,26 @@ def new_figure(width: float, height: float, title: str, size: int = 12) -> Figur
     return figure
 
 
+def panels(
+    draw: Sequence[Callable[[Axes], object]],
+    title: str,
+    *,
+    columns: int,
+    size: tuple[float, float],
+    margin: tuple[float, float],
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels of one size in inches, each drawn by one function, row by row."""
+    columns = min(columns, len(draw))
+    rows = -(-len(draw) // columns)
+    figure = new_figure(size[0] * columns + margin[0], size[1] * rows + margin[1], title)
+    drawn = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, one in zip(drawn, draw, strict=False):
+        one(axes)
+    for axes in drawn[len(draw) :]:
+        axes.set_axis_off()
+    return figure, drawn
+
+
 def png(figure: Figure) -> Callable[[Path], None]:
     """What writes the figure to a path as PNG, whatever the path's name and the user's style."""
 

@@ -1,7 +1,6 @@
 """What every command shares: seed, folder, clock, `metrics.json`, files that are whole or absent, and resuming.
 
-A long command is divided into parts. Each finished part goes to a ledger, in this process or from several, and the same
-command resumes with the parts that are not in it.
+Each finished part of a long command goes to a ledger, and the same command resumes with the parts that are not in it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
@@ -25,12 +24,13 @@ from typing import Any, NamedTuple
 
 import rich.table
 import torch
+from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 
 from bayesadam._files import replacing
 from bayesadam._progress import progress
 from bayesadam._version import __version__
-from bayesadam.errors import BayesAdamError, FileError, SettingError
+from bayesadam.errors import BayesAdamError, FileError
 from bayesadam.gaussian.noise import stream_seed
 
 Writer = Callable[[Path], object]
@@ -40,23 +40,13 @@ Track = Callable[[Any, str], Any]
 Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 
 
-def require_known(option: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Refuse names that are not known, and none at all."""
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise SettingError(f"{option} must be among {', '.join(known)}; got {', '.join(unknown) or 'none'}")
-
-
 def text(content: str) -> Writer:
     """What writes the content to a path."""
     return lambda path: path.write_text(content, encoding="utf-8")
 
 
 class Table(NamedTuple):
-    """A table for the terminal, a file or a page: rows of texts, the first a name, the others numbers.
-
-    The best number of a column has two asterisks on each side.
-    """
+    """Rows of texts, the first a name, the others numbers, of which the best has two asterisks on each side."""
 
     title: str
     columns: Sequence[str]
@@ -64,7 +54,7 @@ class Table(NamedTuple):
     note: str = ""
 
     def __rich__(self) -> rich.table.Table:
-        view = rich.table.Table(title=self.title, title_justify="left")
+        view = rich.table.Table(title=self.title, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
         for number, heading in enumerate(self.columns):
             view.add_column(heading, justify="right" if number else "left")
         for row in self.rows:
@@ -107,9 +97,7 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 
 def target(out: Path, usual: str) -> tuple[Path, str]:
-    """Where a command of one result writes it, and the name of the record beside it.
-
-    `out` is that file where it has an ending and is no folder; otherwise it is a folder for the usual names.
+    """Where a command of one result writes it, and the record's name; `out` is that file if it has an ending.
 
     >>> target(Path("small/net.pt"), "pruned.pt")[1], str(target(Path("small"), "pruned.pt")[0])
     ('net.metrics.json', 'small/pruned.pt')
@@ -121,11 +109,9 @@ def target(out: Path, usual: str) -> tuple[Path, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command. Reports and paths go to standard output; with `quiet` only the paths are printed.
+    """One run of a command, which prints its reports and paths; with `quiet` the paths alone.
 
-    Attributes:
-        settings: all but the seed that determines the results, as plain data.
-        before: the seconds of earlier sessions, where the run was stopped and resumed.
+    `settings` are all but the seed that determines the results; `before` are the seconds of earlier sessions.
     """
 
     command: str
@@ -148,10 +134,10 @@ class Run:
         absent = [folder for folder in (self.out, *self.out.parents) if not os.path.exists(folder)]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise FileError(f"cannot write to {self.out}: it, or a folder above it, is a file") from None
         except OSError as error:
-            raise FileError(f"cannot write to {self.out}: {error.strerror}") from None
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            reason = "it, or a folder above it, is a file" if is_file else error.strerror
+            raise FileError(f"cannot write to {self.out}: {reason}") from None
         try:
             yield
         except BaseException:
@@ -246,10 +232,7 @@ class Ledger:
 
 
 def resumed(run: Run, *choices: str) -> tuple[Run, Ledger]:
-    """The run with the seconds that earlier sessions spent on it, and its ledger.
-
-    The ledger does not depend on the `choices`, settings that select parts, such as `"methods"`.
-    """
+    """The run with the seconds of earlier sessions, and its ledger, which `choices` of parts do not change."""
     ledger = Ledger.of(run.out, {"seed": run.seed, "device": run.device, **run.settings, **dict.fromkeys(choices)})
     return replace(run, before=float(ledger.read().get("seconds", 0.0))), ledger
 
@@ -320,21 +303,19 @@ def _results(groups: Sequence[Sequence[str]], work: Work, jobs: int) -> Generato
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn"), _start_worker)
     try:
-        for future in as_completed([pool.submit(_group, work, group) for group in groups]):
+        for future in as_completed([pool.submit(_all, work, group) for group in groups]):
             yield from future.result()
         pool.shutdown()
     except BrokenProcessPool:
-        raise BayesAdamError(
-            "a worker process died, which often means that memory ran out: the same command resumes with what is not "
-            "finished; --jobs 1 works in one process"
-        ) from None
+        why = "a worker process died, perhaps for want of memory"
+        raise BayesAdamError(f"{why}: the same command resumes, and --jobs 1 works in one process") from None
     finally:
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()
         pool.shutdown(cancel_futures=True)
 
 
-def _group(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
+def _all(work: Work, group: Sequence[str]) -> list[tuple[str, Any]]:
     return list(work(group))
 
 

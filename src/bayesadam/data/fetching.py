@@ -1,7 +1,6 @@
 """Every data set with its files and checksums, found in BAYESADAM_DATA, in the user's cache, or at a public source.
 
-Every folder is laid out alike, as `DataSet.folder` says. A download is checked against its sha256 before it takes its
-name, so a file in the cache is whole.
+A download is checked against its sha256 before it takes its name, so a file in the cache is whole.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that a loader reads: as published, and compressed, where such a copy is known.
+    """A file that a loader reads: as published, compressed, where such a copy is known, and its public sources.
 
-    `urls` are the public sources of `published`, the first choice first. One that ends in .gz or .zip, where the file's
-    own name does not, delivers it packed.
+    One that ends in .gz or .zip, where the file's own name does not, delivers it packed.
     """
 
     published: Copy
@@ -70,10 +68,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: its folder below that of all data sets, and its files; an embedded set has none.
-
-    `instead` is the embedded set nearest to it, which errors recommend where this one is absent.
-    """
+    """A data set: its folder below that of all sets, its files, and the embedded set most like it."""
 
     name: str
     title: str
@@ -89,7 +84,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Found:
-    """A file of a data set on this machine, and the form in which it is there."""
+    """A file on this machine, and the form in which it is there."""
 
     copy: Copy
     path: Path
@@ -97,10 +92,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` found for one file, by its published name; `path` is None where it is missing.
-
-    `expected` is the sha256 of the form that is there, or of the published file where none is; `found` the file's own.
-    """
+    """What `verify` found for one file, by its published name: its sha256, and that of the form that is there."""
 
     data_set: str
     file: str
@@ -187,30 +179,21 @@ def _record(name: str, title: str) -> DataSet:
     return DataSet(name, title, folder, tuple(files), "wheel" if folder.startswith("bandits/") else "digits")
 
 
-_RECORDS = (
-    *(_record(name, title) for name, title in _TITLES.items()),
-    DataSet("digits", "scikit-learn's 1,797 handwritten digits of 8 × 8 pixels"),
-    DataSet("wheel", "the wheel bandit, drawn by the simulation"),
-    DataSet("toy", "the paper's toy regression, drawn from a generator"),
-)
-DATA_SETS: dict[str, DataSet] = {record.name: record for record in _RECORDS}
+DATA_SETS: dict[str, DataSet] = {
+    **{name: _record(name, title) for name, title in _TITLES.items()},
+    "digits": DataSet("digits", "scikit-learn's 1,797 handwritten digits of 8 × 8 pixels"),
+    "wheel": DataSet("wheel", "the wheel bandit, drawn by the simulation"),
+    "toy": DataSet("toy", "the paper's toy regression, drawn from a generator"),
+}
 
 
 def data_sets() -> tuple[DataSet, ...]:
-    """The record of every data set, embedded ones last.
-
-    >>> [record.name for record in data_sets() if record.embedded]
-    ['digits', 'wheel', 'toy']
-    """
+    """The record of every data set, embedded ones last."""
     return tuple(DATA_SETS.values())
 
 
 def data_set(name: str) -> DataSet:
-    """The record of one data set.
-
-    >>> data_set("mnist").folder
-    'mnist'
-    """
+    """The record of one data set."""
     if name not in DATA_SETS:
         raise SettingError(f"no data set is called {name!r}: choose from {', '.join(DATA_SETS)}")
     return DATA_SETS[name]
@@ -229,11 +212,8 @@ def data_folder() -> Path | None:
 
 def cache_folder() -> Path | None:
     """The folder for downloads: BAYESADAM_CACHE, or pooch's for this user; None where pooch is not installed."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
     try:
-        return Path(require("pooch").os_cache("bayesadam"))
+        return Path(os.environ.get(CACHE_VARIABLE) or require("pooch").os_cache("bayesadam")).expanduser()
     except MissingExtraError:
         return None
 
@@ -276,21 +256,21 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
 def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True) -> tuple[Path, ...]:
     """Bring every file of a data set to this machine, check it against its checksum, and return the paths.
 
-    A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error. An embedded set
-    has no files.
+    A damaged file in the cache is fetched again; one in BAYESADAM_DATA is the user's, and so an error.
 
     Args:
         folder: where the files go, for use as BAYESADAM_DATA; by default the usual folders are searched, and the cache
             takes what is in neither.
-        progress: whether a bar shows a long download on a terminal.
     """
     record, users = data_set(name), data_folder()
     target = cache_folder() if folder is None else Path(folder)
     paths = []
     for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
-            damage = f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}"
-            raise DataError(f"{damage}: replace it, or remove it to have it fetched")
+            raise DataError(
+                f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
+                "remove it to have it fetched"
+            )
         whole = check.path if check.status == "ok" else None
         paths.append(whole or _download(record, file, target, progress))
     return tuple(paths)
@@ -311,22 +291,19 @@ def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck
 
 
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as handle:
-            digest = hashlib.sha256()
-            while chunk := handle.read(_CHUNK):
-                digest.update(chunk)
-            return digest.hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 class _FailedError(Exception):
-    """A source did not deliver; `final` says that a second try would not help."""
+    """A source did not deliver."""
 
-    def __init__(self, reason: str, *, final: bool = True) -> None:
-        super().__init__(reason)
-        self.final = final
+
+class _FailedForGoodError(_FailedError):
+    """A second try would not help."""
 
 
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
@@ -357,21 +334,12 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
                 try:
                     with replacing(target) as temporary:
                         _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else None)
-                        _unpack(url, temporary, file)
-                        digest = _sha256(temporary)
-                        if digest != file.published.sha256:
-                            size, wanted = temporary.stat().st_size, file.published
-                            raise _FailedError(
-                                f"wrong checksum: {size:,} bytes of sha256 {digest}, expected {wanted.n_bytes:,} of "
-                                f"{wanted.sha256}"
-                            )
+                        _check(url, temporary, file)
                     return target
                 except _FailedError as error:
                     reasons[url] = str(error)
-                    if error.final:
+                    if isinstance(error, _FailedForGoodError):
                         waiting.remove(url)
-    except DataError:
-        raise
     except FileError as error:
         raise DataError(str(error)) from error
     except OSError as error:
@@ -387,6 +355,8 @@ def _get(url: str, target: Path, bar: str | None) -> None:
     asked: Any = {"stream": True, "timeout": TIMEOUT, "headers": {"Accept-Encoding": "identity"}}
     try:
         with requests.get(url, **asked) as answer, target.open("wb") as file:
+            if 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
+                raise _FailedForGoodError(f"HTTP {answer.status_code} {answer.reason}")
             answer.raise_for_status()
             with Bar(bar or "", int(answer.headers.get("content-length", 0)) or None) as shown:
                 for chunk in answer.iter_content(_CHUNK):
@@ -394,30 +364,28 @@ def _get(url: str, target: Path, bar: str | None) -> None:
                     if bar:
                         shown.step(len(chunk))
     except requests.RequestException as error:
-        answer = error.response if isinstance(error, requests.HTTPError) else None
-        if answer is not None and 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
-            raise _FailedError(f"HTTP {answer.status_code} {answer.reason}") from error
         cause: BaseException = error
         while cause.__cause__ is not None or cause.__context__ is not None:
             cause = cause.__cause__ or cause.__context__ or cause
-        raise _FailedError(str(cause) or type(cause).__name__, final=False) from error
+        raise _FailedError(str(cause) or type(cause).__name__) from error
 
 
-def _unpack(url: str, path: Path, file: DataFile) -> None:
-    """Replace a packed file by its content, where the source delivers it packed."""
-    packing = PurePosixPath(url).suffix
-    if packing not in (".gz", ".zip") or file.name.endswith(packing):
-        return
-    try:
-        with ExitStack() as stack:
-            if packing == ".gz":
-                stream: Any = stack.enter_context(gzip.open(path))
-            else:
-                archive = stack.enter_context(zipfile.ZipFile(path))
-                largest = max(archive.infolist(), key=lambda member: member.file_size)
-                stream = stack.enter_context(archive.open(largest))
-            # One byte more than expected shows a wrong file, whatever it would unpack to.
-            content = stream.read(file.published.n_bytes + 1)
-    except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-        raise _FailedError(f"not a {packing} file ({error})") from error
-    path.write_bytes(content)
+def _check(url: str, path: Path, file: DataFile) -> None:
+    """Unpack what the source delivers packed, and compare it with the published checksum."""
+    packing, wanted = PurePosixPath(url).suffix, file.published
+    if packing in (".gz", ".zip") and not file.name.endswith(packing):
+        try:
+            with ExitStack() as stack:
+                if packing == ".gz":
+                    stream: Any = stack.enter_context(gzip.open(path))
+                else:
+                    archive = stack.enter_context(zipfile.ZipFile(path))
+                    stream = archive.open(max(archive.infolist(), key=lambda member: member.file_size))
+                # One byte more than expected shows a wrong file, whatever it would unpack to.
+                content = stream.read(wanted.n_bytes + 1)
+        except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+            raise _FailedForGoodError(f"not a {packing} file ({error})") from error
+        path.write_bytes(content)
+    if (digest := _sha256(path)) != wanted.sha256:
+        size = f"{path.stat().st_size:,} bytes of sha256 {digest}, expected {wanted.n_bytes:,} of {wanted.sha256}"
+        raise _FailedForGoodError(f"wrong checksum: {size}")

@@ -1,8 +1,4 @@
-"""Images and tables as arrays: MNIST and its likes, scikit-learn's digits, and the tables behind the bandits.
-
-The tables' contexts are numbers, neither scaled nor shuffled, and their labels are counted from 0. A categorical column
-becomes one column of zeros and ones for each value that occurs in it, in sorted order.
-"""
+"""Images and tables as arrays: MNIST and its likes, scikit-learn's digits, and the tables behind the bandits."""
 
 from __future__ import annotations
 
@@ -83,10 +79,8 @@ def load_split(name: str, split: Split, *, progress: bool = False) -> tuple[Tens
         raise
     images, labels = (np.array(read_idx(paths[file])) for file in _FILES[split])
     if images.ndim < 2 or labels.shape != images.shape[:1]:
-        raise DataError(
-            f"{paths[_FILES[split][0]]} and {paths[_FILES[split][1]]} do not belong together: "
-            f"images of shape {images.shape}, labels of shape {labels.shape}"
-        )
+        shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
+        raise DataError(f"{' and '.join(map(str, paths.values()))} do not belong together: {shapes}")
     return torch.from_numpy(images).flatten(start_dim=1).float().div_(255), torch.from_numpy(labels).long()
 
 
@@ -111,12 +105,9 @@ def read_idx(path: str | Path) -> npt.NDArray[np.generic]:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table as its file has it, row by row.
+    """A table row by row: contexts (rows, features) and labels (rows,), from 0 to n_labels − 1.
 
-    Attributes:
-        contexts: (rows, features). Of jester, the ratings of 40 jokes in [−10, 10].
-        labels: (rows,), from 0 to n_labels − 1, whether or not each occurs: 1 for an edible mushroom, the occupation,
-            the class. None, and `n_labels` 0, for financial and jester.
+    The labels are 1 for an edible mushroom, the occupation, the class; None for financial and jester.
     """
 
     name: str
@@ -127,6 +118,9 @@ class Table:
 
 def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool = False) -> Table:
     """One of the bandits' tables: mushroom, financial, jester, statlog, adult, covertype or census.
+
+    The contexts are neither scaled nor shuffled. A categorical column becomes one of zeros and ones for each value that
+    occurs in it, in sorted order.
 
     The `dtype` is that of the contexts. float32 holds every integer in these files exactly, but a mean over many rows
     should be taken in float64. With uint8 the one-hot census takes 1 GB and not 4.

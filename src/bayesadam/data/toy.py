@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesadam._checks import count, not_negative
 from bayesadam.errors import SettingError
 
 Interval = tuple[float, float]
@@ -57,16 +58,11 @@ def toy_points(
     intervals: Sequence[Interval] = (TRAIN_INTERVAL,),
     noise_std: float = NOISE_STD,
 ) -> ToyData:
-    """Noisy points with x uniform over a union of disjoint intervals (low, high) and ε ~ N(0, noise_std²).
-
-    Two intervals leave a gap between them, in which a posterior should be unsure.
-    """
-    if n < 1:
-        raise SettingError(f"n must be a positive number of points, got {n}")
+    """Noisy points with x uniform over a union of disjoint intervals (low, high) and ε ~ N(0, noise_std²)."""
+    count("n", n, "points")
+    not_negative("noise_std", noise_std)
     if not intervals or any(not low < high for low, high in intervals):
         raise SettingError(f"intervals must be (low, high) pairs with low < high, got {list(intervals)}")
-    if noise_std < 0:
-        raise SettingError(f"noise_std must be at least 0, got {noise_std}")
     lows, highs = torch.tensor(intervals, dtype=torch.float32).unbind(dim=1)
     ends = (highs - lows).cumsum(dim=0)
     # Positions along the intervals laid end to end, then moved back to where their interval lies.
@@ -78,10 +74,6 @@ def toy_points(
 
 
 def toy_grid(n: int = 341, interval: Interval = TEST_INTERVAL) -> ToyData:
-    """Evenly spaced points with y the function without noise.
-
-    >>> toy_grid(3, (0.0, 0.5)).x.flatten().tolist()
-    [0.0, 0.25, 0.5]
-    """
+    """Evenly spaced points with y the function without noise."""
     x = torch.linspace(*interval, n).unsqueeze(1)
     return ToyData(x, toy_function(x))

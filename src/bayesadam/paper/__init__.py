@@ -40,15 +40,9 @@ class Sample:
         """Of the mean: sd/√n."""
         return self.sd / math.sqrt(len(self.values)) if self.values else math.nan
 
-    def less(self, amount: float) -> Sample:
-        """Every value less so much."""
-        return Sample(tuple(value - amount for value in self.values), self.source)
-
 
 def above(first: Sample, second: Sample) -> bool | None:
-    """Whether the first mean lies above the second by more than two standard errors; None where they are too close.
-
-    The standard error of the difference is √(s₁²/n₁ + s₂²/n₂); one value alone tells nothing.
+    """Whether the first mean lies above the second by more than 2 √(s₁²/n₁ + s₂²/n₂); None where they are too close.
 
     >>> above(Sample((3.0, 3.1)), Sample((1.0, 1.1))), above(Sample((3.0, 1.0)), Sample((2.0, 2.1)))
     (True, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesadam._extras import require
-from bayesadam.bandits import AGENTS, PAPER_AGENTS, PROBLEMS, AgentSettings, agent_settings
+from bayesadam.bandits import PAPER_AGENTS, AgentSettings, agent_settings
 from bayesadam.bandits.simulation import Playing, in_turn
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, text
-from bayesadam.errors import BayesAdamError, SettingError
+from bayesadam.commands.running import Run, Table, resumed, run_parts, text
+from bayesadam.errors import SettingError
 from bayesadam.paper import MISSING, Sample, fixed, mean_error, percent
 
 if TYPE_CHECKING:
@@ -48,17 +47,15 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }
 # What a lost run is, in a few words; see `bayesadam.bandits.Simulation`.
 LOST = "lost are runs that earned no more than the best single arm"
-ENGINES = ("local", "ray")
 # Cells under way at any time: one has both cores of a small machine to itself, but leaves a GPU idle.
 _AT_ONCE = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
 class BanditSettings:
-    """What the table depends on besides the seed: its columns, its rows, and the runs of each cell.
+    """What the table depends on besides the seed: its columns, its rows, the runs of each cell, the agents' settings.
 
-    With `rounds=None` a run has as many as its problem says. The settings are `"tuned"` or `"paper"`, with changes to
-    single ones of them, by name, for every agent that has them.
+    These are `"tuned"` or `"paper"`, with changes to single ones, by name, for every agent that has them.
     """
 
     problems: tuple[str, ...] = _COLUMNS[:6]
@@ -69,8 +66,6 @@ class BanditSettings:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_known("problems", [name.partition(":")[0] for name in self.problems], PROBLEMS)
-        require_known("agents", self.agents, AGENTS)
         known = sorted({name for agent in self.agents for name in agent_settings(agent, self.settings).names()})
         if unknown := sorted(set(self.changes) - set(known)):
             raise SettingError(f"no agent here has the setting {', '.join(unknown)}: choose from {', '.join(known)}")
@@ -86,52 +81,23 @@ class BanditSettings:
 Cell = dict[str, Any]
 
 
-def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path | None) -> Playing:
-    """One cell under way; with a folder, its state goes there so that a killed one resumes."""
+def start(name: str, *, seed: int, settings: BanditSettings, device: str, folder: Path) -> Playing:
+    """One cell under way; its state goes to the folder, so that a killed one resumes."""
     problem, _, agent = name.partition("/")
-    checkpoint = None if folder is None else folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
+    checkpoint = folder / f"{name.replace('/', '-').replace(':', '-')}.safetensors"
     asked: Any = {"runs": settings.runs, "rounds": settings.rounds, "settings": settings.of(agent)}
     return Playing(problem, agent, seed=seed, device=device, checkpoint=checkpoint, **asked)
 
 
-def _locally(names: Sequence[str], begin: Callable[[str], Playing], at_once: int) -> Iterator[tuple[str, Cell]]:
-    """Finished cells as plain data."""
-    for number, found in in_turn([partial(begin, name) for name in names], at_once):
+def play(names: Sequence[str], *, device: str, **given: Any) -> Iterator[tuple[str, Cell]]:
+    """Finished cells as plain data, as they come."""
+    cells = [partial(start, name, device=device, **given) for name in names]
+    for number, found in in_turn(cells, _AT_ONCE[device]):
         regret = found.regret.mean(axis=0), found.regret.std(axis=0, ddof=min(1, len(found.reward_ratio) - 1))
-        yield (
-            names[number],
-            {
-                **{name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")},
-                "rounds": found.rounds,
-                "seconds": round(found.seconds, 3),
-                "points": found.points.tolist(),
-                "regret_mean": [float(f"{value:.6g}") for value in regret[0]],
-                "regret_sd": [float(f"{value:.6g}") for value in regret[1]],
-            },
-        )
-
-
-def _on_ray(names: Sequence[str], begin: Callable[[str], Playing], device: str) -> Iterator[tuple[str, Cell]]:
-    """One task per cell on the Ray cluster that this process belongs to, or on one of this machine."""
-    ray: Any = require("ray")
-    started = not ray.is_initialized()
-    if started:
-        ray.init(log_to_driver=False)
-    try:
-        share = 1 / _AT_ONCE[device] if device == "cuda" else 0
-        task = ray.remote(num_gpus=share)(lambda name: list(_locally([name], begin, 1)))
-        left = [task.remote(name) for name in names]
-        while left:
-            done, left = ray.wait(left)
-            try:
-                found = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                # Its message is the worker's whole traceback.
-                raise (error.cause if isinstance(error.cause, BayesAdamError) else error) from None
-            yield from found
-    finally:
-        if started:
-            ray.shutdown()
+        mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
+        shares = {name: getattr(found, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
+        played = {"rounds": found.rounds, "seconds": round(found.seconds, 3), "points": found.points.tolist()}
+        yield names[number], {**shares, **played, "regret_mean": mean, "regret_sd": sd}
 
 
 def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
@@ -196,45 +162,30 @@ def panel(axes: Axes, problem: str, agents: Mapping[str, Cell]) -> None:
 
 def picture(cells: Mapping[str, Cell], settings: BanditSettings) -> Figure:
     """One panel per problem, with one legend."""
-    columns = min(3, len(settings.problems))
-    rows = -(-len(settings.problems) // columns)
+    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
+    draw = [partial(panel, problem=problem, agents=agents) for problem, agents in by_problem(cells).items()]
     with plots.house_style():
-        title = f"Regret, mean and one standard deviation of {settings.runs} runs"
-        figure = plots.new_figure(4.2 * columns + 1.6, 3.2 * rows + 0.4, title)
-        panels = figure.subplots(rows, columns, squeeze=False)
-        for axes, (problem, agents) in zip(panels.flat, by_problem(cells).items(), strict=False):
-            panel(axes, problem, agents)
-        for axes in panels.flat[len(settings.problems) :]:
-            axes.set_axis_off()
-        panels.flat[columns - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure, panels = plots.panels(draw, title, columns=3, size=(4.2, 3.2), margin=(1.6, 0.4))
+        panels[min(3, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
-def run_bandits(
-    *, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str, engine: str = "local"
-) -> tuple[Path, ...]:
+def run_bandits(*, seed: int, out: Path, quiet: bool, settings: BanditSettings, device: str) -> tuple[Path, ...]:
     """The `bandits` command: results go to `metrics.json` as they arrive."""
     run = Run("bandits", seed, out, asdict(settings), device=device, quiet=quiet)
     with run.prepared():
         run, ledger = resumed(run, "problems", "agents")
         names = [f"{problem}/{agent}" for problem in settings.problems for agent in settings.agents]
         unfinished = out / "unfinished"
-        begin = partial(start, seed=seed, settings=settings, device=device)
-        if engine == "local":
-            unfinished.mkdir(exist_ok=True)
-            work = partial(_locally, begin=partial(begin, folder=unfinished.resolve()), at_once=_AT_ONCE[device])
-        else:
-            work = partial(_on_ray, begin=partial(begin, folder=None), device=device)
+        unfinished.mkdir(exist_ok=True)
+        work = partial(play, seed=seed, settings=settings, device=device, folder=unfinished.resolve())
         together: Any = {"groups": lambda left: [left], "on_part": lambda done: run.so_far(by_problem(done))}
         done = run_parts(run, ledger, names, work, **together)
         ordered = {name: done[name] for name in names}
         found = tables(by_problem(ordered), asdict(settings))
         run.show(*found)
-        files = {
-            "table1.md": text("\n".join(table.markdown() for table in found)),
-            "regret.png": plots.png(picture(ordered, settings)),
-        }
-        paths = run.finish(files, by_problem(ordered))
+        table1, regret = "\n".join(table.markdown() for table in found), plots.png(picture(ordered, settings))
+        paths = run.finish({"table1.md": text(table1), "regret.png": regret}, by_problem(ordered))
         ledger.close()
         rmtree(unfinished, ignore_errors=True)
         return paths

@@ -1,9 +1,8 @@
 """Finished runs of the experiments, and what they say to each claim of the paper, of which `claims.json` has the words.
 
-A check compares two samples of a run. All checks passed: the claim held. None: it did not. Some: in part. A difference
-between two methods must exceed two standard errors; a smaller one leaves the check open. A claim to be better than all
-others fails where one of them is better. A claim about the table holds only with the settings that the paper states;
-with our own alone it holds in part.
+A check compares two samples of a run; a difference must exceed two standard errors. All checks passed: the claim held.
+None: it did not. Some: in part. A claim to be better than all others fails where one of them is better. A claim about
+the table holds only with the settings that the paper states; with our own alone it holds in part.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ EXPERIMENTS = tuple(_PAPER)
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """One run's `metrics.json`, with Figure 1's curves where the run saved them.
-
-    `name` is the run's folder below the report's, such as `"bandits-paper"`; `sha256` is that of the file.
-    """
+    """One run's `metrics.json`, its folder's name below the report's, and Figure 1's curves where it saved them."""
 
     experiment: str
     name: str
@@ -73,11 +69,9 @@ class Finished:
 
     def accuracy(self, method: str, ranking: str, fraction: float) -> Sample:
         """Of pruned networks, seed by seed, at one fraction; none where it was not measured."""
-        found = self.results.get(method, {}).get(ranking)
-        if found is None or fraction not in found["fractions"]:
-            return Sample(())
-        column = found["fractions"].index(fraction)
-        return Sample.of((row[column] for row in found["accuracy"]), self.at(method, ranking, "accuracy"))
+        found = self.results.get(method, {}).get(ranking, {"fractions": (), "accuracy": ()})
+        rows = [dict(zip(found["fractions"], row, strict=True)).get(fraction) for row in found["accuracy"]]
+        return Sample.of(rows, self.at(method, ranking, "accuracy"))
 
     @property
     def complete(self) -> bool:
@@ -123,11 +117,7 @@ class Finished:
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:
-    """The run in `root/name`; None where there is none.
-
-    Raises:
-        FileError: there is a `metrics.json` that is damaged, or another command's.
-    """
+    """The run in `root/name`; None where there is none. A `metrics.json` that is damaged is an error."""
     path = root / name / "metrics.json"
     if not path.is_file():
         return None
@@ -165,10 +155,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what, whether it came out as claimed (None: too close to tell), and its numbers.
-
-    `under` names the settings, where runs with several of them are judged together.
-    """
+    """One comparison: what, whether it came out as claimed (None: too close to tell), its numbers, and the settings."""
 
     what: str
     passed: bool | None
@@ -190,7 +177,11 @@ _TESTS: Mapping[str, tuple[Test, Callable[[float], str], str]] = {
     "loses less": (lambda ours, theirs: above(theirs, ours), percent, "{} against {} points"),
     "as accurate": (lambda ours, theirs: ours.mean >= theirs.mean - 0.002, percent, "{} and {} %"),
     # At most .02 below, two standard errors counted; open where they are too wide to tell.
-    "comparable": (lambda ours, theirs: above(ours, theirs.less(0.02)), fixed, "{} against {}"),
+    "comparable": (
+        lambda ours, theirs: above(ours, Sample(tuple(v - 0.02 for v in theirs.values))),
+        fixed,
+        "{} against {}",
+    ),
     # Not below beyond two standard errors; one run alone has none.
     "reaches": (
         lambda ours, theirs: None if len(ours.values) < 2 else not above(theirs, ours),
@@ -239,11 +230,9 @@ def sample_at(run: Finished, path: list[Any]) -> Sample:
 class Claim:
     """A claim of the paper, in our words, its position in the paper, and the criterion by which it is judged.
 
-    Attributes:
-        comparisons: each has a name, two paths of `sample_at` and a test; "*" stands for every problem of the table.
-            Without any, these runs do not touch the claim, and the criterion says why.
-        all_others: a single method that does better refutes it.
-        most: it must hold for more than half of its checks, which count as one.
+    Each of the `comparisons` has a name, two paths of `sample_at` and a test; "*" is every problem of the table.
+    Without any, these runs do not touch the claim. Of `all_others` a single one that does better refutes it; with
+    `most` it must hold for more than half of its checks, which count as one.
     """
 
     key: str

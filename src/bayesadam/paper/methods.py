@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from bayesadam._checks import positive
 from bayesadam._extras import require
 from bayesadam._progress import Bar, progress
 from bayesadam.calibration import calibrate
@@ -21,7 +22,7 @@ from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import RULES, Adam, Dropout, Rule, adam_state, adam_update
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Blocks, Streams
-from bayesadam.errors import MatchError, SettingError, UnusedPosteriorWarning
+from bayesadam.errors import SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import stream_seed
 from bayesadam.likelihoods import Component, Likelihood, LikelihoodName, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_named
@@ -35,14 +36,9 @@ Predictor = Callable[[Tensor], Predictive]
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Data for a stack of networks, with a held-out part for calibration; every seed may have its own.
+    """Data for a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n), seed by seed.
 
-    Attributes:
-        x: inputs, (s, n, inputs).
-        y: targets, (s, n, targets) numbers, or (s, n) class indices for classification.
-        x_held_out: inputs that are not trained on, (s, m, inputs).
-        y_held_out: their targets.
-        likelihood: the name of a likelihood.
+    The held-out part, (s, m, ...), calibrates and is not trained on.
     """
 
     x: Tensor
@@ -50,14 +46,6 @@ class Data:
     x_held_out: Tensor
     y_held_out: Tensor
     likelihood: LikelihoodName
-
-    def __post_init__(self) -> None:
-        for name, x, y in (("training", self.x, self.y), ("held-out", self.x_held_out, self.y_held_out)):
-            if x.dim() != 3 or x.shape[:2] != y.shape[:2] or not x.shape[1]:
-                raise MatchError(
-                    f"the {name} data must be (stack, examples, ...), the same for inputs and targets and not empty; "
-                    f"got {tuple(x.shape)} and {tuple(y.shape)}"
-                )
 
     def __len__(self) -> int:
         return self.x.shape[1]
@@ -67,21 +55,13 @@ class Data:
         """The likelihood's record."""
         return likelihood_named(self.likelihood)
 
-    def repeated(self, times: int) -> Data:
-        """Every seed's data so many times over."""
-        names = ("x", "y", "x_held_out", "y_held_out")
-        return replace(self, **{name: getattr(self, name).repeat_interleave(times, dim=0) for name in names})
-
 
 @dataclass(frozen=True)
 class Training:
     """How a network is trained; the defaults are the paper's for its toy problem.
 
-    Attributes:
-        epochs: passes over the data, counted in examples.
-        weight_decay: λ of the L2 penalty (λ/2)|θ|² that is added to the loss.
-        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; Adam's second moment never sees it.
-        schedule: `"constant"`, or `"cosine"` from `lr` down to nothing.
+    The loss has the penalties (`weight_decay`/2)|θ|² and `sparsity` |θ|₁, a Laplace prior that Adam's second moment
+    never sees; an epoch is counted in examples, and a `"cosine"` schedule ends at nothing.
     """
 
     epochs: int = 20_000
@@ -94,8 +74,7 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr"):
-            if not getattr(self, name) > 0:
-                raise SettingError(f"{name} must be positive, got {getattr(self, name)!r}")
+            positive(name, getattr(self, name), "see `Training`")
 
     def steps(self, n: int) -> int:
         """The number of steps for n examples."""
@@ -104,14 +83,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What every method is given.
-
-    Attributes:
-        data: one part per seed.
-        seeds: one network each.
-        draws: those behind a sampled prediction.
-        progress: whether training shows a bar on a terminal, after two seconds.
-    """
+    """What every method is given: data and one network for each seed, and the draws behind a sampled prediction."""
 
     data: Data
     network: Network
@@ -120,10 +92,6 @@ class Problem:
     draws: int = 100
     progress: bool = False
 
-    def __post_init__(self) -> None:
-        if len(self.seeds) != self.data.x.shape[0] or len(set(self.seeds)) != len(self.seeds):
-            raise MatchError(f"{len(self.seeds)} seeds ({self.seeds}) for {self.data.x.shape[0]} sets of data")
-
     @cached_property
     def optimum(self) -> Stack:
         """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
@@ -131,16 +99,12 @@ class Problem:
 
     def networks(self) -> list[nn.Sequential]:
         """The networks at their optimum as modules."""
-        indices = range(len(self.seeds))
-        return [self.network.build(member(self.optimum.params, index)) for index in indices]
+        return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A method's result: one predictor per seed, and a posterior each where the method has one.
-
-    A predictor goes from inputs (b, inputs) to a predictive distribution.
-    """
+    """One predictor per seed, from inputs (b, inputs) to a predictive distribution, and its posterior if it has one."""
 
     method: str
     predictors: tuple[Callable[[Tensor], Any], ...]
@@ -167,8 +131,6 @@ def fit(
     **training: Any,
 ) -> Fitted:
     """Train one of the methods on your own data, once for each seed, all seeds as one stack.
-
-    On a terminal a bar shows how far training is, from two seconds on.
 
     >>> x = torch.linspace(-1, 1, 100).unsqueeze(1)
     >>> fitted = fit("badam", x, x.square(), likelihood="regression", hidden=(8,), epochs=5)
@@ -257,13 +219,6 @@ def held_out_noise(problem: Problem, index: int, draw: Callable[[Tensor], Tensor
     return noise_variance(draws.mean(dim=0), draws.var(dim=0, correction=int(len(draws) > 1)), data.y_held_out[index])
 
 
-def from_draws(kind: Likelihood[Predictive], draws: Tensor, noise: Tensor | None) -> Predictive:
-    """Draws of f, (n, b, outputs), as a predictive distribution; one draw is a function that is known."""
-    if len(draws) == 1:
-        return kind.predictive([Component(draws[0], torch.zeros_like(draws[0]), noise_variance=noise)])
-    return kind.predictive([Component(draws.mean(dim=0), draws.var(dim=0), draws=draws, noise_variance=noise)])
-
-
 def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
     """Predictions from functions drawn from what a rule has learnt, with noise from the held-out part."""
 
@@ -274,7 +229,16 @@ def sampled(name: str, problem: Problem, stack: Stack) -> Fitted:
             return forward(stack.network, params, x, masks=masks)
 
         noise = held_out_noise(problem, index, draw)
-        return lambda x: from_draws(problem.data.kind, draw(x), noise)
+
+        def predict(x: Tensor) -> Predictive:
+            draws = draw(x)
+            # One draw is a function that is known.
+            known = len(draws) == 1
+            variance, own = (torch.zeros_like(draws[0]), None) if known else (draws.var(dim=0), draws)
+            found = Component(draws.mean(dim=0), variance, draws=own, noise_variance=noise)
+            return problem.data.kind.predictive([found])
+
+        return predict
 
     return Fitted(name, tuple(map(predictor, range(len(problem.seeds)))), posteriors(problem, stack))
 
@@ -346,24 +310,23 @@ def fit_ensemble(problem: Problem) -> Fitted:
 
     The first is the network that the other methods start from; the rest of all seeds train as one stack.
     """
-    rest = N_MEMBERS - 1
+    rest, weights = N_MEMBERS - 1, (1 / N_MEMBERS,) * N_MEMBERS
     seeds = tuple(1_000_003 * (k + 1) + seed for seed in problem.seeds for k in range(rest))
-    wide = replace(problem, data=problem.data.repeated(rest), seeds=seeds)
-    first, others, kind = problem.optimum.params, wide.optimum.params, problem.data.kind
+    parts = ("x", "y", "x_held_out", "y_held_out")
+    data = replace(problem.data, **{name: getattr(problem.data, name).repeat_interleave(rest, dim=0) for name in parts})
+    first, others = problem.optimum.params, replace(problem, data=data, seeds=seeds).optimum.params
 
     def predictor(index: int) -> Predictor:
         mine = slice(index * rest, (index + 1) * rest)
         own = {name: torch.cat([first[name][index, None], t[mine]]) for name, t in others.items()}
+        draw = partial(forward, problem.network, own)
+        noise = held_out_noise(problem, index, draw)
 
-        def draw(x: Tensor) -> Tensor:
-            return forward(problem.network, own, x)
+        def predict(x: Tensor) -> Predictive:
+            members = [Component(f, torch.zeros_like(f), noise_variance=noise) for f in draw(x)]
+            return problem.data.kind.predictive(members, weights)
 
-        noise, weights = held_out_noise(problem, index, draw), (1 / N_MEMBERS,) * N_MEMBERS
-
-        def components(x: Tensor) -> list[Component]:
-            return [Component(f, torch.zeros_like(f), noise_variance=noise) for f in draw(x)]
-
-        return lambda x: kind.predictive(components(x), weights)
+        return predict
 
     return Fitted("ensemble", tuple(map(predictor, range(len(problem.seeds)))))
 
@@ -384,8 +347,7 @@ def fit_gp(problem: Problem) -> Fitted:
                 mean = torch.stack([f.mean for f in found], dim=-1).float()
                 variance = torch.stack([f.variance for f in found], dim=-1).float()
                 noise = torch.stack([model.likelihood.noise.squeeze() for model in outputs]).float()
-            kind: Likelihood[Predictive] = likelihood_named("regression")
-            return kind.predictive([Component(mean, variance, noise_variance=noise)])
+            return problem.data.kind.predictive([Component(mean, variance, noise_variance=noise)])
 
         return predict
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, resumed, run_parts, seeds_of
+from bayesadam.commands.running import Run, Table, resumed, run_parts, seeds_of
 from bayesadam.data import Images, load_images
 from bayesadam.engine.network import forward, member
 from bayesadam.engine.rules import IVON, SWAG, BayesByBackprop, Rule, Vadam
@@ -40,10 +40,7 @@ _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 class PruningSettings:
     """What the figure depends on, the seed aside; the defaults are the paper's appendix.
 
-    Attributes:
-        n_seeds: networks for each method.
-        dropout: while Badam's and MC dropout's networks train.
-        beta2: Badam's β₂; the other methods have Adam's usual .999.
+    Badam's and MC dropout's networks have `dropout`; `beta2` is Badam's, the other methods have Adam's usual .999.
     """
 
     data: str = "mnist"
@@ -57,16 +54,10 @@ class PruningSettings:
     lr: float = 1e-3
     beta2: float = 0.99999
 
-    def __post_init__(self) -> None:
-        require_known("methods", self.methods, TITLES)
-
 
 @dataclass(frozen=True)
 class SparseSettings:
-    """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing.
-
-    There are `n_seeds` networks for each recipe; `epochs` are those of a recipe of the usual length.
-    """
+    """Networks that are trained to be pruned: a Laplace prior, and a learning rate that falls to nothing."""
 
     data: str = "mnist"
     n_seeds: int = 3
@@ -168,10 +159,10 @@ _TRAINERS: Mapping[str, Callable[[Problem], list[Posterior]]] = {
 
 def curves_of(method: str, problem: Problem) -> list[Curve]:
     """Train one method, or Adam for a recipe, on every seed at once, and prune by each ranking that it has."""
-    own = _TRAINERS.get(method, _from_adam)(problem)
-    rankings = {"mc-dropout": ("magnitude",)}.get(method, ("snr", "magnitude"))
-    if _TRAINERS.get(method, _from_adam) is _from_adam:
-        rankings = (*rankings, "path-snr")
+    trainer = _TRAINERS.get(method, _from_adam)
+    own, rankings = trainer(problem), ["magnitude"] if method == "mc-dropout" else ["snr", "magnitude"]
+    if trainer is _from_adam:
+        rankings.append("path-snr")
     found, example = [], torch.zeros(1, problem.data.x.shape[-1])
     for ranking in rankings:
         scores = [
@@ -272,11 +263,8 @@ def run_pruning(
     recorded, of_seeds = asdict(settings), f"mean of {settings.n_seeds} seeds"
     if isinstance(settings, SparseSettings):
         title = f"Trained to be pruned: {settings.data}, Laplace prior, one shot, {of_seeds}"
-        names, file, recorded = (
-            tuple(recipe.name for recipe in RECIPES),
-            "figure2-sparse.png",
-            recorded | {"sparse": True},
-        )
+        names, file = tuple(recipe.name for recipe in RECIPES), "figure2-sparse.png"
+        recorded["sparse"] = True
     else:
         units = f"{settings.activation} units, {settings.epochs} epochs"
         title = f"Pruning {settings.data} networks, {units}, {of_seeds}"

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bayesadam._files import replacing
 from bayesadam._version import __version__
 from bayesadam.commands import plots
-from bayesadam.commands.running import Run, Table, require_known, text
+from bayesadam.commands.running import Run, Table, text
 from bayesadam.data import data_set, find, locate
 from bayesadam.errors import BayesAdamError, DataError, SettingError
 from bayesadam.paper import bandits, pruning, regression
@@ -167,8 +167,8 @@ def page(report: Report) -> str:
     )
     tools: Any = {"tables_of": tables_of, "charts_of": charts_of, "command_of": command_of}
     tools |= {"settings_note": settings_note, "verdicts": list(Verdict), "headings": HEADINGS}
-    tools |= {"width": WIDTH, "height": HEIGHT}
-    return environment.get_template("report.html").render(report=report, version=__version__, **tools)
+    size = {"width": WIDTH, "height": HEIGHT}
+    return environment.get_template("report.html").render(report=report, version=__version__, **tools, **size)
 
 
 def command_of(run: Finished) -> str:
@@ -186,20 +186,11 @@ def command_of(run: Finished) -> str:
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What to run where it is missing; finished experiments are shown in any case.
-
-    The quick version has few epochs, seeds and rounds, on embedded data and what is on this machine. The bandits'
-    settings are `"tuned"` or `"paper"`; None for tuned, or for those of a run that is there.
-    """
+    """What to run where it is missing; the bandits' settings, None for tuned or those of a run that is there."""
 
     only: tuple[str, ...] = EXPERIMENTS
     quick: bool = False
     settings: str | None = None
-
-    def __post_init__(self) -> None:
-        require_known("--only", self.only, EXPERIMENTS)
-        if self.settings is not None:
-            replace(QUICK_BANDITS, settings=self.settings)
 
 
 def run_report(
@@ -249,13 +240,15 @@ class _Work:
 
     def present(self, experiment: str) -> list[Finished]:
         """The finished run first, or the quick one where wanted, then those in folders such as `bandits-paper`."""
-        names = [experiment, f"{QUICK}/{experiment}"] if self.asked.quick else [experiment]
-        first = [run for name in names if (run := read(self.root, name, experiment)) is not None and run.complete]
-        for run in first[:1]:
+
+        def complete(names: Sequence[str]) -> list[Finished]:
+            runs = [read(self.root, name, experiment) for name in names]
+            return [run for run in runs if run is not None and run.complete]
+
+        first = complete([experiment, f"{QUICK}/{experiment}"] if self.asked.quick else [experiment])[:1]
+        for run in first:
             self._require_settings(run)
-        folders = sorted(path.parent.name for path in self.root.glob(f"{experiment}-*/metrics.json"))
-        further = [read(self.root, name, experiment) for name in folders]
-        return first[:1] + [run for run in further if run is not None and run.complete]
+        return first + complete(sorted(path.parent.name for path in self.root.glob(f"{experiment}-*/metrics.json")))
 
     def _require_settings(self, run: Finished) -> None:
         played = run.settings.get("settings")

@@ -1,13 +1,11 @@
 """What a page of `bayesadam play` shows: learners that take steps one by one and have bands at any time.
 
-A request can end a training or resume it from what was learnt. The networks, rules and draws are the engine's; the
-noise of an observation is the slider's, and not estimated.
+The networks, rules and draws are the engine's; the noise of an observation is the slider's, and not estimated.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +35,9 @@ _DRAWS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """One request of one page: the points, and the sliders' values.
+    """One request of one page, which supersedes an older one: the points, and the sliders' values.
 
-    A newer request of the same `page` supersedes the older. N is the user's to say, as in the paper's
-    pseudo-observations; `units` is the activation of the hidden layers; `restart` forgets what the networks learnt.
+    `units` is the activation of the hidden layers; `restart` forgets what the networks learnt.
     """
 
     page: str
@@ -161,29 +158,25 @@ def linearised_bands(posterior: Posterior, grid: Tensor) -> Bands:
     return Bands(found.mean.detach().squeeze(1), found.variance.detach().clamp(min=0).sqrt().squeeze(1))
 
 
-class Learner(ABC):
+class Learner:
     """One method on one page: `taken` steps since the last request that changed something for it, and those `left`."""
 
     def __init__(self, panel: Panel) -> None:
         self.panel = panel
         self.taken = self.left = 0
 
-    @abstractmethod
     def accept(self, request: Request) -> None:
         """Take up a request: restart, resume, or do nothing, as what the training depends on has changed."""
+        raise NotImplementedError
 
     def step(self) -> None:
         """One step of training."""
-        self._advance()
         self.left -= 1
         self.taken += 1
 
-    @abstractmethod
-    def _advance(self) -> None: ...
-
-    @abstractmethod
     def bands(self, grid: Tensor) -> Bands:
         """Mean and standard deviation of f now."""
+        raise NotImplementedError
 
 
 class GaussianProcess(Learner):
@@ -200,8 +193,10 @@ class GaussianProcess(Learner):
             self._tried: list[Kernel] = []
             self.left, self.taken = len(LENGTHSCALES), 0
 
-    def _advance(self) -> None:
+    def step(self) -> None:
+        """Try one lengthscale."""
         self._tried.append(best_signal(self._x, self._y, self._noise, LENGTHSCALES[len(self._tried)]))
+        super().step()
 
     @property
     def kernel(self) -> Kernel:
@@ -216,8 +211,8 @@ class GaussianProcess(Learner):
 class RuleLearner(Learner):
     """Networks under one of the engine's rules; the band is that of functions drawn from what the rule has learnt.
 
-    δ becomes the rule's prior precision, N the stack's, σ the scale 1/(2σ²) of the squared error's gradient and the
-    dropout rate the network's, each where the rule has a use for it: no other slider trains anything.
+    N, δ, σ (as the scale 1/(2σ²) of the squared error's gradient) and the dropout rate are the sliders', where the rule
+    has a use for them: no other slider trains anything.
     """
 
     stack: Stack
@@ -255,7 +250,8 @@ class RuleLearner(Learner):
         self.left = max(self.left, round((1 - _WARM) * self.panel.budget))
         self.taken = 0
 
-    def _advance(self) -> None:
+    def step(self) -> None:
+        """One step of training; the rows of several are drawn at once."""
         if not self._prepared:
             n, size = len(self.x), self.batch_size
             rows = self._rows.rows(n, _BLOCK, size) if size < n else torch.arange(n).expand(len(self._rows), _BLOCK, n)
@@ -266,6 +262,7 @@ class RuleLearner(Learner):
             self._prepared = _BLOCK
         self.stack.run(1)
         self._prepared -= 1
+        super().step()
 
     @property
     def batch_size(self) -> int:
@@ -300,9 +297,10 @@ class BadamLearner(RuleLearner):
 
     _read: tuple[Posterior, float] | None = None
 
-    def _advance(self) -> None:
+    def step(self) -> None:
+        """One step of training, after which the state is read again."""
         self._read = None
-        super()._advance()
+        super().step()
 
     @property
     def batch_size(self) -> int:
@@ -340,10 +338,7 @@ class KroneckerLearner(BadamLearner):
 
 @dataclass(frozen=True)
 class Panel:
-    """One plane of the page: its name in messages and its title, what trains and predicts there, in how many steps.
-
-    The Gaussian process has no use for a rule; `networks` trained side by side are an ensemble.
-    """
+    """One plane of the page: its name in messages and its title, what trains and predicts there, in how many steps."""
 
     method: str
     title: str

@@ -58,10 +58,7 @@ class RequestError(BayesAdamError):
 
 @dataclass(frozen=True)
 class Slider:
-    """One slider: its key in a request, the page's name for it, its range, both ends included, and where it starts.
-
-    Equal ways along a `logarithmic` one are equal factors; a `whole` one has only whole numbers.
-    """
+    """One slider: its key in a request, the page's name for it, its range, both ends included, and where it starts."""
 
     name: str
     label: str
@@ -146,10 +143,9 @@ Message = dict[str, Any]
 
 
 class Session:
-    """The learners of one page; one request at a time, the newest: it waits until the older has let go.
+    """The learners of one page; one request at a time, the newest.
 
-    `turns` is held by the learner that trains now, of all pages: such small networks gain nothing from running in
-    parallel.
+    `turns` is held by the learner that trains now, of all pages: small networks gain nothing from running in parallel.
     """
 
     def __init__(self, turns: threading.Lock) -> None:
@@ -204,7 +200,6 @@ class Session:
 
 def _turn(learner: Learner, request: Request | None, deadline: float, stopped: Callable[[], bool]) -> Message | None:
     """Take up the request, where it is new, train until the deadline, and report the bands; None if stopped."""
-    failed = {"type": "failed", "method": learner.panel.method}
     try:
         if request is not None:
             learner.accept(request)
@@ -215,11 +210,10 @@ def _turn(learner: Learner, request: Request | None, deadline: float, stopped: C
         if stopped():
             return None
         bands = learner.bands(GRID)
+        if not bands.finite:
+            raise ArithmeticError("its numbers are no longer finite: move the sliders, or restart the training")
     except (BayesAdamError, ArithmeticError, RuntimeError) as error:
-        return {**failed, "error": f"{error!s:.200}"}
-    if not bands.finite:
-        said = "its numbers are no longer finite: move the sliders from their ends, or restart the training"
-        return {**failed, "error": said}
+        return {"type": "failed", "method": learner.panel.method, "error": f"{error!s:.200}"}
     curves = {name: [round(value, 4) for value in getattr(bands, name).tolist()] for name in ("mean", "std")}
     return {"type": "bands", "method": learner.panel.method, "steps": learner.taken, "left": learner.left, **curves}
 
@@ -240,8 +234,8 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            told = f"cannot listen on {HOST}:{port} ({error.strerror or error})"
-            raise SettingError(f"{told}: pass another --port, or --port 0 for any free one") from None
+            why = f"{HOST}:{port} ({error.strerror or error})"
+            raise SettingError(f"cannot listen on {why}: pass another --port, or --port 0 for any free one") from None
         self.port = int(self.server_address[1])
         self.url = f"http://{HOST}:{self.port}/"
 
