@@ -177,12 +177,13 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
                 found[slot.key] = listed[low]
             elif slot.needed:
                 why = hint = ""
+                shape = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
                 if not ordered:
                     why = " (the file keeps no order of its tensors, as safetensors files do not)"
                 elif len(groups) > 1:
                     why, hint = f" ({len(groups)} groups without names have no known order)", IN_ORDER
                 raise AmbiguousError(
-                    f"the state under key {slot.key!r}, of {_shape(slot)}, may belong to {listed[low]!r} or to "
+                    f"the state under key {slot.key!r}, of {shape}, may belong to {listed[low]!r} or to "
                     f"{listed[high]!r}{why}. {REMEDY}{hint}"
                 )
     doubled = [name for name, count in Counter(found.values()).items() if count > 1]
@@ -218,10 +219,6 @@ def _require_shapes(slots: Sequence[Slot], shapes: Sequence[torch.Size | None]) 
             f"the state under key {key!r} has shape {tuple(shape)}, and of the weights {shapes.count(shape)} have "
             f"that: it is another model's state. {REMEDY}"
         )
-
-
-def _shape(slot: Slot) -> str:
-    return "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
 
 
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:

@@ -13,8 +13,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
 from bayesadam.readers.formats.torch_files import (
-    DAMAGED,
-    damaged,
+    damage_named,
     is_old_archive,
     load_view,
     mapped,
@@ -34,12 +33,8 @@ def _is_tar(path: Path, head: bytes) -> bool:
 
 def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        try:
+        with damage_named(path, name.partition(" ")[0]):
             tree = _tree(path, members_of(mapped(path)))
-        except FileError:
-            raise
-        except DAMAGED as error:
-            raise damaged(path, name.partition(" ")[0], error) from error
         return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
 
     return Format(name, recognises, read)

@@ -97,10 +97,7 @@ class Contents:
 def contents_of(
     tree: Any, source: object, *, weights_key: str | None = None, optimizer_key: str | None = None
 ) -> Contents:
-    """The weights and the optimiser's state in a dictionary, at the top or down to the third level.
-
-    Several networks without an optimiser are left to be chosen by the state that comes from elsewhere: see `found`.
-    """
+    """The weights and the optimiser's state in a dictionary, at the top or down to the third level; see `choose`."""
     if not isinstance(tree, Mapping):
         raise FileError(
             f"{source} holds a {_kind(tree)}, not a dictionary: save "
@@ -130,7 +127,9 @@ def with_choice(contents: Contents, choice: Choice) -> Contents:
         contents,
         weights=tensors_of(networks),
         weights_at=networks[0].path if one else (),
-        places={} if one else {name: network.place(own) for name, (network, own) in named(networks).items()},
+        places={}
+        if one
+        else {name: n.path if n.alone else (*n.path, own) for name, (n, own) in named(networks).items()},
         ordered=all(keeps_order(network.tensors) for network in networks),
         notes=choice.notes,
     )

@@ -17,7 +17,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import DAMAGED, damaged, load_tree, load_view, mapped
+from bayesadam.readers.formats.torch_files import damage_named, load_tree, load_view, mapped
 
 _WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
@@ -51,7 +51,12 @@ class Stored:
 def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
-    try:
+    if not source.is_file():
+        raise FileError(
+            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
+            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
+        )
+    with damage_named(source, _WRITER):
         record = load_tree(source).state
         nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
         if not nesting:
@@ -64,15 +69,6 @@ def stored_entries(folder: Path) -> list[Stored]:
             low = index.state.get("offset")
             located[index.state["fqn"], None if low is None else tuple(low)] = held.state
         return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
-    except FileNotFoundError:
-        raise FileError(
-            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
-            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
-        ) from None
-    except FileError:
-        raise
-    except DAMAGED as error:
-        raise damaged(source, _WRITER, error) from error
 
 
 def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: Mapping[Any, Any]) -> Stored:
@@ -215,10 +211,8 @@ def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | 
     ]
     leaves = list(zip(entries, values, strict=True))
     behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
-    try:
+    with damage_named(path / _METADATA, _WRITER):
         tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
-    except DAMAGED as error:
-        raise damaged(path / _METADATA, _WRITER, error) from error
     contents = contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
     if contents.weights is None and weights_key is None:
         # Some trainers save the model's tensors at the top, with the rest.

@@ -25,10 +25,9 @@ from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.registry import Format, refuse_keys
 from bayesadam.readers.formats.torch_files import (
-    DAMAGED,
     as_file,
     as_memory,
-    damaged,
+    damage_named,
     inside,
     mapped,
     names_in_zip,
@@ -261,15 +260,14 @@ def _contents(config: Mapping[str, Any], tree: Tree) -> Contents:
 def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "Keras saves one model and its optimiser", weights_key=weights_key, optimizer_key=optimizer_key)
     try:
-        if path.is_dir():
-            members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
-        else:
-            members = zip_members(mapped(path))
-        return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
+        with damage_named("the file", "Keras"):
+            if path.is_dir():
+                members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
+            else:
+                members = zip_members(mapped(path))
+            return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
     except FileError as error:
         raise FileError(f"{path}: {error}") from None
-    except DAMAGED as error:
-        raise damaged(path, "Keras", error) from error
 
 
 def _is_keras(path: Path, head: bytes) -> bool:
@@ -280,8 +278,8 @@ def _is_keras(path: Path, head: bytes) -> bool:
 
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     raise FileError(
-        f"{path} is an HDF5 file alone, which says neither which optimiser it was nor the order of the layers. In "
-        "Keras, compile the model, model.optimizer.build(model.trainable_variables), model.load_weights(…), and "
+        f"{path} is an HDF5 file alone, which says neither which optimiser it was, nor β₂, nor the layers' order. "
+        "In Keras, compile the model, model.optimizer.build(model.trainable_variables), model.load_weights(…), and "
         "model.save('model.keras'): that is read"
     )
 

@@ -48,10 +48,6 @@ class Network:
     tensors: Mapping[str, Tensor]
     alone: bool = False
 
-    def place(self, name: str) -> Keys:
-        """The keys that lead to a tensor."""
-        return self.path if self.alone else (*self.path, name)
-
 
 @dataclass(frozen=True, eq=False)
 class Found:
@@ -189,8 +185,7 @@ def _dotted(*paths: Keys) -> str:
 def choose(found: Found, source: object, weights_key: str | None, optimizer_key: str | None) -> Choice:
     """The networks and the optimiser that are named by the keys, else the usual, else the one pair that fits.
 
-    A file without an optimiser gives no networks where it has several: they are chosen by the state that comes from
-    elsewhere.
+    A file without an optimiser gives no networks where it has several: the state from elsewhere chooses.
     """
     by_path = {network.path: network for network in found.networks}
     given = None if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())

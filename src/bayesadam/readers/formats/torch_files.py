@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -177,15 +178,14 @@ def load_torch(view: memoryview, depth: int = 0) -> Loaded:
 
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
-    try:
-        return as_weights(load_torch(view)[0])
-    except HostilePickle as error:
-        raise FileError(
-            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-            "load it with torch.load(weights_only=False)"
-        ) from None
-    except DAMAGED as error:
-        raise damaged(name, "torch.save", error) from error
+    with damage_named(name, "torch.save"):
+        try:
+            return as_weights(load_torch(view)[0])
+        except HostilePickle as error:
+            raise FileError(
+                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+                "load it with torch.load(weights_only=False)"
+            ) from None
 
 
 def load_tree(path: Path) -> Any:
@@ -193,10 +193,16 @@ def load_tree(path: Path) -> Any:
     return load_view(mapped(path), str(path))
 
 
-def damaged(name: object, writer: str, error: BaseException) -> FileError:
-    """The error to raise for a file that cannot be read."""
-    reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
+@contextmanager
+def damage_named(name: object, writer: str) -> Iterator[None]:
+    """Whatever reading a damaged file raises becomes a FileError that names it."""
+    try:
+        yield
+    except FileError:
+        raise
+    except DAMAGED as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})") from error
 
 
 class _Reader(Window):
