@@ -150,9 +150,9 @@ def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
             low, high = table[index].tolist()
             reader = next(entry.reader for entry in match.entries if entry.name == names[index])
             raise StateError(
-                f"the second moment of parameter {names[index]!r} ({reader.key!r}) ranges from {low:g} to {high:g}: "
-                "training met a non-finite gradient or the file is damaged; go back to a checkpoint before that, or "
-                "run bayesadam.doctor(model, optimizer)"
+                f"the second moment of parameter {names[index]!r} ({reader.key!r}) ranges from {low:g} to {high:g}: it "
+                "must be finite and not negative. Training met a non-finite gradient or the file is damaged; go back "
+                "to a checkpoint before that, or run bayesadam.doctor(model, optimizer)"
             )
 
 

@@ -300,7 +300,7 @@ def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
     # Sums of the same squares, added up in another order; NaN is not within any tolerance.
     if not float((traces - total).abs().max()) <= 1e-3 * total:
         raise StateError(
-            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have different traces {traces.tolist()}: "
+            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which differ: "
             "pytorch_optimizer before 4.1 summed preconditioned gradients; upgrade it and train again, or use SOAP"
         )
     if total > 0:

@@ -100,7 +100,9 @@ def _sharded(index: Path) -> dict[str, Tensor]:
             raise FileError(f"{index} names {shard!r}, which is not in its own folder: nothing outside is read")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
-        raise FileError(f"{index.parent} lacks {', '.join(missing)} of {len(shards)} files: copy the whole folder")
+        raise FileError(
+            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files: copy all"
+        )
     tensors = {shard: _tensors_in(index.parent / shard)[0] for shard in shards}
     for name, shard in shard_of.items():
         if name not in tensors[shard]:
@@ -118,7 +120,7 @@ def _choose(folder: Path, names: Collection[str], wanted: str | None, option: st
         return named[0]
     if len(there) > 1:
         both = " and ".join(there)
-        raise FileError(f"{folder} has {both}, each with {what}: say which with {option}={there[0]!r}")
+        raise FileError(f"{folder} has files each with {what}, {both}: say which with {option}={there[0]!r}")
     return there[0] if there else None
 
 
