@@ -18,8 +18,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
-from bayesadam.readers.formats.modules import as_weights
-from bayesadam.readers.formats.torch_files import load_torch, mapped
+from bayesadam.readers.formats.torch_files import as_weights, load_torch, mapped
 from cases import trained
 
 
@@ -153,7 +152,7 @@ def test_the_tensors_of_a_module_are_those_of_its_state_dict(tmp_path: Path) -> 
     model[2][1].weight = model[2][0].weight
     model[1].register_buffer("fleeting", torch.zeros(3), persistent=False)
     torch.save(model, tmp_path / "m.pt")
-    found = as_weights(load_torch(mapped(tmp_path / "m.pt")).tree)
+    found = as_weights(load_torch(mapped(tmp_path / "m.pt"))[0])
     expected = model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -178,8 +177,8 @@ def test_a_zip_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     view = mapped(path)
     loaded = load_torch(view)
     file, begin = path.read_bytes(), torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-    for held in loaded.tree.values():
-        assert loaded.stored[held.data_ptr()]
+    for held in loaded[0].values():
+        assert loaded[1][held.data_ptr()]
         start = held.data_ptr() - begin
         assert 0 < start < len(file)
         assert file[start : start + held.nbytes] == held.numpy().tobytes()
@@ -196,7 +195,7 @@ def test_views_and_tied_tensors_of_one_storage_stay_what_they_are(tmp_path: Path
     }
     for zipped in (True, False):
         torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
-        found = load_torch(mapped(tmp_path / "c.pt")).tree
+        found = load_torch(mapped(tmp_path / "c.pt"))[0]
         assert all(
             torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in saved.items()
         )
@@ -207,7 +206,7 @@ def test_a_pruned_file_can_be_mapped_and_is_aligned(pair: Any, tmp_path: Path) -
     torch.save(tree(pair), tmp_path / "c.pt")
     pruned(tmp_path / "c.pt", tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)["epoch"] == 3
-    assert all(address % 64 == 0 for address in load_torch(mapped(tmp_path / "out.pt")).stored)
+    assert all(address % 64 == 0 for address in load_torch(mapped(tmp_path / "out.pt"))[1])
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.testzip() is None
 
@@ -239,7 +238,7 @@ def test_many_small_bombs_are_one(tmp_path: Path) -> None:
 
 
 def test_modules_that_share_modules_without_end_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("bayesadam.readers.formats.modules._MOST_MODULES", 1000)
+    monkeypatch.setattr("bayesadam.readers.formats.torch_files._MOST_MODULES", 1000)
     model: nn.Module = nn.Linear(1, 1)
     for _ in range(40):
         model = nn.Sequential(model, model)

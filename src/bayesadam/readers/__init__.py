@@ -54,12 +54,4 @@ from bayesadam.readers.pairing import clean_names, identities
 from bayesadam.readers.recorder import Recorder, read_recorder
 from bayesadam.readers.registry import identify_reader, read_alike, reader_named, reader_of, register, registered
 from bayesadam.readers.rotated import Rotated, RotatedReader, Rotation, eigenbasis, is_orthonormal
-from bayesadam.readers.state import (
-    Group,
-    State,
-    StateReader,
-    as_number,
-    second_moment,
-    stored_statistic,
-    working_dtype,
-)
+from bayesadam.readers.state import Group, State, StateReader, as_number, second_moment, stored_statistic, working_dtype

@@ -91,15 +91,11 @@ DEFAULTS = CheckpointOptions()
 class Checkpoint(Contents):
     """A trainer's weights and optimiser state; tensors stay on the disk until they are used.
 
-    The fields that are not listed are those of `Contents`.
-
     Attributes:
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
-            parallelism.
+            parallelism; `stored_names` are those in the file.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights.
-        format: its format's name.
-        stored_names: the name each of the weights has in the file.
         optimizer_path: the file with the optimiser's state, where it is another.
     """
 
@@ -139,11 +135,7 @@ class Checkpoint(Contents):
 def read_checkpoint(
     path: str | os.PathLike[str], options: CheckpointOptions = DEFAULTS, **changes: Unpack[CheckpointKeywords]
 ) -> Checkpoint:
-    """Read a checkpoint of any known format, identified by its content.
-
-    `path` has the weights, and the optimiser's state unless that has a file of its own; `changes` are `options` as
-    keywords.
-    """
+    """Read a checkpoint of any known format, identified by its content; `changes` are `options` as keywords."""
     options = replace(options, **changes)
     path = Path(path)
     known = format_of(path)
@@ -152,11 +144,10 @@ def read_checkpoint(
         contents = state = known.read(path, options.weights_keys, options.optimizer_key)
     else:
         state = format_of(second).read(second, None, options.optimizer_key)
-        contents = (
-            known.read_with(path, options.weights_keys, state.optimizer)
-            if known.read_with is not None
-            else known.read(path, options.weights_keys, None)
-        )
+        if known.read_with is not None:
+            contents = known.read_with(path, options.weights_keys, state.optimizer)
+        else:
+            contents = known.read(path, options.weights_keys, None)
     if contents.weights is None and contents.found.networks and state.optimizer is not None:
         beside = Found(contents.found.networks, {(): state.optimizer})
         contents = with_choice(contents, choose(beside, path, None, None))
@@ -168,10 +159,10 @@ def read_checkpoint(
             "the optimiser's state, or name the key with weights_key="
         )
     if state.optimizer is None:
+        remedy = "Save" if second else "Pass the file that has it as optimizer_path=, or save"
         raise FileError(
-            f"{second or path} holds no optimiser state: found {state.summary}. "
-            + ("Save" if second else "Pass the file that has it as optimizer_path=, or save")
-            + " optimizer.state_dict() under 'optimizer'"
+            f"{second or path} holds no optimiser state: found {state.summary}. {remedy} optimizer.state_dict() under "
+            "'optimizer'"
         )
     stored = clean_names(contents.weights)
     weights = renamed(contents.weights, stored)
@@ -206,11 +197,10 @@ def match_checkpoint(
 ) -> Match:
     """Match the optimiser's state to the weights, with or without the model, whose own weights are not used.
 
-    Names are used where the state has them or the caller gives them. Otherwise the trainer's own rule decides, if there
-    is one and it agrees with every shape; or the order of the file's weights, if shapes leave one answer: see
-    `bayesadam.readers.pairing`. A model distinguishes parameters from buffers, and has the order where the file has
-    none; where both have one, they must give the same answer. The model may be a part of what was trained, such as the
-    network inside a LightningModule. `changes` are `options` as keywords.
+    Names are used where the state has them or the caller gives them; else the trainer's own rule, where every shape
+    agrees with it; else the order of the file's weights, if shapes leave one answer (`bayesadam.readers.pairing`). A
+    model, which may be a part of what was trained, distinguishes parameters from buffers and has the order where the
+    file has none; where both have one, they must give the same answer.
     """
     options = replace(options, **changes)
     parameters, reader, pairing = (
@@ -236,10 +226,7 @@ def read_curvature(
 
 
 def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ...]:
-    """How the file is read without the model, in sentences: what is taken and why, by which rule, what is left out.
-
-    `match` is the result of `match_checkpoint` without the model; None computes it.
-    """
+    """How the file is read without the model, in sentences; `match` is the result of `match_checkpoint` without it."""
     match = match or match_checkpoint(checkpoint)
     beside = "" if checkpoint.optimizer_path is None else f", the optimiser's state in {checkpoint.optimizer_path}"
     groups = checkpoint.optimizer["param_groups"]
@@ -260,10 +247,9 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
     )
 
 
-_Paired = tuple[Mapping[str, nn.Parameter], StateReader, Pairing]
-
-
-def _pair_weights(checkpoint: Checkpoint, options: CheckpointOptions) -> _Paired:
+def _pair_weights(
+    checkpoint: Checkpoint, options: CheckpointOptions
+) -> tuple[Mapping[str, nn.Parameter], StateReader, Pairing]:
     """Keys and the names in the file."""
     state, weights = checkpoint.optimizer, checkpoint.weights
     reader, slots, given, why = _known(checkpoint, None, options)
@@ -275,7 +261,9 @@ def _pair_weights(checkpoint: Checkpoint, options: CheckpointOptions) -> _Paired
     return {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in held.items()}, reader, pairing
 
 
-def _pair_model(checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions) -> _Paired:
+def _pair_model(
+    checkpoint: Checkpoint, model: nn.Module, options: CheckpointOptions
+) -> tuple[Mapping[str, nn.Parameter], StateReader, Pairing]:
     """Keys and the names in the model."""
     state, in_order, parameters = checkpoint.optimizer, options.groups_in_order, own_parameters(model)
     own, is_part = _own_names(checkpoint, unwrap(model))
@@ -324,10 +312,7 @@ def _known(
 
 
 def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | None) -> list[str] | None:
-    """The names in the optimiser's order by the trainer's own rule; None where it has none, or none that fits.
-
-    Every version of the rule is compared with the sizes of the groups and all shapes; those that fit must agree.
-    """
+    """The names in the optimiser's order by the trainer's own rule; None where none fits all sizes and shapes."""
     rules = checkpoint.rules
     whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
     if rules.orders is None or whole is None:
@@ -355,10 +340,7 @@ def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | 
 
 
 def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:
-    """The checkpoint's name by the model's name, and whether the model is a part of what was trained.
-
-    The model's names may themselves begin with what looks like a wrapper's prefix.
-    """
+    """The checkpoint's name by the model's name, and whether the model is a part of what was trained."""
     held = model.state_dict(keep_vars=True)
     shapes = {name: value.shape for name, value in held.items() if isinstance(value, Tensor)}
     weights, rules = checkpoint.weights, checkpoint.rules
@@ -428,11 +410,8 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 def write_pruned(checkpoint: Checkpoint, masks: Mapping[str, Tensor], out: str | os.PathLike[str]) -> None:
     """Write the file again with the masked weights at zero: same keys, same order, everything else untouched.
 
-    To a path that ends in `.safetensors` the weights alone are written, under their clean names and one by one: neither
-    they nor masks that are made on access need fit into memory together.
-
-    Masks are True where a weight stays; a tied tensor is pruned under all its names. The checkpoint's file is read
-    again, and may be the one written to.
+    To a path that ends in `.safetensors` the weights alone are written, one by one. Masks are True where a weight
+    stays; a tied tensor is pruned under all its names. The checkpoint's own file may be the one written to.
     """
     out, weights = Path(out), checkpoint.weights
     unknown = sorted(masks.keys() - weights.keys())

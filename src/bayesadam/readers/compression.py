@@ -1,5 +1,6 @@
 """Second moments and their bases in fewer bytes, as files hold them: tensors under `role.parameter` in and out."""
 
+import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -83,12 +84,7 @@ def outline(shape: torch.Size, dtype: torch.dtype, compress: str | None) -> dict
 
 
 def decode(parts: Named, source: str) -> Tensor:
-    """The tensor behind the parts that `encode` gave; an error names `source`.
-
-    >>> v = torch.tensor([0.0, 1e-8, 1e-2])
-    >>> decode(encode(v, "8bit"), "v").allclose(v)
-    True
-    """
+    """The tensor behind the parts that `encode` gave; an error names `source`."""
     if _RANGE in parts:
         codes, ends = parts.get("", torch.zeros(0)), parts[_RANGE]
         if codes.dtype != torch.uint8 or ends.shape != (-(-codes.numel() // BLOCK), 2):
@@ -142,7 +138,8 @@ def compressed(roles: Mapping[str, Named], compress: str | None) -> dict[str, Te
 
 def expanded(tensors: Named, source: str) -> dict[str, Tensor]:
     """A file's tensors as they were before `compressed`."""
-    wholes = {key: _whole(key) for key in tensors}
+    ends = re.compile(rf"({_RANGE}|{_ROWS}|{_COLUMNS})$")
+    wholes = {key: ".".join([ends.sub("", key.partition(".")[0]), key.partition(".")[2]]) for key in tensors}
     parts = {whole for whole in wholes.values() if whole.partition(".")[0] in _MOMENTS}
     found = {key: tensor for key, tensor in tensors.items() if wholes[key] not in parts}
     found |= {key: moment(tensors, key, source) for key in sorted(parts)}
@@ -151,13 +148,6 @@ def expanded(tensors: Named, source: str) -> dict[str, Tensor]:
             wide = tensor.float()
             found[key] = orthonormal(wide) if key.partition(".")[0] in _BASES and wide.dim() == 2 else wide
     return found
-
-
-def _whole(key: str) -> str:
-    """The name of the tensor that a part belongs to."""
-    role, dot, name = key.partition(".")
-    end = next((end for end in _SUFFIXES if end and role.endswith(end)), "")
-    return role.removesuffix(end) + dot + name
 
 
 def moment(tensors: Named, key: str, source: str) -> Tensor:
@@ -184,19 +174,12 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def probe(theta: Tensor) -> Tensor:
-    """At most 16 evenly spaced weights, by which saved second moments recognise the weights they belong to.
-
-    >>> probe(torch.arange(64.0).reshape(8, 8)).tolist()[:4]
-    [0.0, 4.0, 8.0, 12.0]
-    """
+    """At most 16 evenly spaced weights, by which saved second moments recognise the weights they belong to."""
     flat = theta.detach().flatten()
     return flat[:: max(len(flat) // _PROBES, 1)][:_PROBES].to(working_dtype(theta.dtype), copy=True)
 
 
 def same_weights(known: Named, found: Named) -> bool:
-    """Whether probes by name differ by no more than a tenth of the known ones, in the mean square.
-
-    Weights rounded to 8 bits are within a hundredth; those of another training differ by their own size.
-    """
+    """Whether probes by name differ by at most a tenth in the mean square; rounding to 8 bits is a hundredth."""
     theirs, ours = (torch.cat([named[name].double().cpu() for name in known]) for named in (known, found))
     return bool((ours - theirs).norm() <= 0.1 * theirs.norm())

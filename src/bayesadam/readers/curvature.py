@@ -51,13 +51,10 @@ def read_optimizer(
     reader: str | StateReader | None = None,
     bias_correction: bool = True,
 ) -> Curvature:
-    """Read v̂ off one live optimiser, or several that share a model; nothing of theirs is changed.
+    """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); nothing of theirs is changed.
 
-    Args:
-        model: the model they train.
-        optimizer: the optimiser, or a list of them (Muon and AdamW, say).
-        reader: overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
-        bias_correction: False leaves moving averages as the optimiser keeps them.
+    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1. `bias_correction=False` leaves
+    moving averages as the optimiser keeps them.
     """
     return read_match(match_optimizers(model, optimizer, reader), bias_correction=bias_correction)
 
@@ -97,16 +94,12 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
     except KeyError as missing:
         raise StateError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
-            f"{sorted(map(str, entry.state))}, its group {sorted(map(str, entry.group))}. Name the optimiser that "
-            "wrote it (optimizer='adamw', 'adagrad', …)"
+            f"{sorted(map(str, entry.state))}. Name the optimiser that wrote it (optimizer='adamw', 'adagrad', …)"
         ) from None
 
 
 def pieces(entry: Entry, size: int | None = None) -> Iterator[Entry]:
-    """The entry in slices of the flat tensor, so that a large one need not be in memory at once.
-
-    A statistic that is not stored number by number, Adafactor's or an 8-bit one, comes whole.
-    """
+    """The entry in slices of the flat tensor, for memory; a statistic not stored number by number comes whole."""
     reader, shape, size = entry.reader, entry.parameter.shape, size or PIECE
     plain = reader.read is None and reader.statistic in ("average", "sum", "root", "identity")
     if not plain or entry.parameter.numel() <= size:
@@ -165,13 +158,10 @@ def _check_values(ends: Mapping[str, Tensor], match: Match) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """The optimisers behind second moments, and the number of gradients.
+    """The optimisers behind second moments.
 
-    Attributes:
-        optimizers: by their names.
-        steps: the fewest and the most gradients behind a parameter; None where nobody has counted.
-        beta: the smallest β₂ of the averages; None where there is none, or it is not known.
-        recorded: whether the gradients are a `Recorder`'s.
+    `steps` are the fewest and the most gradients behind a parameter, `beta` the smallest β₂; None where unknown.
+    `recorded` says that the gradients are a `Recorder`'s.
     """
 
     optimizers: tuple[str, ...] = ()

@@ -79,7 +79,19 @@ def match_optimizers(
     refusals: list[str] = []
     foreign = 0
     for optimizer, title in zip(listed, classes, strict=True):
-        record = _reader_for(optimizer, reader)
+        record = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
+        if record is None:
+            keys = sorted({str(key) for state in optimizer.state.values() for key in state})
+            similar = readers_with_key(keys)
+            hint = (
+                ""
+                if not similar
+                else f"; its keys {keys} look like {similar}: pass reader={similar[0]!r} if that is right"
+            )
+            raise StateError(
+                f"no reader is registered for {type(optimizer).__module__}.{title}{hint}. Describe it with "
+                "bayesadam.readers.register(StateReader(...))"
+            )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
@@ -110,9 +122,8 @@ def match_state_dict(
 ) -> Match:
     """Match a saved optimiser state to the model's parameters.
 
-    Names are used where the state has them (keys that are names, or `param_names` in its groups) or the caller gives
-    them, in the optimiser's order. A state without names is matched by the model's order and every shape, several
-    groups by the rules that trainers follow (`bayesadam.readers.pairing`); more than one possible answer is an error.
+    Names count where the state has them or the caller gives them, in the optimiser's order. Without names, the model's
+    order and every shape decide, several groups by the rules that trainers follow; several answers are an error.
     """
     if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
         found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -138,10 +149,7 @@ def usable_reader(reader: str | StateReader) -> StateReader:
 
 
 def pair_by_names(
-    state_dict: Mapping[str, Any],
-    known: Mapping[str, Tensor],
-    given: Sequence[str] | None,
-    source: str = "param_names",
+    state_dict: Mapping[str, Any], known: Mapping[str, Tensor], given: Sequence[str] | None, source: str = "param_names"
 ) -> Pairing | None:
     """The names that are given in the optimiser's order, or those in its state; None where there are neither."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -197,12 +205,27 @@ def _entries(
     names: Mapping[Any, str],
 ) -> dict[str, Entry | str]:
     """Parameters with their states, or why they are omitted, by the name behind each key; a live tensor is a key."""
-    return {
-        names[key]: _entry_or_reason(names[key], parameters[names[key]], states.get(key, {}), group, reader)
-        for group in groups
-        for key in group["params"]
-        if key in names
-    }
+    found: dict[str, Entry | str] = {}
+    for group, key in ((each, key) for each in groups for key in each["params"] if key in names):
+        name, state = names[key], states.get(key, {})
+        parameter = parameters[name]
+        # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
+        # beside it is no such state: the reader says what is missing.
+        untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
+        if not parameter.requires_grad or (untrained and reader.statistic != "identity"):
+            found[name] = _UNTRAINED if parameter.requires_grad else _FROZEN
+            continue
+        check_parameter(name, parameter)
+        if unknown := unknown_bases(reader, state, parameter.shape):
+            similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
+            perhaps = f", perhaps {' or '.join(map(repr, similar))}" if similar else ""
+            raise StateError(
+                f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), and reader {reader.name!r} would "
+                f"take {reader.key!r}, which is in rotated coordinates, for the weights' own. Name the optimiser that "
+                f"wrote it{perhaps}; or describe it with bayesadam.readers.register(StateReader(...)) and `read`"
+            )
+        found[name] = Entry(name, parameter, state, group, reader)
+    return found
 
 
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -220,43 +243,6 @@ def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optim
         while isinstance(inner := getattr(listed[index], "optimizer", None), Optimizer):
             listed[index] = inner
     return listed
-
-
-def _reader_for(optimizer: Optimizer, reader: str | StateReader | None) -> StateReader:
-    found = reader_named(reader) if isinstance(reader, str) else reader or reader_of(optimizer)
-    if found is None:
-        keys = sorted({str(key) for state in optimizer.state.values() for key in state})
-        similar = readers_with_key(keys)
-        hint = f"; its keys {keys} look like {similar}: pass reader={similar[0]!r} if that is right" if similar else ""
-        raise StateError(
-            f"no reader is registered for {type(optimizer).__module__}.{type(optimizer).__qualname__}{hint}. "
-            "Describe it with bayesadam.readers.register(StateReader(...))"
-        )
-    return found
-
-
-def _entry_or_reason(
-    name: str, parameter: nn.Parameter, state: State, group: Group, reader: StateReader
-) -> Entry | str:
-    """The parameter with its state, or why it is omitted."""
-    if not parameter.requires_grad:
-        return _FROZEN
-    # Some optimisers fill in counters, or sums at step 0, before the first gradient. A counter above 0 with nothing
-    # beside it is no such state: the reader says what is missing.
-    untrained = reader.steps(state, group) == 0 or not (has_tensors(state) or "step" in state)
-    if untrained and reader.statistic != "identity":
-        return _UNTRAINED
-    check_parameter(name, parameter)
-    if unknown := unknown_bases(reader, state, parameter.shape):
-        similar = [other for other in readers_with_key(map(str, outline(state))) if other != reader.name]
-        raise StateError(
-            f"the state of parameter {name!r} keeps bases ({', '.join(unknown)}), so its second moment is in rotated "
-            f"coordinates, and reader {reader.name!r} would take {reader.key!r} for the weights' own. Name the "
-            "optimiser that wrote it"
-            + (f", perhaps {' or '.join(map(repr, similar))}" if similar else "")
-            + "; or describe it with bayesadam.readers.register(StateReader(...)) and a `read` function"
-        )
-    return Entry(name, parameter, state, group, reader)
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:

@@ -1,11 +1,8 @@
 """The parameter behind each key of an optimiser's state, where there is nothing but order and shapes.
 
-An optimiser is given its parameters as a list, and saves their numbers. With one group, that list is a selection of the
-model's parameters in the model's order: all of them, or those that were not frozen. The name behind a key is certain if
-the first and the last selection whose shapes agree give it the same name. Otherwise it is refused, never guessed.
-
-How several groups were filled no file says. Trainers follow rules; one applies where it gives every group its size and
-every state its shape. A name is certain if all the rules that apply agree on it.
+One group lists a selection of the model's parameters in the model's order. The name behind a key is certain if the
+first and the last selection whose shapes agree give it the same name. How several groups were filled no file says:
+trainers follow rules, and a name is certain if all rules that fit sizes and shapes agree. All else is refused.
 """
 
 import itertools
@@ -43,10 +40,7 @@ class AmbiguousError(MatchError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of the optimiser's list: its key, its group, the parameter's shape if known, whether it has a state.
-
-    `decay` is the weight decay of its group, None where that has none.
-    """
+    """One entry of the optimiser's list; `needed` if it has a state, `decay` is its group's weight decay."""
 
     key: Any
     group: int
@@ -92,11 +86,7 @@ def names_in(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def clean_names(keys: Iterable[str]) -> dict[str, str]:
-    """Names without the prefixes of torch.compile and data parallelism, and the key behind each.
-
-    >>> clean_names(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
-    {'0.weight': 'module._orig_mod.0.weight', '0.bias': 'module._orig_mod.0.bias'}
-    """
+    """Names without the prefixes of torch.compile and data parallelism, and the key behind each."""
     keys = list(keys)
     names = [".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys]
     while names and all(name.startswith("module.") for name in names):
@@ -107,9 +97,8 @@ def clean_names(keys: Iterable[str]) -> dict[str, str]:
 def candidates(weights: Mapping[str, Tensor], count: int = 0, *, integers: bool = False) -> list[str]:
     """The names in a state dict that may be a list of at least `count` parameters, the fewest, in its order.
 
-    Known buffers are none. A tied tensor counts under its first name alone where that is enough: memory is also shared
-    by parameters that were never tied. Integers and truth values, which an optimiser may list and keeps no state for,
-    count last, or always with `integers`.
+    A tied tensor counts under its first name alone where that is enough. Integers, which an optimiser may list and
+    keeps no state for, count last, or always with `integers`.
     """
     held = getattr(weights, "outline", weights)
     listed = [name for name in held if name.rpartition(".")[2] not in _BUFFER_SUFFIXES]
@@ -129,11 +118,7 @@ def shapes_of(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 
 
 def keeps_order(weights: Mapping[str, Any]) -> bool:
-    """Whether a state dict is still in the order of the model's modules.
-
-    torch notes the modules, in order, with a state dict. Without the note, names in alphabetical order are taken to
-    have been sorted by someone.
-    """
+    """Whether a state dict is in the order of the modules that torch noted with it; without the note, not sorted."""
     names = list(weights)
     noted = getattr(weights, "_metadata", None)
     number = {module: number for number, module in enumerate(noted if isinstance(noted, Mapping) else ())}
@@ -142,12 +127,7 @@ def keeps_order(weights: Mapping[str, Any]) -> bool:
 
 
 def without_copies(weights: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
-    """The names that are no target's: those without the same name, `target` left out, beside them.
-
-    >>> held = dict.fromkeys(["q_net.0.weight", "q_net_target.0.weight", "target.weight"], torch.zeros(2))
-    >>> without_copies(held, list(held))
-    ['q_net.0.weight', 'target.weight']
-    """
+    """The names that are no target's: those without the same name, `target` left out, beside them."""
     shapes = shapes_of(weights, names)
     original = {name: re.sub(r"_target(?=[._]|$)|(?<![a-z])target_", "", name) for name in names}
     return [name for name in names if original[name] == name or shapes.get(original[name]) != shapes[name]]
@@ -163,21 +143,14 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def identities(weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """`memory_of` by name: names of one tied tensor have the same.
-
-    Lazy tensors lie at addresses that are used again, so they are identified by their outline.
-    """
+    """`memory_of` by name; lazy tensors, whose addresses are used again, are identified by their outline."""
     return {name: memory_of(tensor) for name, tensor in getattr(weights, "outline", weights).items()}
 
 
 def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: bool) -> dict[Any, str]:
     """The name behind every key that can be identified; raises unless that is every key with a state.
 
-    Args:
-        slots: the optimiser's list.
-        names: the shapes of what may be parameters.
-        ordered: whether `names` are in the model's order.
-        in_order: whether each of several groups is in the model's order, too.
+    `ordered` says that `names` are in the model's order, `in_order` that each of several groups is, too.
     """
     groups = [[slot for slot in slots if slot.group == number] for number in sorted({s.group for s in slots})]
     if len(slots) > len(names):
@@ -203,7 +176,16 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
             if low == high:
                 found[slot.key] = listed[low]
             elif slot.needed:
-                raise AmbiguousError(_ambiguity(slot, listed[low], listed[high], len(groups), ordered))
+                why = hint = ""
+                shape = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
+                if not ordered:
+                    why = " (the file keeps no order of its tensors, as safetensors files do not)"
+                elif len(groups) > 1:
+                    why, hint = f" ({len(groups)} groups without names have no known order)", IN_ORDER
+                raise AmbiguousError(
+                    f"the state under key {slot.key!r}, of {shape}, may belong to {listed[low]!r} or to "
+                    f"{listed[high]!r}{why}. {REMEDY}{hint}"
+                )
     doubled = [name for name, count in Counter(found.values()).items() if count > 1]
     if doubled:
         keys = [key for key, name in found.items() if name == doubled[0]]
@@ -215,11 +197,7 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
 
 
 def _positions(wanted: Sequence[torch.Size | None], shapes: Sequence[torch.Size | None]) -> list[int] | None:
-    """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any.
-
-    >>> _positions([torch.Size([2]), None], [torch.Size([3]), torch.Size([2]), torch.Size([4])])
-    [1, 2]
-    """
+    """The first selection of `shapes`, in order, that agrees with `wanted`, where None agrees with any."""
     positions: list[int] = []
     at = 0
     for shape in wanted:
@@ -243,23 +221,8 @@ def _require_shapes(slots: Sequence[Slot], shapes: Sequence[torch.Size | None]) 
         )
 
 
-def _ambiguity(slot: Slot, first: str, last: str, groups: int, ordered: bool) -> str:
-    described = "no shape" if slot.shape is None else f"shape {tuple(slot.shape)}"
-    why = hint = ""
-    if not ordered:
-        why = " (the file keeps no order of its tensors, as safetensors files do not)"
-    elif groups > 1:
-        why, hint = f" ({groups} groups without names have no known order)", IN_ORDER
-    return (
-        f"the state under key {slot.key!r}, of {described}, may belong to {first!r} or to {last!r}{why}. {REMEDY}{hint}"
-    )
-
-
 def pair(slots: Sequence[Slot], shapes: Shapes, *, ordered: bool, in_order: bool = False) -> Pairing:
-    """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow.
-
-    The arguments and the errors are those of `assign`.
-    """
+    """The names behind the keys: by order and shapes alone where they suffice, else by the rule the groups follow."""
     groups = 1 + max((slot.group for slot in slots), default=0)
     if not ordered or groups == 1 or in_order:
         found = assign(slots, shapes, ordered=ordered, in_order=in_order)
@@ -318,10 +281,7 @@ def pair_weights(
 
 
 def _answers(slots: Sequence[Slot], shapes: Shapes) -> list[Pairing]:
-    """The answers of the rules that agree with the sizes and with every shape; each once, by the first rule for it.
-
-    Answers are the same where they agree on every key with a state.
-    """
+    """The answers of the rules that agree with sizes, shapes and decays; each once, by the first rule for it."""
     if any(slot.needed and slot.shape is None for slot in slots):
         return []
     count = 1 + max(slot.group for slot in slots)
@@ -333,22 +293,18 @@ def _answers(slots: Sequence[Slot], shapes: Shapes) -> list[Pairing]:
     found: dict[tuple[str, ...], Pairing] = {}
     for words, filled, decaying in fillings(shapes, sizes):
         names = list(itertools.chain.from_iterable(filled))
-        if [len(group) for group in filled] != sizes or not _decays_so(decays, decaying):
+        if [len(group) for group in filled] != sizes:
             continue
+        if decaying:
+            # The groups that a rule makes for weight decay decay more than the others.
+            more, less = ([d for d, one in zip(decays, decaying, strict=True) if one == kind] for kind in (True, False))
+            if None in decays or not min(more) > max(less):  # type: ignore[type-var, operator]
+                continue
         if all(slot.shape in (None, shapes[name]) for slot, name in zip(slots, names, strict=True)):
             named = {slot.key: name for slot, name in zip(slots, names, strict=True)}
             read = tuple(named[slot.key] for slot in slots if slot.needed)
             found.setdefault(read, Pairing(named, f"groups: {words}"))
     return list(found.values())
-
-
-def _decays_so(decays: Sequence[float | None], decaying: Sequence[bool]) -> bool:
-    """Whether the groups that a rule makes for weight decay, if it does, decay more than the others."""
-    known = [decay for decay in decays if decay is not None]
-    if not decaying or len(known) < len(decays):
-        return not decaying
-    more, less = ([d for d, one in zip(known, decaying, strict=True) if one == kind] for kind in (True, False))
-    return min(more) > max(less)
 
 
 _HEADS = ("head", "heads", "classifier", "fc", "linear", "output", "out")
@@ -420,11 +376,7 @@ def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequen
 
 
 def _cut(names: Iterable[str], sizes: Sequence[int]) -> list[list[str]]:
-    """The names in consecutive parts of these sizes; none where they are not as many.
-
-    >>> _cut("abcd", [1, 3])
-    [['a'], ['b', 'c', 'd']]
-    """
+    """The names in consecutive parts of these sizes; none where they are not as many."""
     rest = iter(names)
     parts = [list(itertools.islice(rest, size)) for size in sizes]
     return parts if next(rest, None) is None else []

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bayesadam._alone import in_eval_mode
-from bayesadam._checks import require_kind
+from bayesadam._checks import count, require_kind
 from bayesadam._progress import progress
 from bayesadam._shards import is_sharded
 from bayesadam.errors import MatchError, SettingError, StateError
@@ -45,8 +45,7 @@ class Recorder:
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer], *, keep: int = 50, every: int = 10) -> None:
         for name, value in (("keep", keep), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
+            count(name, value, "gradients" if name == "keep" else "steps")
         self.optimizers = listed_optimizers(optimizer)
         self.keep, self.every = keep, every
         self.batch_size: int | None = None
@@ -64,8 +63,7 @@ class Recorder:
     ) -> Recorder:
         """The gradients of K mini-batches at a trained model's weights, whatever trained it: no step, seconds.
 
-        In eval mode: batch norm in training is another function, flat along the size of every weight before it, and
-        says nothing of the one that predicts. The model is as before when it returns, or raises.
+        In eval mode: batch norm in training is another function, flat along the size of every weight before it.
 
         >>> model = torch.nn.Linear(3, 2)
         >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
@@ -73,7 +71,6 @@ class Recorder:
         torch.Size([4, 2, 3])
 
         Args:
-            model: the trained model.
             batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left
                 out.
             loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
@@ -125,20 +122,15 @@ class Recorder:
         self.remove()
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none.
-
-        Raises:
-            StateError: none was recorded, or one is not finite.
-        """
+        """The gradients by the model's parameter names, (K, *shape), in no order; 0 where a step had none."""
         return self.gradients_of(match_optimizers(model, list(self.optimizers), "ogd"))
 
     def gradients_of(self, match: Match) -> dict[str, Tensor]:
         """Those of parameters that are matched already."""
-        count = self.recorded
-        if count == 0:
+        if self.recorded == 0:
             raise StateError("the recorder has seen no step yet: attach it before training, and train")
         entries = [entry for entry in match.entries if entry.parameter in self._rings]
-        found = {entry.name: self._rings[entry.parameter][:count] for entry in entries}
+        found = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
         for name, gradients in found.items():
             if not bool(torch.isfinite(gradients).all()):
                 raise StateError(

@@ -211,14 +211,8 @@ _ADVICE = (
 _TRAIN_FIRST = "train first, and save the optimiser's state together with the weights"
 
 # Entries that follow one another in this order in the groups of one optimiser alone. A user's own entries come before
-# them, a scheduler's after them. Of torch's Adam and AdamW:
-#
-# | torch      | Adam                                      | AdamW                                     |
-# |------------|-------------------------------------------|-------------------------------------------|
-# | – 1.11     | lr, betas, eps, weight_decay, amsgrad     | the same                                  |
-# | 1.12 – 2.6 | …, amsgrad, maximize, foreach, capturable | …, amsgrad, foreach, maximize, capturable |
-# | 2.7 –      | the same, decoupled_weight_decay=False    | as Adam, decoupled_weight_decay=True      |
-#
+# them, a scheduler's after them. Up to torch 1.11 Adam and AdamW wrote the same; from 1.12 to 2.6 AdamW had `foreach`
+# before `maximize`, Adam after it; since 2.7 both are as Adam, with `decoupled_weight_decay`.
 # An AdamW that 1.12 – 2.6 resumed from the file of an earlier torch has Adam's order, as torch appends what is missing.
 _ORDERS = (
     ("radam", "foreach capturable decoupled_weight_decay"),
@@ -231,14 +225,9 @@ _ORDERS = (
 
 
 def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -> StateReader:
-    """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one.
+    """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one, `"adam or adamw"`.
 
-    Where a file may be from either, the reader is called `"adam or adamw"`, and its `note` says what follows for the
-    prior.
-
-    Args:
-        optimizer: the state in torch's layout.
-        recorded: the class name the trainer wrote down, which decides between several that fit.
+    `recorded` is the class name the trainer wrote down, which decides between several that fit.
 
     Raises:
         StateError: the optimiser, which is named, keeps no second moment per weight; or it has taken no step; or no
@@ -249,7 +238,15 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     kept = {key: state for key, state in states.items() if key in groups and has_tensors(state)}
     held = [(outline(state), groups[key]) for key, state in kept.items()]
     if not held:
-        raise StateError(_empty(optimizer["param_groups"], recorded))
+        who = _without_moment(optimizer["param_groups"], recorded)
+        if who is not None:
+            raise StateError(f"the optimiser is {who}, its state is empty, and it keeps no second moment. {_ADVICE}")
+        adaptive = {r.decay[0] for r in registered() if r.decay} | {r.start for r in registered()}
+        if any(adaptive & set(group) for group in optimizer["param_groups"]):
+            raise StateError(f"the optimiser's state is empty, it has not taken a step yet: {_TRAIN_FIRST}")
+        raise StateError(
+            f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_ADVICE}"
+        )
     fitting = [r for r in registered() if all(_fits(r, state, group) for state, group in held)]
     fitting = [r for r in fitting if r.mark is not None] or fitting
     named = [r for r in fitting if recorded is not None and _is_called(r, recorded)]
@@ -326,10 +323,9 @@ def _writer(alike: list[StateReader], groups: list[Group]) -> StateReader:
         hint = "; 0.01 is AdamW's default" if 0.01 in decays else ""
         note = (
             f"the file does not say which, and it has weight decay ({', '.join(f'{d:g}' for d in sorted(decays))}"
-            f"{hint}). v is read alike, and unless prior_precision is given the prior's is N × the weight decay. AdamW "
-            "keeps the decay out of v. Adam adds it to the gradients before they are squared: part of the prior is "
-            "then in v already, and the posterior narrower than it should be. Say which with optimizer='adam' or "
-            "'adamw' (--optimizer); for Adam the diagnosis says how much of v it is."
+            f"{hint}). v is read alike, and the prior is N × the weight decay. But Adam adds the decay to the "
+            "gradients before they are squared: part of the prior is then in v already, and the posterior too narrow. "
+            "Say which with optimizer='adam' or 'adamw' (--optimizer)."
         )
     return changed(
         by_name["adam"], name="adam or adamw", classes=(), coupled_decay=False, decoupled_flag=None, note=note
@@ -337,28 +333,12 @@ def _writer(alike: list[StateReader], groups: list[Group]) -> StateReader:
 
 
 def _writer_of(group: Group) -> str | None:
-    """Who wrote a group, by a flag or by the order of its entries; None where neither says.
-
-    >>> _writer_of({"lr": 0.1, "amsgrad": False, "foreach": None, "maximize": False, "capturable": False})
-    'adamw'
-    """
+    """Who wrote a group, by a flag or by the order of its entries; None where neither says."""
     entries = f" {' '.join(map(str, group))} "
     ordered = next((name for name, order in _ORDERS if f" {order} " in entries), None)
     if ordered != "radam" and "decoupled_weight_decay" in group:
         return "adamw" if group["decoupled_weight_decay"] else "adam"
     return ordered
-
-
-def _empty(groups: Sequence[Group], recorded: str | None) -> str:
-    """The message for an optimiser that keeps nothing."""
-    who = _without_moment(groups, recorded)
-    if who is not None:
-        return f"the optimiser is {who}, its state is empty, and it keeps no second moment per weight. {_ADVICE}"
-    adaptive = {r.decay[0] for r in registered() if r.decay is not None}
-    adaptive |= {r.start for r in registered() if isinstance(r.start, str)}
-    if any(adaptive & set(group) for group in groups):
-        return f"the optimiser's state is empty, it has not taken a step yet: {_TRAIN_FIRST}"
-    return f"the optimiser's state is empty: it has not taken a step, or is SGD without momentum. {_ADVICE}"
 
 
 def _without_moment(groups: Sequence[Group], recorded: str | None) -> str | None:

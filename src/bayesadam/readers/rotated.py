@@ -41,13 +41,9 @@ Factors = tuple[Tensor, Sequence[Tensor | None]]
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others).
+    """The coordinates X = Q_Lᵀ W Q_R of a weight W, seen as the matrix (first dimension, all others); None is I.
 
-    Tensors are (..., *shape) of the weight; their coordinates have the same shape.
-
-    Attributes:
-        left: Q_L, eigenvectors as columns; None is the identity.
-        right: Q_R; None is the identity.
+    Tensors are (..., *shape) of the weight; their coordinates have the same shape. Eigenvectors are columns.
     """
 
     left: Tensor | None
@@ -84,12 +80,7 @@ def is_orthonormal(columns: Tensor, tolerance: float = 1e-2) -> bool:
 def eigenbasis(matrix: Tensor) -> Tensor:
     """The eigenvectors of a symmetric matrix as columns, from the largest eigenvalue down.
 
-    Double precision is used where single precision fails or does not leave them orthonormal, as for matrices of low
-    rank.
-
-    >>> eigenbasis(torch.diag(torch.tensor([1.0, 3.0]))).abs()
-    tensor([[0., 1.],
-            [1., 0.]])
+    Double precision is used where single precision does not leave them orthonormal, as for matrices of low rank.
     """
     try:
         vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
@@ -111,13 +102,8 @@ class Rotated:
         \operatorname{Cov} \operatorname{vec}(W)
             = (Q_R \otimes Q_L) \operatorname{diag} \frac{1}{w\, \hat v^p + \delta}\, (Q_R \otimes Q_L)^\top
 
-    which is never formed: `rotation.out_of` of ε (w v̂ᵖ + δ)^(−1/2) is a draw from it, and `rotation.diagonal` of
-    1/(w v̂ᵖ + δ) has its diagonal.
-
-    Attributes:
-        rotation: Q_L and Q_R; a vector has Q_R alone, or neither.
-        second_moment: v̂, bias-corrected, of the parameter's shape: entry (i, j) of the matrix belongs to left
-            eigenvector i and right eigenvector j.
+    which is never formed. Entry (i, j) of `second_moment`, of the parameter's shape, belongs to left eigenvector i and
+    right eigenvector j.
     """
 
     rotation: Rotation
@@ -151,13 +137,7 @@ class RotatedReader(StateReader):
         return None if counted is None else max(float(counted) - self.idle_steps, 0.0)
 
     def rotated(self, state: State, group: Group, shape: torch.Size) -> Rotated | None:
-        """v̂ in its bases; None for a parameter that is not rotated.
-
-        One basis a dimension becomes two: Q_L = Q₁ and Q_R = Q₂ ⊗ Q₃ ⊗ …; that of a vector is Q_R.
-
-        Raises:
-            KeyError: the state lacks an entry.
-        """
+        """v̂ in its bases, Q_L = Q₁ and Q_R = Q₂ ⊗ Q₃ ⊗ … (Q₁ of a vector); None for a parameter that is not rotated."""
         stored, bases = (None, ()) if self.factors is None else self.factors(state, group, shape)
         if stored is None or all(basis is None for basis in bases):
             return None
@@ -187,9 +167,8 @@ def _weight_diagonal(factors: Callable[..., Factors], state: State, group: Group
 def unknown_bases(reader: StateReader, state: State, shape: torch.Size) -> list[str]:
     """The entries of a state that look like bases and that its reader knows nothing of.
 
-    A second moment stored with bases is in their coordinates. Read as the weights' own it has the right name and the
-    right shape, and every number in it is wrong. Lists of tensors, square matrices that are not of the parameter's
-    shape, and matrices with a name that bases have, are such entries. A `read` function of the user's own is trusted.
+    A second moment stored with bases is in their coordinates: read as the weights' own, every number in it is wrong.
+    A `read` function of the user's own is trusted.
     """
     if reader.statistic in ("identity", "none") or (reader.read is not None and not isinstance(reader, RotatedReader)):
         return []
@@ -290,8 +269,8 @@ def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.detach().to(working_dtype(tensor.dtype), copy=copy)
 
 
-def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Tensor]:
-    r"""Shampoo's factors of V, one a dimension, V = M_1 ⊗ M_2 ⊗ … for weights in row-major order.
+def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
+    r"""The eigenvalues and eigenvectors of V = M_1 ⊗ M_2 ⊗ …, one factor a dimension, weights in row-major order.
 
     Shampoo keeps :math:`S_k = \epsilon I + \sum_t G_t^{(k)} G_t^{(k)\top}`, with :math:`G^{(k)}` the gradient unfolded
     along dimension k; for a matrix L and R. All have the same trace, :math:`\tau = \sum_t \lVert G_t \rVert^2`. Where
@@ -302,9 +281,6 @@ def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Ten
 
     in expectation, so for a matrix :math:`v_{ij} = \lambda_i \mu_j / (t\, \tau)` with the eigenvalues of L and of R;
     for a vector it is :math:`\frac 1 t \sum_t g_t g_t^\top`. The trace of V is always the mean of ‖G‖².
-
-    Raises:
-        StateError: the statistics are not of the gradients alone, or of another parameter.
     """
     if not 1 <= len(shape) <= _MOST_DIMENSIONS:
         raise StateError(f"Shampoo keeps no statistic for a parameter of shape {tuple(shape)}: use Adam for it")
@@ -324,19 +300,14 @@ def kronecker_factors(state: State, group: Group, shape: torch.Size) -> list[Ten
     # Sums of the same squares, added up in another order; NaN is not within any tolerance.
     if not float((traces - total).abs().max()) <= 1e-3 * total:
         raise StateError(
-            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which are "
-            "equal for statistics of the gradients: pytorch_optimizer before 4.1 summed gradients that it had "
-            "preconditioned already; upgrade it and train again, or train with SOAP"
+            f"Shampoo's statistics of a parameter of shape {tuple(shape)} have traces {traces.tolist()}, which differ: "
+            "pytorch_optimizer before 4.1 summed preconditioned gradients; upgrade it and train again, or use SOAP"
         )
     if total > 0:
         factors[0] /= steps
         for factor in factors[1:]:
             factor /= total
-    return factors
-
-
-def _shampoo_factors(state: State, group: Group, shape: torch.Size) -> Factors:
-    found = [torch.linalg.eigh(factor) for factor in kronecker_factors(state, group, shape)]
+    found = [torch.linalg.eigh(factor) for factor in factors]
     # Rounding can leave an eigenvalue slightly below zero.
     values = [pair.eigenvalues.flip(0).clamp(min=0.0) for pair in found]
     product = reduce(lambda product, vector: product.unsqueeze(-1) * vector, values)

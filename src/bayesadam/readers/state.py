@@ -39,9 +39,7 @@ class StateReader:
     | none        | nothing usable                    | refused, with `advice`               |
 
     Attributes:
-        name: the reader's name in `from_state_dict(..., optimizer=name)`.
         classes: the optimiser classes it reads, as types or as `"package.module.Class"`; subclasses are included.
-        statistic: the kind of number stored, as in the table.
         key: the entry of a parameter's state that holds s; `"a or b"` where it has one of two names.
         decay: the entry of the parameter group that is β, with an index where it is a tuple.
         bias_correction: whether to divide by 1 − βᵗ (the average starts from a constant).
@@ -55,7 +53,6 @@ class StateReader:
         bases: entries of the state that are bases, or that bases are computed from; see `RotatedReader`.
         read: a function (state, group, parameter shape) → s, for layouts no field describes.
         advice: what a user of an optimiser with no second moment can do instead.
-        note: a remark for the docs and for `doctor`.
     """
 
     name: str

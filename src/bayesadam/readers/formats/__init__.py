@@ -13,7 +13,7 @@ from bayesadam.readers.formats.torch_files import OLD_TORCH, PICKLE, TORCH
 # The last is tried first: an adapter, or DeepSpeed's files, may be in one folder with the Trainer's, and every known
 # folder has files that may be checkpoints by themselves.
 FORMATS = (
-    *(FOLDER, TORCH, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS),
+    *(FOLDER, ZIP, PICKLE, TAR, OLD_TORCH, HDF5, SAFETENSORS, POSTERIOR, KERAS, TORCH),
     *(PARENT, TRAINER, ACCELERATE, ADAPTER, DISTRIBUTED, DEEPSPEED),
 )
 for known in FORMATS:

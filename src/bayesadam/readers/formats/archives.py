@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -14,8 +13,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.registry import Format, format_of, is_state_file, state_beside
 from bayesadam.readers.formats.torch_files import (
-    DAMAGED,
-    damaged,
+    damage_named,
     is_old_archive,
     load_view,
     mapped,
@@ -29,37 +27,14 @@ _OPTIMIZER = ".optimizer"
 _SHOWN = 12
 
 
-def names_in_zip(path: Path, head: bytes) -> set[str]:
-    """The names of an archive's members; none where it is no archive."""
-    if not head.startswith(b"PK\x03\x04"):
-        return set()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return set()
-
-
-def _is_zip(path: Path, head: bytes) -> bool:
-    names = names_in_zip(path, head)
-    return bool(names) and not any(PurePosixPath(name).name == "data.pkl" for name in names)
-
-
 def _is_tar(path: Path, head: bytes) -> bool:
-    if path.is_dir() or len(head) < 16:
-        return False
-    view = mapped(path)
-    return head.startswith(b"\x1f\x8b") or (bytes(view[257:262]) == b"ustar" and not is_old_archive(view))
+    return head.startswith(b"\x1f\x8b") or (head[257:262] == b"ustar" and not is_old_archive(mapped(path)))
 
 
 def _archive(name: str, recognises: Callable[[Path, bytes], bool], members_of: Callable[[Any], Any]) -> Format:
     def read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
-        try:
+        with damage_named(path, name.partition(" ")[0]):
             tree = _tree(path, members_of(mapped(path)))
-        except FileError:
-            raise
-        except DAMAGED as error:
-            raise damaged(path, name.partition(" ")[0], error) from error
         return contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
 
     return Format(name, recognises, read)
@@ -115,6 +90,6 @@ def _read_folder(path: Path, weights_key: str | None, optimizer_key: str | None)
     return replace(found, optimizer=state.optimizer, recorded=found.recorded.completed(state.recorded))
 
 
-ZIP = _archive("zip archive", _is_zip, zip_members)
+ZIP = _archive("zip archive", lambda path, head: head.startswith(b"PK\x03\x04"), zip_members)
 TAR = _archive("tar archive", _is_tar, tar_members)
-FOLDER = Format("folder", lambda path, head: path.is_dir() and bool(_files_in(path)), _read_folder)
+FOLDER = Format("folder", lambda path, head: bool(_files_in(path)), _read_folder, folder=True)

@@ -71,14 +71,11 @@ class Contents:
     """What one file or folder holds; a checkpoint may be two of them.
 
     Attributes:
-        weights: tensors by the names in the file, or None.
-        optimizer: an optimiser's state in torch's layout, or None.
-        summary: what the file holds, in words.
+        weights: tensors by the names in the file.
+        optimizer: an optimiser's state in torch's layout.
         weights_at: the keys that lead to the weights, where all of them are in one dictionary.
         places: the keys that lead to each of the weights, where they are not.
         ordered: whether `weights` are in the order in which the model registered them.
-        recorded: what else the trainer wrote.
-        rules: what it did without writing it down.
         found: all the networks and states that the file holds.
         notes: which of them were taken and why, in words.
         classes: the classes of what lies beside the tensors; they were not imported.
@@ -100,11 +97,7 @@ class Contents:
 def contents_of(
     tree: Any, source: object, *, weights_key: str | None = None, optimizer_key: str | None = None
 ) -> Contents:
-    """The weights and the optimiser's state in a dictionary, at the top or down to the third level.
-
-    `source` is the file's path, for messages; the keys choose where there are several. Several networks without an
-    optimiser are left to be chosen by the state that comes from elsewhere: see `found`.
-    """
+    """The weights and the optimiser's state in a dictionary, at the top or down to the third level; see `choose`."""
     if not isinstance(tree, Mapping):
         raise FileError(
             f"{source} holds a {_kind(tree)}, not a dictionary: save "
@@ -134,18 +127,16 @@ def with_choice(contents: Contents, choice: Choice) -> Contents:
         contents,
         weights=tensors_of(networks),
         weights_at=networks[0].path if one else (),
-        places={} if one else {name: network.place(own) for name, (network, own) in named(networks).items()},
+        places={}
+        if one
+        else {name: n.path if n.alone else (*n.path, own) for name, (n, own) in named(networks).items()},
         ordered=all(keeps_order(network.tensors) for network in networks),
         notes=choice.notes,
     )
 
 
 def describe(tree: Mapping[Any, Any]) -> str:
-    """A dictionary's first keys and what is under them.
-
-    >>> describe({"epoch": 3, "model": {"w": 1}})
-    "'epoch' (int), 'model' (dict of 1)"
-    """
+    """A dictionary's first keys and what is under them."""
     described = [f"{said(key)} ({_kind(value)})" for key, value in itertools.islice(tree.items(), 8)]
     return ", ".join(described) + (f" and {len(tree) - 8} more" if len(tree) > 8 else "") if tree else "nothing"
 
@@ -161,11 +152,7 @@ def _kind(value: Any) -> str:
 
 
 def recorded_in(levels: Iterable[Mapping[Any, Any]]) -> Recorded:
-    """What a trainer wrote into dictionaries, under the usual keys; the first dictionary that has one counts.
-
-    >>> recorded_in([{"epoch": 2.5, "step": True}, {"global_step": 7}])
-    Recorded(step=7, epoch=2, n_data=None, optimizer=None, batch_size=None)
-    """
+    """What a trainer wrote into dictionaries, under the usual keys; the first dictionary that has one counts."""
     levels = list(levels)
 
     def number(keys: Sequence[str]) -> int | None:

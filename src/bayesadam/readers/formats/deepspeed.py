@@ -1,10 +1,8 @@
 """Folders of DeepSpeed, without ZeRO and with its stages 1 and 2.
 
-`mp_rank_00_model_states.pt` has the weights, and the parameters' names and shapes group by group. With ZeRO the
-parameters of a group are one long vector, cut into as many pieces as there are ranks:
-`zero_pp_rank_<r>_mp_rank_00_optim_states.pt` has rank r's piece of the weights in float32 and of every moment. It also
-notes where in the piece each parameter lies, which is wrong where `round_robin_gradients` is on; the order of the
-shapes is right, and DeepSpeed's own zero_to_fp32 goes by it.
+`mp_rank_00_model_states.pt` has the weights, and the parameters' names and shapes group by group. With ZeRO a group is
+one long vector, cut into a piece for each rank, in `zero_pp_rank_<r>_mp_rank_00_optim_states.pt`. What that says of
+positions is wrong with `round_robin_gradients`; the order of the shapes is right, and zero_to_fp32 goes by it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -147,4 +145,4 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-DEEPSPEED = Format("deepspeed", lambda path, head: path.is_dir() and _step_folder(path) is not None, _read_deepspeed)
+DEEPSPEED = Format("deepspeed", lambda path, head: _step_folder(path) is not None, _read_deepspeed, folder=True)

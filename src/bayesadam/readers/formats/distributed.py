@@ -1,8 +1,7 @@
 """Folders of torch.distributed.checkpoint: a list of contents, and for each rank a file of the pieces it held.
 
-`.metadata` says which tensors there are, where their pieces lie, and how the dictionaries were nested. It is a pickle,
-and is read as data. The pieces are `torch.save`d one by one; a tensor is put together when it is accessed, whatever the
-number of ranks and the dimension it was cut along.
+`.metadata`, a pickle, is read as data. A tensor is put together from its pieces on access, whatever the number of ranks
+and the dimension it was cut along.
 """
 
 import math
@@ -18,7 +17,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.formats.torch_files import DAMAGED, damaged, load_tree, load_view, mapped
+from bayesadam.readers.formats.torch_files import damage_named, load_tree, load_view, mapped
 
 _WRITER = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
@@ -52,29 +51,24 @@ class Stored:
 def stored_entries(folder: Path) -> list[Stored]:
     """Every entry, in the order of the dictionaries that were saved; nothing but the list of contents is read."""
     source = folder / _METADATA
-    try:
+    if not source.is_file():
+        raise FileError(
+            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
+            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
+        )
+    with damage_named(source, _WRITER):
         record = load_tree(source).state
         nesting, kinds, positions = record["planner_data"], record["state_dict_metadata"], record["storage_data"]
         if not nesting:
             raise FileError(
-                f"{source} does not say how the dictionaries were nested (it has no planner_data). Save it with the "
-                "default planner, torch.distributed.checkpoint.save({'model': ..., 'optimizer': ...}, checkpoint_id=…)"
-                " of what torch.distributed.checkpoint.state_dict.get_state_dict returned"
+                f"{source} does not say how the dictionaries were nested (it has no planner_data): save it with the "
+                "default planner of torch.distributed.checkpoint.save"
             )
         located = {}
         for index, held in positions.items():
             low = index.state.get("offset")
             located[index.state["fqn"], None if low is None else tuple(low)] = held.state
         return [_entry(folder, key, path, kinds[key].state, located) for key, path in nesting.items() if key in kinds]
-    except FileNotFoundError:
-        raise FileError(
-            f"{folder} has pieces of a distributed checkpoint and no {_METADATA}, which is written last: the save did "
-            "not finish, or the file was left behind when the folder was copied (its name begins with a dot)"
-        ) from None
-    except FileError:
-        raise
-    except DAMAGED as error:
-        raise damaged(source, _WRITER, error) from error
 
 
 def _entry(folder: Path, key: str, path: Any, kind: Mapping[str, Any], located: Mapping[Any, Any]) -> Stored:
@@ -122,11 +116,7 @@ def _piece(folder: Path, key: str, held: Mapping[str, Any]) -> Piece:
 
 
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none.
-
-    >>> covers((5, 3), [((0, 0), (3, 3)), ((3, 0), (2, 3))]), covers((5, 3), [((0, 0), (3, 3)), ((4, 0), (1, 3))])
-    (True, False)
-    """
+    """Whether boxes, by first corner and edges, lie in a tensor and are as large as it together; ranks share none."""
     corners = [corner for offsets, sizes in boxes for corner in zip(offsets, sizes, shape, strict=True)]
     held = min(shape, default=0) >= 0 and all(
         low >= 0 and size >= 0 and low + size <= edge for low, size, edge in corners
@@ -164,11 +154,7 @@ def _load(entry: Stored, piece: Piece) -> Any:
 
 
 def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Dictionaries, and lists where a path has a number, from the path of every leaf.
-
-    >>> nested([(("a", "b"), 1), (("a", "c", 0), 2), (("a", "c", 1), 3)])
-    {'a': {'b': 1, 'c': [2, 3]}}
-    """
+    """Dictionaries, and lists where a path has a number, from the path of every leaf."""
     branches: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
     for (first, *rest), value in leaves:
         branches.setdefault(first, []).append((tuple(rest), value))
@@ -181,11 +167,7 @@ def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 
 
 def torch_layout(tree: Any) -> Any:
-    """The tree with every optimiser's state as `optimizer.state_dict()` has it.
-
-    The writer makes texts of numbers that are keys and leaves out dictionaries that are empty; and
-    `get_state_dict(..., flatten_optimizer_state_dict=True)` has no levels at all.
-    """
+    """The tree with every optimiser's state in torch's layout: keys are numbers again, flattened ones have levels."""
     if isinstance(tree, list):
         return [torch_layout(item) for item in tree]
     if not isinstance(tree, dict):
@@ -202,11 +184,7 @@ def torch_layout(tree: Any) -> Any:
 
 
 def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimiser's state with levels; every parameter has a group of its own.
-
-    >>> unflattened({"state.0.bias.step": 3, "param_groups.0.bias.lr": 0.1})
-    {'state': {'0.bias': {'step': 3}}, 'param_groups': [{'params': ['0.bias'], 'lr': 0.1}]}
-    """
+    """An optimiser's state with levels; every parameter has a group of its own."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         if key.startswith("param_groups."):
@@ -225,20 +203,16 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     # Counters are needed at once; of larger tensors the shape and type are enough until they are accessed.
-    leaves = [
-        (
-            entry,
-            read_stored(entry)
-            if entry.shape is None or math.prod(entry.shape) == 1
-            else meta(entry.shape, entry.dtype),
-        )
-        for entry in stored_entries(path)
+    entries = stored_entries(path)
+    small = [entry.shape is None or math.prod(entry.shape) == 1 for entry in entries]
+    values = [
+        read_stored(entry) if now else meta(entry.shape or (), entry.dtype)
+        for entry, now in zip(entries, small, strict=True)
     ]
+    leaves = list(zip(entries, values, strict=True))
     behind = {id(value): entry for entry, value in leaves if isinstance(value, Tensor) and value.is_meta}
-    try:
+    with damage_named(path / _METADATA, _WRITER):
         tree = torch_layout(nested((entry.path, value) for entry, value in leaves))
-    except DAMAGED as error:
-        raise damaged(path / _METADATA, _WRITER, error) from error
     contents = contents_of(tree, path, weights_key=weights_key, optimizer_key=optimizer_key)
     if contents.weights is None and weights_key is None:
         # Some trainers save the model's tensors at the top, with the rest.
@@ -261,8 +235,6 @@ def _read_distributed(path: Path, weights_key: str | None, optimizer_key: str | 
 
 def _is_distributed(path: Path, head: bytes) -> bool:
     """A folder with the writer's list of contents, or with pieces at least."""
-    if not path.is_dir():
-        return False
     if any(path.glob(_PIECES)):
         return True
     try:
@@ -272,4 +244,4 @@ def _is_distributed(path: Path, head: bytes) -> bool:
         return False
 
 
-DISTRIBUTED = Format(_WRITER, _is_distributed, _read_distributed)
+DISTRIBUTED = Format(_WRITER, _is_distributed, _read_distributed, folder=True)

@@ -72,9 +72,7 @@ def read_weights(folder: Path, names: Sequence[str] = _WEIGHTS) -> tuple[dict[st
         return (_sharded(folder / chosen), False) if chosen.endswith(".json") else _tensors_in(folder / chosen)
     shards = sorted(name for name in there if _SHARD.fullmatch(name))
     if shards:
-        raise FileError(
-            f"{folder} has {shards[0]} and no index of its shards, such as {names[1]}: copy the whole folder"
-        )
+        raise FileError(f"{folder} has {shards[0]} and no index of its shards ({names[1]}): copy the whole folder")
     others = _checkpoints(folder)
     raise FileError(
         f"{folder} has no weights, neither {' nor '.join(names)}; it has {sorted(there)[:12]}. "
@@ -103,15 +101,12 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise FileError(
-            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files that {index.name} "
-            "names: copy the whole folder"
+            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files: copy all"
         )
     tensors = {shard: _tensors_in(index.parent / shard)[0] for shard in shards}
     for name, shard in shard_of.items():
         if name not in tensors[shard]:
-            raise FileError(
-                f"{index.parent / shard} lacks {name!r}, which {index.name} says is there: copy the whole folder"
-            )
+            raise FileError(f"{index.parent / shard} lacks {name!r}, which is in {index.name}: copy the whole folder")
     return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
@@ -124,10 +119,8 @@ def _choose(folder: Path, names: Collection[str], wanted: str | None, option: st
             raise FileError(f"{folder} has no file {option}={wanted!r} with {what}; it has {there or 'none'}")
         return named[0]
     if len(there) > 1:
-        raise FileError(
-            f"{folder} has {len(there)} files, each with {what}, {' and '.join(there)}: say which with "
-            f"{option}={there[0]!r}"
-        )
+        both = " and ".join(there)
+        raise FileError(f"{folder} has files each with {what}, {both}: say which with {option}={there[0]!r}")
     return there[0] if there else None
 
 
@@ -148,26 +141,19 @@ def folder_format(
             return contents
         try:
             found = format_of(path / chosen).read(path / chosen, None, None)
+            if found.optimizer is None:
+                raise FileError(f"{path / chosen} holds no optimiser's state: found {found.summary}")
         except FileError as error:
             raise FileError(
-                f"{error}. Another file with the optimiser's state can be passed as optimizer_path= (--optimizer-file)"
+                f"{error}. Pass another file with the state as optimizer_path= (--optimizer-file)"
             ) from error
-        if found.optimizer is None:
-            raise FileError(
-                f"{path / chosen} holds no optimiser's state: found {found.summary}. Pass the file that has it as "
-                "optimizer_path="
-            )
         return read_with(path, weights_key, found.optimizer)
 
-    return Format(name, recognises, read, read_with=read_with)
+    return Format(name, recognises, read, read_with=read_with, folder=True)
 
 
 def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
-    """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group.
-
-    >>> decay_orders(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), ["0.weight", "0.bias", "1.weight", "1.bias"])
-    [[['0.weight'], ['0.bias', '1.weight', '1.bias']], [['0.weight', '0.bias', '1.weight', '1.bias']]]
-    """
+    """The groups into which the Trainer's releases put these parameters: decayed, then undecayed; or one group."""
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     plain = {f"{path}." for path, module in modules.items() if isinstance(module, nn.LayerNorm)}
     alike = {f"{path}." for path, module in modules.items() if type(module).__name__.endswith(("RMSNorm", "LayerNorm"))}
@@ -197,10 +183,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
-    """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied.
-
-    Of the names of a tied tensor a file may hold any; it goes by the one that `named_parameters` gives.
-    """
+    """The model's name for each stored one, where they differ: renamed by transformers on saving, wrapped, or tied."""
     own = tensors_of(model)
     cleaned = {key: name for name, key in clean_names(stored).items()}
     renamed = {} if own.keys() >= set(stored) else _renamed_on_saving(model, own)
@@ -216,10 +199,7 @@ def own_names(stored: Collection[str], model: nn.Module) -> dict[str, str]:
 
 
 def _renamed_on_saving(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
-    """The model's names by those that transformers' `save_pretrained` gives them, where it keeps an older layout.
-
-    The model is one of transformers' only if that is imported already.
-    """
+    """The model's names by those of transformers' `save_pretrained`, if imported, where it keeps an older layout."""
     modeling = sys.modules.get("transformers.modeling_utils")
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
     if modeling is None or revert is None or not isinstance(model, modeling.PreTrainedModel):
@@ -260,29 +240,23 @@ def _builder(folder: Path) -> Callable[[], nn.Module] | None:
 def build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
     """The model of a `config.json`, on the meta device; of a class that transformers itself defines, or none."""
     transformers = require("transformers")
-    remedy = "build the model as it was built for training, and pass it"
     # Attention may be asked for by the address of a kernel.
     plain = {key: value for key, value in config.items() if "attn_implementation" not in key}
+    remedy = "build the model as it was built for training, and pass it"
+    made: Any = getattr(transformers, name, None)
+    ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+    if not ours or not made.__module__.startswith("transformers."):
+        raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
     try:
-        made: Any = getattr(transformers, name, None)
-        ours = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
-        if not ours or not made.__module__.startswith("transformers."):
-            raise MatchError(f"{path} names the class {name!r}, which transformers does not define: {remedy}")
         with torch.device("meta"):
-            model: nn.Module = made(made.config_class.from_dict(plain))
-    except MatchError:
-        raise
+            return made(made.config_class.from_dict(plain))  # type: ignore[no-any-return]
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {remedy}") from error
-    return model
 
 
 def trainer_record(folder: Path) -> Recorded:
-    """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down.
-
-    Otherwise N is not in it: the size of a batch is, but not how many were accumulated, on how many machines.
-    """
+    """The steps and whole epochs of `trainer_state.json`, and N where our own callback wrote it down."""
     state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
     callbacks = state.get("stateful_callbacks")
     ours = callbacks.get("bayesadam") if isinstance(callbacks, dict) else None
@@ -350,6 +324,6 @@ def _accelerate_with(path: Path, weights_key: str | None, optimizer: Mapping[str
     return Contents(weights, optimizer, f"{len(weights)} tensors, {there[:12]}", ordered=ordered, rules=rules)
 
 
-PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent)
+PARENT = Format("folder of checkpoints", lambda path, head: bool(_checkpoints(path)), _read_parent, folder=True)
 TRAINER = folder_format("Hugging Face Trainer", _is_trainer, _trainer_with)
 ACCELERATE = folder_format("Accelerate", _is_accelerate, _accelerate_with, _ACCELERATE_OPTIMIZER.fullmatch)

@@ -22,10 +22,17 @@ from torch import Tensor
 
 from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers.formats.archives import names_in_zip
 from bayesadam.readers.formats.contents import Contents, Recorded
 from bayesadam.readers.formats.registry import Format, refuse_keys
-from bayesadam.readers.formats.torch_files import DAMAGED, as_file, as_memory, damaged, inside, mapped, zip_members
+from bayesadam.readers.formats.torch_files import (
+    as_file,
+    as_memory,
+    damage_named,
+    inside,
+    mapped,
+    names_in_zip,
+    zip_members,
+)
 from bayesadam.readers.pairing import REMEDY, AmbiguousError, Slot, assign
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
@@ -101,10 +108,7 @@ def _every(tree: Tree, path: str = "") -> Iterator[_Variable]:
 
 
 def _ordered(tree: Tree, config: Mapping[str, Any], path: str = "") -> Iterator[_Variable]:
-    """A layer's variables in the order of Keras' `variables`: its own, then those of the layers in it.
-
-    What is no layer of Keras' own, or not the one that `config` describes, is left out.
-    """
+    """A layer's variables in Keras' order, its own first; what is not the layer that `config` describes is left out."""
     settings, kind, own = config["config"], config["class_name"], tree.get("vars", {})
     name = own.get(_NAME)
     if not _is_keras_own(config) or (name and name != settings.get("name", name)):
@@ -141,11 +145,7 @@ def _is_keras_own(config: Mapping[str, Any]) -> bool:
 
 
 def _group_names(layers: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Layers by the names of their groups; an operation is no layer.
-
-    >>> list(_group_names([{"class_name": name} for name in ("Conv2D", "LSTM", "LayerNormalization", "LSTM")]))
-    ['conv2d', 'lstm', 'layer_normalization', 'lstm_1']
-    """
+    """Layers by the names of their groups; an operation is no layer."""
     used: Counter[str] = Counter()
     found: dict[str, Mapping[str, Any]] = {}
     for layer in layers:
@@ -170,12 +170,8 @@ def _layout(kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         return group | {"initial_accumulator_value": settings["initial_accumulator_value"]}, [("sum",)]
     if kind == "RMSprop":
         momentum, centered = settings["momentum"] > 0, bool(settings["centered"])
-        lists: list[tuple[str, ...]] = [
-            ("square_avg",),
-            *[("momentum_buffer",)] * momentum,
-            *[("grad_avg",)] * centered,
-        ]
-        return group | {"alpha": settings["rho"], "centered": centered}, lists
+        more = [("momentum_buffer",)] * momentum + [("grad_avg",)] * centered
+        return group | {"alpha": settings["rho"], "centered": centered}, [("square_avg",), *more]
     # Keras decays the weights apart from the gradient in its Adam, too.
     amsgrad, betas = bool(settings["amsgrad"]), (settings["beta_1"], settings["beta_2"])
     group |= {"betas": betas, "amsgrad": amsgrad, "decoupled_weight_decay": True}
@@ -264,15 +260,14 @@ def _contents(config: Mapping[str, Any], tree: Tree) -> Contents:
 def _read_keras(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     refuse_keys(path, "Keras saves one model and its optimiser", weights_key=weights_key, optimizer_key=optimizer_key)
     try:
-        if path.is_dir():
-            members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
-        else:
-            members = zip_members(mapped(path))
-        return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
+        with damage_named("the file", "Keras"):
+            if path.is_dir():
+                members = {name: mapped(path / name) for name in (_CONFIG, _WEIGHTS)}
+            else:
+                members = zip_members(mapped(path))
+            return _contents(json.loads(bytes(members[_CONFIG]).decode("utf-8")), _load(members[_WEIGHTS]))
     except FileError as error:
         raise FileError(f"{path}: {error}") from None
-    except DAMAGED as error:
-        raise damaged(path, "Keras", error) from error
 
 
 def _is_keras(path: Path, head: bytes) -> bool:
@@ -283,9 +278,9 @@ def _is_keras(path: Path, head: bytes) -> bool:
 
 def _refuse_hdf5(path: Path, weights_key: str | None, optimizer_key: str | None) -> Contents:
     raise FileError(
-        f"{path} is an HDF5 file alone: where Keras' model.save_weights wrote it, it says neither which optimiser it "
-        "was, nor β₂, nor the order of the layers. In Keras, compile the model as it was, then model.load_weights(…) "
-        "after model.optimizer.build(model.trainable_variables), and model.save('model.keras'): that is read"
+        f"{path} is an HDF5 file alone, which says neither which optimiser it was, nor β₂, nor the layers' order. "
+        "In Keras, compile the model, model.optimizer.build(model.trainable_variables), model.load_weights(…), and "
+        "model.save('model.keras'): that is read"
     )
 
 

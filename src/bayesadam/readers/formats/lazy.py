@@ -36,11 +36,7 @@ class Lazy(Mapping[str, Any]):
 
 
 def renamed(tensors: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
-    """A dictionary under other names, by the present key behind each; what is on the disk stays there.
-
-    >>> renamed({"a.w": 1, "a.b": 2}, {"w": "a.w"})
-    {'w': 1}
-    """
+    """A dictionary under other names, by the present key behind each; what is on the disk stays there."""
     if isinstance(tensors, Lazy):
         return Lazy({new: tensors.outline[old] for new, old in keys.items()}, lambda new: tensors[keys[new]])
     return {new: tensors[old] for new, old in keys.items()}

@@ -1,7 +1,4 @@
-"""The networks and the optimisers' states in a saved dictionary, and which of them belong together.
-
-The usual keys are taken as long as no shape contradicts them, else the one pair that fits.
-"""
+"""The networks and the optimisers' states in a saved dictionary, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError, StateError
-from bayesadam.readers.formats.fastai import torch_layout
 from bayesadam.readers.pairing import (
+    ONE_LIST,
     AmbiguousError,
     candidates,
     keeps_order,
@@ -37,6 +34,8 @@ _COPIES = {"target", "targ", "ema", "shadow", "average", "averaged", "avg", "pol
 _MOST_TOGETHER = 6
 _MOST_ROWS = 12
 
+_FASTAI = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq", "step": "step"}
+
 Keys = tuple[str, ...]
 T = TypeVar("T")
 
@@ -48,10 +47,6 @@ class Network:
     path: Keys
     tensors: Mapping[str, Tensor]
     alone: bool = False
-
-    def place(self, name: str) -> Keys:
-        """The keys that lead to a tensor."""
-        return self.path if self.alone else (*self.path, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +84,7 @@ def find(tree: Mapping[Any, Any]) -> Found:
 
 
 def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Dictionaries and numbers down to the third level, lists of states opened, states in torch's layout.
-
-    Weights and optimisers' states are not searched further.
-    """
+    """Dictionaries and numbers down to the third level, lists of states opened, states in torch's layout."""
     state = torch_layout(tree)
     yield path, state
     if is_weights(tree) or is_optimizer(state):
@@ -108,6 +100,45 @@ def branches(tree: Mapping[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, A
         elif isinstance(value, list | tuple):
             items = [((*here, str(number)), torch_layout(item)) for number, item in enumerate(value)]
             yield from (item for item in items if is_optimizer(item[1]))
+
+
+def torch_layout(value: Any) -> Any:
+    """A state that fastai's Adam wrote, in torch's layout; all else as it is.
+
+    fastai saves `{"state": [one dictionary a parameter], "hypers": [one dictionary a group]}`: all its groups in one
+    list, and not where one ends. `sqr_mom` is β₂; `do_wd` says of a parameter that it does not decay.
+    """
+    if not isinstance(value, Mapping) or value.keys() != {"state", "hypers"}:
+        return value
+    lists = []
+    for held in (value["state"], value["hypers"]):
+        # A list, or fastcore's `L`.
+        inside = getattr(held, "state", None)
+        items = inside.get("items") if isinstance(inside, Mapping) else held
+        lists.append(items if isinstance(items, list | tuple) else ())
+    states, hypers = lists
+    if not states or not hypers or not all(isinstance(entry, Mapping) for entry in (*states, *hypers)):
+        return value
+    trained = [state for state in states if any(isinstance(held, Tensor) for held in state.values())]
+    # No file says which parameter is in which group, so the groups must agree.
+    shared = [[group.get(key) for key in ("mom", "sqr_mom", "eps", "wd")] for group in hypers]
+    momentum, beta, eps, decay = shared[0]
+    if not all(_FASTAI.keys() <= state.keys() for state in trained) or any(group != shared[0] for group in shared):
+        return value
+    if momentum is None or beta is None:
+        return value
+    groups = [
+        {
+            "betas": (momentum, beta),
+            "eps": eps,
+            "weight_decay": float(decay or 0.0) if decays else 0.0,
+            "params": [number for number, _ in members],
+            ONE_LIST: True,
+        }
+        for decays, members in itertools.groupby(enumerate(states), lambda item: bool(item[1].get("do_wd", True)))
+    ]
+    renamed = [{_FASTAI[key]: held for key, held in state.items() if key in _FASTAI} for state in states]
+    return {"state": {n: state for n, state in enumerate(renamed) if state}, "param_groups": groups}
 
 
 def is_weights(value: Any) -> bool:
@@ -154,8 +185,7 @@ def _dotted(*paths: Keys) -> str:
 def choose(found: Found, source: object, weights_key: str | None, optimizer_key: str | None) -> Choice:
     """The networks and the optimiser that are named by the keys, else the usual, else the one pair that fits.
 
-    A file without an optimiser gives no networks where it has several: they are chosen by the state that comes from
-    elsewhere.
+    A file without an optimiser gives no networks where it has several: the state from elsewhere chooses.
     """
     by_path = {network.path: network for network in found.networks}
     given = None if weights_key is None else tuple(_given(by_path, weights_key, "weights_key").values())
@@ -297,33 +327,23 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
 def _pairs(
     sets: Sequence[Network], given: tuple[Network, ...] | None, states: Mapping[Keys, Mapping[str, Any]]
 ) -> list[_Pair]:
-    """Every pair that nothing contradicts."""
+    """Every pair that nothing contradicts: those given in an order, or one network, or the fewest in an order."""
     pairs: list[_Pair] = []
     for path, state in states.items():
-        if given is None:
-            pairs += _candidates(sets, path, state)
-        elif verdict := _verdict(given, state):
+        if given and (verdict := _verdict(given, state)):
             pairs.append(_Pair(given, path, verdict))
-        elif len(given) <= _MOST_TOGETHER:
-            pairs += _orders(given, len(given), path, state)
+            continue
+        slots = slots_of(state)
+        together = given or tuple(network for network in sets if not network.alone)
+        checked = names_in(state) is None and any(slot.shape is not None for slot in slots)
+        most = len(together) if len(together) <= _MOST_TOGETHER and (given or checked) else 1
+        for count in range(len(given) if given else 1, most + 1):
+            among = sets if not given and count == len(slots) == 1 else together
+            orders = itertools.permutations(among, count)
+            fitting = [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]
+            # Buffers and frozen parts leave gaps in the list.
+            exact = [pair for pair in fitting if not given and count > 1 and pair.verdict == "every shape fits"]
+            pairs += exact or fitting
+            if fitting:
+                break
     return pairs
-
-
-def _candidates(sets: Sequence[Network], path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
-    """One network, or the fewest in an order, that an optimiser may have trained."""
-    slots = slots_of(state)
-    together = [network for network in sets if not network.alone]
-    checked = names_in(state) is None and any(slot.shape is not None for slot in slots)
-    most = len(together) if checked and len(together) <= _MOST_TOGETHER else 1
-    for count in range(1, most + 1):
-        pairs = _orders(sets if count == 1 and len(slots) == 1 else together, count, path, state)
-        # Buffers and frozen parts leave gaps in the list.
-        exact = [pair for pair in pairs if count > 1 and pair.verdict == "every shape fits"]
-        if pairs:
-            return exact or pairs
-    return []
-
-
-def _orders(networks: Sequence[Network], count: int, path: Keys, state: Mapping[str, Any]) -> list[_Pair]:
-    orders = itertools.permutations(networks, count)
-    return [_Pair(order, path, verdict) for order in orders if (verdict := _verdict(order, state))]

@@ -1,8 +1,7 @@
 """Folders of PEFT's adapters, and the model behind one: built without values from its base model's `config.json`.
 
-An adapter's file keeps no order of its tensors, and the optimiser numbers them in the model's. That order follows from
-the base model's configuration and the adapter's. Nothing is fetched, and no code is run that a file names; what was
-built is used only if it has exactly the tensors of the file, in number, name and shape.
+The optimiser numbers the tensors in the model's order, which an adapter's file does not keep. Nothing is fetched, no
+code is run that a file names, and a model is used only if it has exactly the tensors of the file.
 """
 
 import itertools
@@ -32,8 +31,8 @@ _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
 # The Hub's own rule, as far as it matters.
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
-# The kinds that are built from their configuration, and what in it decides which parameters there are. All else is left
-# out: some of it names modules to import (megatron_core) or files to load.
+# The kinds that are built, and what in their configuration decides which parameters there are. All else is left out:
+# some of it names modules to import (megatron_core) or files to load.
 _KINDS = ("LORA", "LOHA", "LOKR", "IA3")
 _DECIDING = (
     *("target_modules", "exclude_modules", "target_parameters", "feedforward_modules", "modules_to_save"),
@@ -149,14 +148,12 @@ def _adapter_names(adapter: _Adapter, model: nn.Module) -> dict[str, str]:
         if not wrong:
             fitting[name] = {key: names[key] for key in adapter.shapes}
     if not fitting:
-        raise MatchError(
-            f"{adapter.path} is another model's adapter: {misfits[0]} {kind}. Build it with the configuration in "
-            f"{_ADAPTER_CONFIG}"
-        )
+        built = f"Build it with the configuration in {_ADAPTER_CONFIG}"
+        raise MatchError(f"{adapter.path} is another model's adapter: {misfits[0]} {kind}. {built}")
     if len(fitting) > 1:
+        which = " and ".join(map(repr, fitting))
         raise MatchError(
-            f"{adapter.path} holds one adapter, which may be any of the model's {' and '.join(map(repr, fitting))}: "
-            f"pass the model with that one alone, {load}"
+            f"{adapter.path} may be any of the model's {which}: pass the model with that one alone, {load}"
         )
     return next(iter(fitting.values()))
 
@@ -182,8 +179,8 @@ def _adapter_orders(adapter: _Adapter, optimizer: Mapping[str, Any] | None, mode
     if not answers and not all(isinstance(key, str) for key in keys):
         raise MatchError(
             f"{adapter.path}: the optimiser has {len(keys)} parameters, the adapter {len(stored)} tensors: something "
-            "was trained that is not in the file, or the optimiser was not the Trainer's own. Pass param_names=[...] "
-            "in the optimiser's order, or read it from the live model and optimiser (Posterior.from_optimizer)"
+            "was trained that is not in the file. Pass param_names=[...] in the optimiser's order, or read it from the "
+            "live model and optimiser (Posterior.from_optimizer)"
         )
     return answers
 
@@ -198,10 +195,7 @@ def _adapter_model(adapter: _Adapter) -> nn.Module:
     source = _base_config(adapter)
     config = hf.read_json(source)
     if hf.names_more(config):
-        raise MatchError(
-            f"{source} names code of its own or a backbone, and neither is loaded: build the model as it was built for "
-            f"training, and {_PASS_IT}"
-        )
+        raise MatchError(f"{source} names code of its own or a backbone, and neither is loaded: {_PASS_IT}")
     refusals: list[MatchError] = []
     for name in _classes(adapter.config, config):
         try:
@@ -210,17 +204,11 @@ def _adapter_model(adapter: _Adapter) -> nn.Module:
             refusals.append(refusal)
     if refusals:
         raise refusals[0]
-    raise MatchError(
-        f"neither {source} nor {adapter.folder / _ADAPTER_CONFIG} says which class of transformers the model is of: "
-        f"{_PASS_IT}"
-    )
+    raise MatchError(f"neither {source} nor {_ADAPTER_CONFIG} says which class of transformers it is of: {_PASS_IT}")
 
 
 def _base_config(adapter: _Adapter) -> Path:
-    """The base model's `config.json`: beside the adapter, where that says, above it, or in the Hub's cache.
-
-    The adapter's own folder is first, so that a file put there is the one that counts.
-    """
+    """The base model's `config.json`: beside the adapter, where that says, above it, or in the Hub's cache."""
     named, revision = adapter.config.get("base_model_name_or_path"), adapter.config.get("revision")
     # A share would be looked for on the network.
     base = named if isinstance(named, str) and not PureWindowsPath(named).drive.startswith("\\") else ""
@@ -244,9 +232,9 @@ def _base_config(adapter: _Adapter) -> Path:
             return path
     fetch = f", or fetch it into the cache with `hf download {base} {_CONFIG}`" if in_hub else ""
     raise MatchError(
-        f"{adapter.path} holds an adapter, whose optimiser has the parameters in the order of the base model, and the "
-        f"{_CONFIG} of that, {said(named)}, is neither beside it nor in the cache of Hugging Face: copy it into "
-        f"{adapter.folder}{fetch}; or {_PASS_IT}"
+        f"{adapter.path} holds an adapter, and the {_CONFIG} of its base model, {said(named)}, which has the order of "
+        f"the parameters, is neither beside it nor in the cache of Hugging Face: copy it into {adapter.folder}{fetch}; "
+        f"or {_PASS_IT}"
     )
 
 

@@ -1,13 +1,8 @@
 """Pickles as data: Python's own unpickler, closed, so that nothing a file names is imported or called.
 
-A class or function in a pickle becomes a `Name`, and what the file would build with it a `StandIn`, which records the
-name and all that was given to it. The few names that build tensors, numbers and containers call functions of this
-module.
-
-`torch.load(pickle_module=...)` is not enough: it runs TorchScript, allocates what a file declares before it compares
-that with the file's size, does not report where in the file a storage lies, and Python's fast unpickler crashes on
-hashes of deep keys and allocates the memo that a file asks for. So the unpickler is the one written in Python, with
-checked keys.
+A class or function becomes a `Name`, what the file would build with it a `StandIn`; the few names that build tensors,
+numbers and containers call functions of this module. `torch.load(pickle_module=...)` is not enough: it runs
+TorchScript, allocates what a file declares, does not report where a storage lies, and crashes on deep keys.
 """
 
 from __future__ import annotations
@@ -121,8 +116,7 @@ class Window:
 def unpickle(window: Window, builders: Builders, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The content of the pickle at the window's position.
 
-    `builders` are functions of the pickled arguments by full name; where one fails, a stand-in is left.
-    `persistent` gives what the pickle refers to outside of itself, by its id.
+    `builders` are functions by full name; where one fails, a stand-in is left. `persistent` resolves ids.
     """
     try:
         return _Unpickler(window, builders, persistent).load()
@@ -279,11 +273,7 @@ def _key(value: Any) -> Any:
 
 
 def storage_type(named: Any) -> torch.dtype:
-    """The type behind `torch.FloatStorage`.
-
-    >>> storage_type(Name("torch.FloatStorage")), storage_type(Name("torch.storage.UntypedStorage"))
-    (torch.float32, torch.uint8)
-    """
+    """The type behind `torch.FloatStorage`."""
     full = named.full if isinstance(named, Name) else ""
     kind = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?_?(\w+)Storage", full)
     if kind is None or kind[1] not in _STORAGES:
@@ -355,11 +345,7 @@ BUILDERS: Builders = {
 
 
 def classes_in(tree: Any) -> tuple[str, ...]:
-    """The names of all stand-ins in a tree, sorted.
-
-    >>> classes_in({"args": StandIn("argparse.Namespace", state={"lr": StandIn("omegaconf.FloatNode")}), "epoch": 3})
-    ('argparse.Namespace', 'omegaconf.FloatNode')
-    """
+    """The names of all stand-ins in a tree, sorted."""
     # Held so that no other object takes an address that was seen.
     seen: dict[int, Any] = {}
     left, found = [tree], set()
@@ -377,11 +363,7 @@ def classes_in(tree: Any) -> tuple[str, ...]:
 
 
 def said(value: Any) -> str:
-    """A value of a pickle for a message: itself where it is plain and short, else its type.
-
-    >>> said(3), said(Name("torch.FloatStorage")), said([[1], [2]])
-    ('3', "Name(full='torch.FloatStorage')", 'a list')
-    """
+    """A value of a pickle for a message: itself where it is plain and short, else its type."""
     plain = value is None or isinstance(value, str | int | float | Name | StandIn)
     shown = f"{value!r}" if plain and not (isinstance(value, int) and abs(value) >= _LARGEST_KEY) else ""
     return shown if 0 < len(shown) <= 200 else f"a {type(value).__name__}"

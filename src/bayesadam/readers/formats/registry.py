@@ -26,10 +26,10 @@ class Format:
         name: its name in `Checkpoint.format`.
         recognises: (path, the first bytes; none for a folder) → whether it is of this kind.
         read: (path, weights_key, optimizer_key) → its contents; raises FileError where it is damaged.
-        rewrite: (source, the keys that lead to some of its weights, those keys → other weights, target) writes it again
-            with these; None where that cannot be done.
+        rewrite: (source, keys of some weights, those keys → other weights, target) writes it again with these; or None.
         read_with: (path, weights_key, an optimiser's state) → its contents with that state for its own, whose file is
             not opened; None where weights and state are in one file.
+        folder: whether it is a folder; None where it may be either.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Format:
     read: Callable[[Path, str | None, str | None], Contents]
     rewrite: Callable[[Path, Collection[Keys], Callable[[Keys], Tensor], Path], None] | None = None
     read_with: Callable[[Path, str | None, Mapping[str, Any] | None], Contents] | None = None
+    folder: bool | None = None
 
 
 _registry: dict[str, Format] = {}
@@ -62,29 +63,26 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     path = Path(path)
     if not path.exists():
         raise MissingFileError(f"no file at {path}")
-    head = b"" if path.is_dir() else head_of(path)
-    if not path.is_dir() and not head:
-        raise FileError(f"{path} is empty")
-    found = next((known for known in registered_formats() if known.recognises(path, head)), None)
-    if found is not None:
-        return found
-    if path.is_dir():
+    is_folder, head = path.is_dir(), b""
+    if not is_folder:
+        try:
+            with path.open("rb") as file:
+                head = file.read(512)
+        except OSError as error:
+            raise FileError(f"cannot read {path}: {error.strerror}") from None
+        if not head:
+            raise FileError(f"{path} is empty")
+    for known in registered_formats():
+        if known.folder in (None, is_folder) and known.recognises(path, head):
+            return known
+    if is_folder:
         inside = sorted(entry.name for entry in path.iterdir())
         raise FileError(
             f"{path} is a folder of no known format; it has {inside[:8]}. Pass the file with the weights, and the one "
             "with the optimiser's state as optimizer_path="
         )
     known_names = ", ".join(known.name for known in registered_formats())
-    raise FileError(f"{path} is of no known format ({known_names}); it starts with {head!r}")
-
-
-def head_of(path: Path) -> bytes:
-    """The first bytes of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(32)
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    raise FileError(f"{path} is of no known format ({known_names}); it starts with {head[:32]!r}")
 
 
 def refuse_keys(path: Path, why: str, **keys: str | None) -> None:

@@ -1,34 +1,36 @@
 """Files of `torch.save`, in all formats that it has had, as data: tensors mapped, the rest values or stand-ins.
 
-Since 1.6 torch writes a zip archive: a pickle, and a member for every storage, not compressed, so that it can be
-mapped. Before, it wrote five pickles one after the other, then the storages with their lengths; before 0.1.10 a tar
-archive. `pickle.dump` of tensors puts a file of the second kind into the pickle for every storage.
+Since 1.6 torch writes a zip archive, a pickle and a member for every storage; before, five pickles and the storages
+with their lengths; before 0.1.10 a tar archive. `pickle.dump` of tensors has one of the second kind for every storage.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import mmap
 import shutil
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, contents_of
-from bayesadam.readers.formats.modules import as_weights
 from bayesadam.readers.formats.networks import Keys
 from bayesadam.readers.formats.pickles import (
     BUILDERS,
     BadPickle,
     HostilePickle,
+    StandIn,
     Storage,
     Window,
     storage_type,
@@ -36,6 +38,7 @@ from bayesadam.readers.formats.pickles import (
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format
+from bayesadam.readers.pairing import memory_of
 
 # What reading a damaged file may raise.
 DAMAGED = (
@@ -57,6 +60,11 @@ _UNREADABLE = (
     *(EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError),
     *(zipfile.BadZipFile, tarfile.TarError),
 )
+_ZIP = b"PK\x03\x04"
+# As deep as anything is looked for in a file.
+_LEVELS = 3
+# Modules may be shared, and a hostile file can share them so often that no walk ends.
+_DEEPEST_MODULE, _MOST_MODULES = 200, 1_000_000
 _OLD_NAMES = {"sys_info", "pickle", "storages", "tensors"}
 
 
@@ -155,16 +163,13 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     return found
 
 
-class Loaded(NamedTuple):
-    """What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset."""
-
-    tree: Any
-    stored: Mapping[int, str | int]
+# What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset.
+Loaded = tuple[Any, Mapping[int, str | int]]
 
 
 def load_torch(view: memoryview, depth: int = 0) -> Loaded:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
-    if bytes(view[:4]) == b"PK\x03\x04":
+    if bytes(view[:4]) == _ZIP:
         return _load_zip(view, depth)
     if is_old_archive(view):
         return _load_tar(view)
@@ -173,15 +178,14 @@ def load_torch(view: memoryview, depth: int = 0) -> Loaded:
 
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
-    try:
-        return as_weights(load_torch(view).tree)
-    except HostilePickle as error:
-        raise FileError(
-            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-            "load it with torch.load(weights_only=False)"
-        ) from None
-    except DAMAGED as error:
-        raise damaged(name, "torch.save", error) from error
+    with damage_named(name, "torch.save"):
+        try:
+            return as_weights(load_torch(view)[0])
+        except HostilePickle as error:
+            raise FileError(
+                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+                "load it with torch.load(weights_only=False)"
+            ) from None
 
 
 def load_tree(path: Path) -> Any:
@@ -189,10 +193,16 @@ def load_tree(path: Path) -> Any:
     return load_view(mapped(path), str(path))
 
 
-def damaged(name: object, writer: str, error: BaseException) -> FileError:
-    """The error to raise for a file that cannot be read."""
-    reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})")
+@contextmanager
+def damage_named(name: object, writer: str) -> Iterator[None]:
+    """Whatever reading a damaged file raises becomes a FileError that names it."""
+    try:
+        yield
+    except FileError:
+        raise
+    except DAMAGED as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})") from error
 
 
 class _Reader(Window):
@@ -210,7 +220,7 @@ class _Reader(Window):
     def _nested(self, content: Any = b"", *_: Any) -> Any:
         if not isinstance(content, bytes) or self._depth == _DEEPEST:
             raise BadPickle("a storage in a storage in a storage")
-        return load_torch(memoryview(bytearray(content)), self._depth + 1).tree
+        return load_torch(memoryview(bytearray(content)), self._depth + 1)[0]
 
     def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
         """The next storage, after its number of entries, and where it begins."""
@@ -241,7 +251,7 @@ def _load_zip(view: memoryview, depth: int) -> Loaded:
         return Storage(storages[name], kind)
 
     tree = _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
-    return Loaded(tree, {memory.data_ptr(): name for name, memory in storages.items()})
+    return tree, {memory.data_ptr(): name for name, memory in storages.items()}
 
 
 def _described(found: Any) -> tuple[torch.dtype, str]:
@@ -258,7 +268,7 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
     reader = _Reader(view, depth)
     first = reader.pickled()
     if not isinstance(first, int) or first != _MAGIC:
-        return Loaded(first, {})
+        return first, {}
     version, system = reader.pickled(), reader.pickled()
     if version != _PROTOCOL:
         raise BadPickle("a file of another version")
@@ -284,7 +294,7 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
         storages[key] = reader.storage(kinds[key])
     reader.position = begin
     tree = reader.pickled(persistent)
-    return Loaded(tree, {held.memory.data_ptr(): start for held, start in storages.values()})
+    return tree, {held.memory.data_ptr(): start for held, start in storages.values()}
 
 
 def is_old_archive(view: memoryview) -> bool:
@@ -310,14 +320,91 @@ def _load_tar(view: memoryview) -> Loaded:
         (dims,) = struct.unpack("<I4x", reader.read(8))
         *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
         known[int(key)] = tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
-    return Loaded(_Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {})
+    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {}
+
+
+def as_weights(tree: Any) -> Any:
+    """The tree with every module and optimiser in its upper levels exchanged for its state dict."""
+    names: dict[tuple[Any, ...], str] = {}
+
+    def weights(held: StandIn) -> Any:
+        found = OrderedDict(_tensors(held, "", frozenset(), itertools.count()))
+        for name, value in found.items():
+            names.setdefault(memory_of(value), name)
+        return found or held
+
+    return _exchanged(_exchanged(tree, weights), lambda held: _state_dict(held, names))
+
+
+def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any:
+    if isinstance(tree, StandIn):
+        return made(tree)
+    if level == _LEVELS or not isinstance(tree, dict):
+        return tree
+    values = OrderedDict((key, _exchanged(value, made, level + 1)) for key, value in tree.items())
+    if all(values[key] is tree[key] for key in tree):
+        return tree
+    # torch notes the order of the modules at a state dict.
+    if hasattr(tree, "_metadata"):
+        values._metadata = tree._metadata  # type: ignore[attr-defined]
+    return values
+
+
+def is_module(held: StandIn) -> bool:
+    """Whether it was a torch module, or one of TorchScript's."""
+    state = held.state
+    return isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
+
+
+def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in file order."""
+    if not is_module(held) or id(held) in above or len(above) == _DEEPEST_MODULE:
+        return
+    if next(visits) == _MOST_MODULES:
+        raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
+    state = own = children = held.state
+    if "_modules" in state:
+        skipped = state.get("_non_persistent_buffers_set")
+        if isinstance(skipped, StandIn):
+            # A set, which old protocols make from a list.
+            skipped = skipped.arguments[0] if skipped.arguments else ()
+        transient = set(map(str, skipped)) if isinstance(skipped, list | tuple | set | frozenset) else set()
+        buffers = {key: value for key, value in _named(state.get("_buffers")).items() if key not in transient}
+        own, children = {**_named(state.get("_parameters")), **buffers}, _named(state["_modules"])
+    for key, value in own.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+    for key, value in children.items():
+        if isinstance(value, StandIn):
+            yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
+
+
+def _named(held: Any) -> dict[str, Any]:
+    return {key: value for key, value in held.items() if isinstance(key, str)} if isinstance(held, Mapping) else {}
+
+
+def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
+    """An optimiser's state dict; anything else as it is. Its parameters are tensors, known by their memory."""
+    state = held.state
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
+        return held
+    groups, states = state["param_groups"], state["state"]
+    try:
+        listed = [memory_of(parameter) for group in groups for parameter in group["params"]]
+        known = all(memory in names for memory in listed)
+        keys = {memory: names[memory] if known else number for number, memory in enumerate(listed)}
+        numbered = {keys[memory_of(parameter)]: value for parameter, value in states.items()}
+        made = [{**group, "params": [keys[memory_of(p)] for p in group["params"]]} for group in groups]
+    except (TypeError, KeyError, AttributeError):
+        return held
+    return {"state": numbered, "param_groups": made} if len(keys) == len(listed) else held
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
     """Write the same file with other values for some weights; everything else is copied, byte for byte."""
     view = mapped(source)
-    loaded = load_torch(view)
-    tree = as_weights(loaded.tree)
+    loaded, stored = load_torch(view)
+    tree = as_weights(loaded)
     changed: dict[str | int, Tensor] = {}
     for keys in positions:
         old = tree
@@ -326,12 +413,12 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
         if not old.numel():
             continue
         memory = old.untyped_storage()
-        if memory.data_ptr() not in loaded.stored:
+        if memory.data_ptr() not in stored:
             raise FileError(
                 f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
                 ".safetensors"
             )
-        position = loaded.stored[memory.data_ptr()]
+        position = stored[memory.data_ptr()]
         if position not in changed:
             changed[position] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
         held = changed[position].untyped_storage()
@@ -368,11 +455,30 @@ def _read(path: Path, weights_key: str | None, optimizer_key: str | None) -> Con
     return contents_of(load_tree(path), path, weights_key=weights_key, optimizer_key=optimizer_key)
 
 
+def names_in_zip(path: Path, head: bytes) -> set[str]:
+    """The names of an archive's members; none where it is no archive."""
+    if not head.startswith(_ZIP):
+        return set()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return set(archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return set()
+
+
+def _is_torch(path: Path, head: bytes) -> bool:
+    # torch's first member is the pickle; TorchScript's need not be.
+    first = head[_LOCAL_HEADER:][: int.from_bytes(head[26:28], "little")]
+    return head.startswith(_ZIP) and (
+        first.endswith(b"data.pkl") or any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
+    )
+
+
 def _is_old(path: Path, head: bytes) -> bool:
-    named = head.rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
-    return any(magic in head for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
+    named = head[:32].rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
+    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
 
 
-TORCH = Format("torch", lambda path, head: head.startswith(b"PK\x03\x04"), _read, rewrite)
+TORCH = Format("torch", _is_torch, _read, rewrite)
 OLD_TORCH = Format("torch before 1.6", _is_old, _read, rewrite)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
