@@ -84,7 +84,7 @@ class Stack:
         if not self.done:
             for name, tensor in self.rule.start(self.weights, self.n_data).items():
                 self.state[name].copy_(tensor)
-        # On the device: a copy from the host would wait for all that is queued there.
+        # Made on the device: a copy from the host would wait for all that is queued there.
         done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.device)
         corrections = [1 - beta ** (done + 1) for beta in self.rule.betas]
         newest = 1 - (done / (done + 1)).clamp_(max=self.average)
@@ -181,13 +181,13 @@ class Stack:
 
 
 def train(
-    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, *, proceed: Callable[[], bool] | None = None
+    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, proceed: Callable[[], bool] = lambda: True
 ) -> None:
     """The training loop: block after block, as long as `proceed`, called after each, returns True."""
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
-        if proceed is not None and not proceed():
+        if not proceed():
             return
 
 
