@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bayesadam._checks import count
 from bayesadam._warnings import warn
+from bayesadam.bandits import log as events
 from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.learner import AgentSettings
-from bayesadam.bandits.log import ArmChanged, Decided, Event, Forgotten, Header, LogFile, LogReader
-from bayesadam.bandits.log import Rewarded, Standing, Updated
+from bayesadam.bandits.log import Event, Header, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.store import Store
 from bayesadam.engine.streams import Streams
@@ -31,10 +31,7 @@ Floats = npt.ArrayLike
 
 @dataclass(frozen=True)
 class Decision:
-    """A chosen arm; its reward is reported by the `id`.
-
-    The probability is that of this arm in this context for the agent as it was then; see `Agent.decide`.
-    """
+    """A chosen arm, with its probability in this context; its reward is reported by the `id`."""
 
     id: int
     arm: int
@@ -147,7 +144,7 @@ class Agent:
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
             probability = shares[allowed.index(arm)]
-            self._take(Decided(number, rows[0].numpy(), arm, probability, allowed, shares, tried))
+            self._take(events.Decided(number, rows[0].numpy(), arm, probability, allowed, shares, tried))
         return Decision(number, arm, probability)
 
     @torch.no_grad()
@@ -161,13 +158,8 @@ class Agent:
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
-        Arms that are to be tried in turn at first are taken as tried. The agent does not change.
-
-        Args:
-            contexts: (k, features).
-            arms: those to choose from, as for `act`; or a mask (k, arms) with those of each context.
-            draws: from the posterior, for agents that have no exact probabilities.
-            seed: of these draws.
+        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `arms` are those to
+        choose from, or a mask (k, arms) with those of each context; `draws` are for agents without exact probabilities.
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
@@ -200,10 +192,7 @@ class Agent:
     # --- learning
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
-        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains.
-
-        A reward outside the `reward_range` that the agent was made with is learnt, with a warning.
-        """
+        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
         rows, single = self._contexts(context)
         arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
         if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
@@ -215,7 +204,7 @@ class Agent:
         with self._store.learning:
             if self._log is not None:
                 with self._store.acting:
-                    self._log.write(Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
+                    self._log.write(events.Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
@@ -227,8 +216,8 @@ class Agent:
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
                 # A decision of before the log is an update there.
-                update = Updated([context], [arm], value.numpy())
-                self._take(Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+                update = events.Updated([context], [arm], value.numpy())
+                self._take(events.Rewarded(int(decision), value.numpy()[0]), otherwise=update)
             self._learn([context], [arm], value)
 
     @property
@@ -238,13 +227,10 @@ class Agent:
             return tuple(self._standing.waiting)
 
     def forget(self, decision: int) -> None:
-        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes later is refused.
-
-        A decision that was rewarded or forgotten before stays as it is.
-        """
+        """Give up on the reward of a decision, if it still waits; a reward that comes later is refused."""
         with self._store.acting:
             if self._waits(decision):
-                self._take(Forgotten(int(decision)))
+                self._take(events.Forgotten(int(decision)))
 
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
@@ -260,7 +246,7 @@ class Agent:
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._store.learning, self._store.acting:
-            self._take(ArmChanged(self.n_arms, "added"))
+            self._take(events.ArmChanged(self.n_arms, "added"))
             self._store.add_arm()
             return self.n_arms - 1
 
@@ -272,7 +258,7 @@ class Agent:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
             if len(available) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._take(ArmChanged(int(arm), "removed"))
+            self._take(events.ArmChanged(int(arm), "removed"))
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
@@ -280,15 +266,15 @@ class Agent:
             removed = self._standing.removed
             if not _is_index(arm) or arm not in removed:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
-            self._take(ArmChanged(int(arm), "restored"))
+            self._take(events.ArmChanged(int(arm), "restored"))
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
-        """Write an event to the log, then apply it: what cannot be written does not happen.
-
-        For a decision that is not in the log, `otherwise` is written.
-        """
+        """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
         if self._log is not None:
-            foreign = isinstance(event, Rewarded | Forgotten) and event.decision not in self._log.standing.waiting
+            foreign = (
+                isinstance(event, events.Rewarded | events.Forgotten)
+                and event.decision not in self._log.standing.waiting
+            )
             written = otherwise if foreign else event
             if written is not None:
                 self._log.write(written)
@@ -302,14 +288,12 @@ class Agent:
         The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
         machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
 
-        A log that exists is continued. Ids continue after the larger of its last and the agent's own, and the decisions
-        that wait in it wait in the agent too. An agent that was saved while it wrote this log, or made by `replay` of
-        it, first learns what the log has and it does not; any other agent does not learn from the log: see `replay`.
+        A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
+        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not; any other
+        agent does not learn from the log.
 
-        Args:
-            path: the file; None ends logging.
-            sync: whether every line is on the disk, not only with the operating system, before a call returns; slower,
-                for machines that may lose power.
+        `path=None` ends logging. With `sync`, every line is on the disk before a call returns, for machines that may
+        lose power.
         """
         store = self._store
         with store.learning, store.acting:
@@ -353,27 +337,27 @@ class Agent:
             own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
-    def _follow(self, events: Sequence[Event], path: os.PathLike[str]) -> None:
+    def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
         """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
-        first = next((event.decision for event in events if isinstance(event, Decided)), self._standing.next_id)
+        first = next((event.decision for event in written if isinstance(event, events.Decided)), self._standing.next_id)
         if first < self._standing.next_id:
             said = f"{path} has a decision {first}, and the agent has one of its own"
             raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
         store, came = self._store, list[Any]()
-        for event in events:
-            if isinstance(event, Rewarded | Forgotten) and event.decision not in self._standing.waiting:
+        for event in written:
+            if isinstance(event, events.Rewarded | events.Forgotten) and event.decision not in self._standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
-            if isinstance(event, Rewarded):
+            if isinstance(event, events.Rewarded):
                 came.append((*self._standing.waiting[event.decision], event.reward))
-            others = isinstance(event, Updated | ArmChanged)
+            others = isinstance(event, events.Updated | events.ArmChanged)
             if came and (others or len(came) >= self.settings.train_every - store.since_training):
                 self._learn(*zip(*came, strict=True))
                 came = []
             self._standing.take(event)
-            if isinstance(event, Updated):
+            if isinstance(event, events.Updated):
                 self._learn(event.contexts, event.arms, event.rewards)
-            elif isinstance(event, ArmChanged) and event.change == "added":
+            elif isinstance(event, events.ArmChanged) and event.change == "added":
                 store.add_arm()
         if came:
             self._learn(*zip(*came, strict=True))
@@ -447,11 +431,11 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
 
     Args:
         path: the log.
-        agent: one that made no decision yet, with as many features and arms as the log begins with, to warm-start
-            another kind of agent, or one with other settings; None for an agent like the one that wrote the log.
+        agent: one that made no decision yet, with as many features and arms as the log begins with; None for an agent
+            like the one that wrote the log.
     """
     reader = LogReader(path)
-    header, events = reader.header, list(reader)
+    header, written = reader.header, list(reader)
     if agent is None:
         if header.prior:
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
@@ -466,7 +450,7 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
         if agent.n_arms != header.n_arms:
             raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
-        agent._follow(events, reader.path)
+        agent._follow(written, reader.path)
         agent._known = header.id, reader.end
     reader.warn_of_rest("is left out")
     return agent

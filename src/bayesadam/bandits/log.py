@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,6 @@ Floats = Sequence[float] | npt.NDArray[np.float32]
 # Of the first line, whose `event` it is.
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 _BEGINNING = b'{"event":"bayesadam.bandits",'
-
-
-# --- lines ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ class Header:
             raise MatchError(f"{path} has contexts of {self.n_features} numbers, the agent of {n_features}")
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(NamedTuple):
     """An arm was chosen, with its probability, among `arms` with theirs; `tried` if it was its turn at first."""
 
     decision: int
@@ -60,23 +56,20 @@ class Decided:
     tried: bool
 
 
-@dataclass(frozen=True)
-class Rewarded:
+class Rewarded(NamedTuple):
     """A decision's reward came."""
 
     decision: int
     reward: float
 
 
-@dataclass(frozen=True)
-class Forgotten:
+class Forgotten(NamedTuple):
     """A decision no longer waits for its reward."""
 
     decision: int
 
 
-@dataclass(frozen=True)
-class Updated:
+class Updated(NamedTuple):
     """Rewards came without a decision of this log."""
 
     contexts: Sequence[Floats] | npt.NDArray[np.float32]
@@ -84,8 +77,7 @@ class Updated:
     rewards: Floats
 
 
-@dataclass(frozen=True)
-class ArmChanged:
+class ArmChanged(NamedTuple):
     """An arm was added, removed or restored."""
 
     arm: int
@@ -100,7 +92,7 @@ _EVENTS: Mapping[str, type[Event]] = {
     "update": Updated,
     "arm": ArmChanged,
 }
-_NAMES: Mapping[type, str] = {Header: _KIND.header, **{kind: name for name, kind in _EVENTS.items()}}
+_NAMES: Mapping[type, str] = {kind: name for name, kind in _EVENTS.items()}
 
 
 def shortest(values: Any) -> Any:
@@ -108,8 +100,8 @@ def shortest(values: Any) -> Any:
     return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
 
 
-def _line(event: Event | Header, **more: int) -> bytes:
-    content = {"event": _NAMES[type(event)], **more, **vars(event)}
+def _line(event: str, content: Mapping[str, Any]) -> bytes:
+    content = {"event": event, **content}
     return json.dumps(content, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
 
 
@@ -186,9 +178,9 @@ class Standing:
 
 
 class LogReader:
-    """The events of a log in order; damage in any line but a half-written last one is an error that names the line.
+    """The events of a log in order; the newest goes from byte `start` to `end`.
 
-    The newest event's line goes from byte `start` to `end`; `rest` bytes of a half-written line follow the last one.
+    `rest` bytes of a half-written line may follow the last event. Any other damage is an error that names the line.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -256,7 +248,7 @@ class LogFile:
                 os.ftruncate(self._descriptor, 0)
                 first = b""
             if not first:
-                self._append(_line(header, format=storage.FORMAT_VERSION))
+                self._append(_line(_KIND.header, {"format": storage.FORMAT_VERSION, **vars(header)}))
             reader = LogReader(self.path)
             reader.header.check_width(header.n_features, self.path)
             self.header, self.standing = reader.header, reader.standing
@@ -280,7 +272,7 @@ class LogFile:
         own, here = self._process, os.getpid()
         if own != here:
             raise FileError(f"{self.path} is the log of process {own}: attach one in this process, {here}")
-        self._append(_line(event))
+        self._append(_line(_NAMES[type(event)], event._asdict()))
         self.standing.take(event)
 
     def _append(self, line: bytes) -> None:

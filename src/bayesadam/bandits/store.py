@@ -13,9 +13,7 @@ from bayesadam import _storage as storage
 from bayesadam.bandits.agents import entry, make_learner
 from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
 from bayesadam.bandits.log import Standing
-from bayesadam.bandits.networks import NetworkLearner
 from bayesadam.bandits.prior import Prior
-from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, SettingError
 
 _FIRST_ROOM = 1024
@@ -79,12 +77,9 @@ class Store:
         new = self._learner()
         state = new.state()
         for name, tensor in old.state().items():
-            before, after = {"": tensor}, {"": state[name]}
-            if isinstance(old, NetworkLearner) and isinstance(new, NetworkLearner):
-                if tensor.shape[1:] == old.stack.weights.shape[1:]:
-                    before, after = unflatten(old.network, tensor), unflatten(new.network, state[name])
-            for key, part in before.items():
-                after[key][tuple(slice(0, length) for length in part.shape)] = part
+            parts, wholes = old.parts(tensor), new.parts(state[name])
+            for part, whole in zip(parts, wholes, strict=True):
+                whole[tuple(slice(0, length) for length in part.shape)] = part
         new.restore(state)
         return new
 

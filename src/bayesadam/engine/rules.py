@@ -51,14 +51,11 @@ class Rule(ABC):
 
     All functions work on flat weights (s, weights), one row per network, and write into the memory that `start` made,
     so that a step can be captured as a CUDA graph. There, tensors of two dimensions or more have one row per network.
-
-    Attributes:
-        in_place: whether the gradient is taken at the weights themselves, not at perturbed ones.
-        needs_noise: whether the gradient must be that of the mean negative log-likelihood, with the observation noise.
-        starts_trained: whether it starts from weights that Adam has trained.
-        lr: its usual learning rate, where Adam's does not suit.
     """
 
+    # Whether the gradient is taken at the weights themselves, and whether it must be that of the mean negative
+    # log-likelihood, with the observation noise; whether the rule starts from weights that Adam has trained; its usual
+    # learning rate, where Adam's does not suit.
     in_place: ClassVar[bool] = True
     needs_noise: ClassVar[bool] = False
     starts_trained: ClassVar[bool] = False
@@ -116,11 +113,8 @@ class Adam(Rule):
 
     A Laplace prior exp(−λ|θ|) is a proximal step in Adam's metric after that: |θ| loses α λ/(√v̂ + ε), not below 0.
 
-    Attributes:
-        betas: (β₁, β₂).
-        weight_decay: λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`.
-        decoupled: AdamW in place of Adam.
-        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; v never sees it.
+    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`; `sparsity` is λ of the Laplace
+    prior, which v never sees.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -252,11 +246,6 @@ class BayesByBackprop(Perturbed):
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N and ∂/∂σ = gε + (δσ − 1/σ)/N, with g the
     gradient at θ = μ + σε and ∂σ/∂ρ = sigmoid(ρ).
-
-    Attributes:
-        betas: Adam's (β₁, β₂).
-        prior_precision: δ.
-        initial_std: where every σ starts.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -290,13 +279,7 @@ class BayesByBackprop(Perturbed):
 
 @dataclass(frozen=True)
 class Vadam(Perturbed):
-    """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment.
-
-    Attributes:
-        betas: (β₁, β₂).
-        prior_precision: δ.
-        initial_std: the standard deviation that every weight starts from.
-    """
+    """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     prior_precision: float = 1.0
@@ -304,8 +287,7 @@ class Vadam(Perturbed):
 
     def start(self, weights: Tensor, n_data: Number) -> State:
         """m = 0 and v = (1/σ₀² − δ)/N."""
-        first = (self.initial_std**-2 - self.prior_precision) / torch.as_tensor(n_data)
-        second = torch.zeros_like(weights).add_(first.to(weights))
+        second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second}
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
@@ -347,10 +329,8 @@ class IVON(Perturbed):
 
     Attributes:
         averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d, with d the weight decay; None takes d = `weight_decay`.
-        weight_decay: d, at least 1e-4, used where no `prior_precision` is given.
-        initial_hessian: h₀; None takes the one with standard deviation `initial_std`.
-        initial_std: the standard deviation that every weight starts from, used where no `initial_hessian` is given.
+        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4.
+        initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
     """
 
     lr = 0.02
@@ -421,13 +401,8 @@ def ivon_update(
 class SWAG(Rule):
     """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum.
 
-    θ ← θ − α (g + λθ); every few steps the iterate enters a running mean, variance and the last K deviations.
-
-    Attributes:
-        weight_decay: λ.
-        snapshots: how many iterates count.
-        every: steps between two of them.
-        rank: K.
+    θ ← θ − α (g + λθ) with the weight decay λ; `every` few steps the iterate enters a running mean, variance and the
+    last K (`rank`) deviations, until there are so many `snapshots`.
     """
 
     starts_trained = True
