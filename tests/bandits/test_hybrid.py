@@ -134,7 +134,7 @@ def small(**changes: object) -> AgentSettings:
 def played(problem, rounds: int, **changes: object) -> Hybrid:
     """The learner after so many rounds of one run."""
     with Playing(problem, "hybrid", 1, rounds, 0, "cpu", small(**changes)) as playing:
-        while not playing.finished:
+        while playing.done < playing.rounds:
             playing.advance()
         return playing._lanes[0].learner
 

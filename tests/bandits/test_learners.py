@@ -417,7 +417,7 @@ def test_neural_linears_window_holds_the_newest_and_counts_for_all():
     learner = NeuralLinear(agent_settings("neural-linear", window=4, **SMALL), buffer, 4, [3, 4])
     for start in range(0, 40, 9):
         learner.observe(slice(start, min(start + 9, 40)))
-    learner.refresh()
+    learner.train()
     for run in range(2):
         for arm in range(4):
             mine = torch.nonzero(buffer.arms[run, :40] == arm).flatten()

@@ -287,7 +287,7 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     [
         (lambda n: np.full(n, 3), "the policy chose arm 3: the log has arms 0 to 2"),
         (lambda n: np.full(n, -1), "the policy chose arm -1"),
-        (lambda n: np.full(n, 0.5), r"gives probabilities of shape \(50, 3\), or 50 arms, whole numbers; got float64"),
+        (lambda n: np.full(n, 0.5), r"gives probabilities of shape \(50, 3\), or 50 arms; got float64"),
         (lambda n: np.zeros((n, 2)), r"of shape \(50, 2\)"),
         (lambda n: np.full((n, 3), 0.4), "at least 0 and sum to 1, and those of row 0 do not"),
         (lambda n: np.tile([1.5, -0.5, 0.0], (n, 1)), "at least 0"),

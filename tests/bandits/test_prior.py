@@ -151,7 +151,7 @@ def test_its_head_is_the_normal_equations_around_every_component(prior):
     assert_close(learner._likely()[0], np.tile(likely, (3, 1)), atol=1e-6)
     # A training writes it in units of the rewards seen.
     learner.train()
-    shift, scale = learner._units()
+    shift, scale = learner._shift.double(), learner._scale.double()
     back = learner._linear.mean * scale[..., None, None]
     back[..., -1] += shift.unsqueeze(2)
     assert_close(x @ back[0, :, 0].numpy().T, x @ before[0][0, :, 0].numpy().T, atol=1e-3)
@@ -194,7 +194,7 @@ def test_a_prior_that_does_not_hold_gives_way_to_the_network(prior):
         learner = started(prior, contexts)
         learner.observe(learner.buffer.add(arms, rewards))
         learner.train()
-        assert bool(learner._holds()) == holds
+        assert bool(learner._holds(learner._prior)) == holds
         assert not holds or float(learner._share) == 0
 
 

@@ -186,8 +186,8 @@ def test_every_rule_resumes_from_its_tensors_and_draws_functions(name):
     train(resumed, [more], constant(LR))
     for key, tensor in whole.tensors().items():
         assert_close(resumed.tensors()[key], tensor)
-    drawn = whole.functions(1, 6, Streams([1], "draws"))
-    out = forward(network, drawn.params, data()[0], masks=drawn.masks)
+    params, masks = whole.functions(1, 6, Streams([1], "draws"))
+    out = forward(network, params, data()[0], masks=masks)
     assert out.shape == (6, N, 1)
     assert torch.isfinite(out).all()
     if name == "adam":

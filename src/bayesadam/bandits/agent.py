@@ -12,21 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bayesadam._checks import count
 from bayesadam._warnings import warn
+from bayesadam.bandits import log as events
 from bayesadam.bandits.agents import agent_settings, entry
-from bayesadam.bandits.learner import AgentSettings, is_count
-from bayesadam.bandits.log import (
-    ArmChanged,
-    Decided,
-    Event,
-    Forgotten,
-    Header,
-    LogFile,
-    LogReader,
-    Rewarded,
-    Standing,
-    Updated,
-)
+from bayesadam.bandits.learner import AgentSettings
+from bayesadam.bandits.log import Event, Header, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.store import Store
 from bayesadam.engine.streams import Streams
@@ -40,10 +31,7 @@ Floats = npt.ArrayLike
 
 @dataclass(frozen=True)
 class Decision:
-    """A chosen arm; its reward is reported by the `id`.
-
-    The probability is that of this arm in this context for the agent as it was then; see `Agent.decide`.
-    """
+    """A chosen arm, with its probability in this context; its reward is reported by the `id`."""
 
     id: int
     arm: int
@@ -70,16 +58,13 @@ def make_agent(
 
     Args:
         name: one of `AGENTS`.
-        n_features: how many numbers a context has.
-        n_arms: how many arms there are at first.
+        n_arms: at first; see `Agent.add_arm`.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
-        seed: fixes every random number.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
     if not isinstance(name, str):
-        example = "make_agent('hybrid', n_features=..., n_arms=...)"
-        raise SettingError(f"make_agent takes the agent's name first, got {name!r}: {example}")
+        raise SettingError(f"give the name first, got {name!r}: make_agent('hybrid', n_features=..., n_arms=...)")
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             example = f"make_agent({name!r}, n_features=5, n_arms=3)"
@@ -120,8 +105,8 @@ class Agent:
 
         At first every arm is tried a few times, in turn. `arms` are those to choose from now; None for all not removed.
         """
-        rows, single = self._checked_contexts(context)
-        allowed = self._checked_arms(arms)
+        rows, single = self._contexts(context)
+        allowed = self._arms(arms)
         chosen: list[int] = []
         with self._store.acting:
             while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
@@ -138,33 +123,29 @@ class Agent:
 
         The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
         among finitely many scores, and otherwise the share of draws from the posterior that prefer the arm, including
-        the draw that chose: (count + 1)/(draws + 1). `Learner.choice_probabilities` states its error.
-
-        Args:
-            context: one context.
-            arms: those to choose from now; None for all not removed.
-            draws: the further draws. They change no choice.
+        the draw that chose: (count + 1)/(draws + 1). `Learner.choice_probabilities` states its error. The further
+        `draws` change no choice.
         """
-        rows, single = self._checked_contexts(context)
+        rows, single = self._contexts(context)
         if not single:
             raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
-        allowed = self._checked_arms(arms)
-        _check_draws(draws)
+        allowed = self._arms(arms)
+        count("draws", draws, "from the posterior")
         with self._store.acting:
-            mask, x, untried = self._mask(allowed), rows.unsqueeze(0), self._untried(allowed)
-            number, actor = self._standing.next_id, self._store.actor
-            if untried is not None:
-                arm, shares = untried, [float(one == untried) for one in allowed]
+            number, actor, arm = self._standing.next_id, self._store.actor, self._untried(allowed)
+            tried = arm is not None
+            if arm is not None:
+                shares = [float(one == arm) for one in allowed]
             else:
+                mask, x = self._mask(allowed), rows.unsqueeze(0)
                 drawn = actor.drawn(x)
                 (arm,) = _largest(actor.explored(drawn), mask)
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
-            decision = Decision(number, arm, shares[allowed.index(arm)])
-            context = rows[0].numpy()
-            self._take(Decided(number, context, arm, decision.probability, allowed, shares, untried is not None))
-        return decision
+            probability = shares[allowed.index(arm)]
+            self._take(events.Decided(number, rows[0].numpy(), arm, probability, allowed, shares, tried))
+        return Decision(number, arm, probability)
 
     @torch.no_grad()
     def probabilities(
@@ -177,22 +158,24 @@ class Agent:
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
-        Arms that are to be tried in turn at first are taken as tried. The agent does not change.
-
-        Args:
-            contexts: (k, features).
-            arms: those to choose from, as for `act`; or a mask (k, arms) with those of each context.
-            draws: from the posterior, for agents that have no exact probabilities.
-            seed: of these draws.
+        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `arms` are those to
+        choose from, or a mask (k, arms) with those of each context; `draws` are for agents without exact probabilities.
         """
-        rows, _ = self._checked_contexts(contexts)
-        _check_draws(draws)
+        rows, _ = self._contexts(contexts)
+        count("draws", draws, "from the posterior")
         streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
         with self._store.acting:
             if isinstance(arms, np.ndarray) and arms.ndim == 2:
-                mask = self._checked_mask(arms, len(rows))
+                if arms.shape != (len(rows), self.n_arms) or arms.dtype != np.bool_:
+                    wanted = f"of shape {(len(rows), self.n_arms)} and of booleans"
+                    raise MatchError(f"a mask of arms must be {wanted}, got {arms.shape} of {arms.dtype}")
+                available = self._standing.arms()
+                mask = torch.from_numpy(arms) & self._mask(available)
+                barred = (~mask.any(dim=1)).nonzero()
+                if len(barred):
+                    raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {available}")
             else:
-                mask = self._mask(self._checked_arms(arms))
+                mask = self._mask(self._arms(arms))
             found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
         return found[0].numpy()
 
@@ -209,35 +192,32 @@ class Agent:
     # --- learning
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
-        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains.
-
-        A reward outside the `reward_range` that the agent was made with is learnt, with a warning.
-        """
-        rows, single = self._checked_contexts(context)
+        """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
+        rows, single = self._contexts(context)
         arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
         if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
             wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
             raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
         if arms.min() < 0 or arms.max() > last:
             raise SettingError(f"there is no such arm in {arm!r}: they are 0 to {last}, and add_arm makes another")
-        rewards = self._checked_rewards(reward, len(rows), single)
+        rewards = self._rewards(reward, len(rows), single)
         with self._store.learning:
             if self._log is not None:
                 with self._store.acting:
-                    self._log.write(Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
+                    self._log.write(events.Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
-        value = self._checked_rewards(reward, 1, True)
+        value = self._rewards(reward, 1, True)
         with self._store.learning:
             with self._store.acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
                 # A decision of before the log is an update there.
-                update = Updated([context], [arm], value.numpy())
-                self._take(Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+                update = events.Updated([context], [arm], value.numpy())
+                self._take(events.Rewarded(int(decision), value.numpy()[0]), otherwise=update)
             self._learn([context], [arm], value)
 
     @property
@@ -247,13 +227,10 @@ class Agent:
             return tuple(self._standing.waiting)
 
     def forget(self, decision: int) -> None:
-        """Give up on the reward of a decision; nothing is learnt from it, and a reward that comes later is refused.
-
-        A decision that was rewarded or forgotten before stays as it is.
-        """
+        """Give up on the reward of a decision, if it still waits; a reward that comes later is refused."""
         with self._store.acting:
             if self._waits(decision):
-                self._take(Forgotten(int(decision)))
+                self._take(events.Forgotten(int(decision)))
 
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
@@ -269,7 +246,7 @@ class Agent:
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._store.learning, self._store.acting:
-            self._take(ArmChanged(self.n_arms, "added"))
+            self._take(events.ArmChanged(self.n_arms, "added"))
             self._store.add_arm()
             return self.n_arms - 1
 
@@ -281,7 +258,7 @@ class Agent:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
             if len(available) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._take(ArmChanged(int(arm), "removed"))
+            self._take(events.ArmChanged(int(arm), "removed"))
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
@@ -289,15 +266,15 @@ class Agent:
             removed = self._standing.removed
             if not _is_index(arm) or arm not in removed:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
-            self._take(ArmChanged(int(arm), "restored"))
+            self._take(events.ArmChanged(int(arm), "restored"))
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
-        """Write an event to the log, then apply it: what cannot be written does not happen.
-
-        For a decision that is not in the log, `otherwise` is written.
-        """
+        """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
         if self._log is not None:
-            foreign = isinstance(event, Rewarded | Forgotten) and event.decision not in self._log.standing.waiting
+            foreign = (
+                isinstance(event, events.Rewarded | events.Forgotten)
+                and event.decision not in self._log.standing.waiting
+            )
             written = otherwise if foreign else event
             if written is not None:
                 self._log.write(written)
@@ -311,19 +288,17 @@ class Agent:
         The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
         machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
 
-        A log that exists is continued. Ids continue after the larger of its last and the agent's own, and the decisions
-        that wait in it wait in the agent too. An agent that was saved while it wrote this log, or made by `replay` of
-        it, first learns what the log has and it does not; any other agent does not learn from the log: see `replay`.
+        A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
+        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not; any other
+        agent does not learn from the log.
 
-        Args:
-            path: the file; None ends logging.
-            sync: whether every line is on the disk, not only with the operating system, before a call returns; slower,
-                for machines that may lose power.
+        `path=None` ends logging. With `sync`, every line is on the disk before a call returns, for machines that may
+        lose power.
         """
         store = self._store
         with store.learning, store.acting:
             if self._log is not None:
-                self._known = self._log.header.id, self._log.end
+                self._known = self._log.known
                 self._log.close()
                 self._log = None
             if path is None:
@@ -347,7 +322,6 @@ class Agent:
 
     def _join(self, file: LogFile) -> None:
         """Take over what a log has and the agent has not."""
-        self._check_width(file.header, file.path)
         own, theirs = self._standing, file.standing
         mine = self.log_id == file.header.id
         if mine:
@@ -363,31 +337,27 @@ class Agent:
             own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
-    def _check_width(self, header: Header, path: os.PathLike[str]) -> None:
-        if header.n_features != self.n_features:
-            raise MatchError(f"{path} has contexts of {header.n_features} numbers, the agent of {self.n_features}")
-
-    def _follow(self, events: Sequence[Event], path: os.PathLike[str]) -> None:
+    def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
         """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
-        first = next((event.decision for event in events if isinstance(event, Decided)), self._standing.next_id)
+        first = next((event.decision for event in written if isinstance(event, events.Decided)), self._standing.next_id)
         if first < self._standing.next_id:
             said = f"{path} has a decision {first}, and the agent has one of its own"
             raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
         store, came = self._store, list[Any]()
-        for event in events:
-            # A decision that does not wait was rewarded while the agent wrote no log.
-            waits = not isinstance(event, Rewarded | Forgotten) or event.decision in self._standing.waiting
-            if isinstance(event, Rewarded) and waits:
+        for event in written:
+            if isinstance(event, events.Rewarded | events.Forgotten) and event.decision not in self._standing.waiting:
+                # It was rewarded while the agent wrote no log.
+                continue
+            if isinstance(event, events.Rewarded):
                 came.append((*self._standing.waiting[event.decision], event.reward))
-            others = isinstance(event, Updated | ArmChanged)
+            others = isinstance(event, events.Updated | events.ArmChanged)
             if came and (others or len(came) >= self.settings.train_every - store.since_training):
                 self._learn(*zip(*came, strict=True))
                 came = []
-            if waits:
-                self._standing.take(event)
-            if isinstance(event, Updated):
+            self._standing.take(event)
+            if isinstance(event, events.Updated):
                 self._learn(event.contexts, event.arms, event.rewards)
-            elif isinstance(event, ArmChanged) and event.change == "added":
+            elif isinstance(event, events.ArmChanged) and event.change == "added":
                 store.add_arm()
         if came:
             self._learn(*zip(*came, strict=True))
@@ -399,8 +369,7 @@ class Agent:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._store.learning, self._store.acting:
-            known = self._known if self._log is None else (self._log.header.id, self._log.end)
-            self._store.save(path, self._standing, known)
+            self._store.save(path, self._standing, self._known if self._log is None else self._log.known)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
@@ -409,7 +378,7 @@ class Agent:
 
     # --- checks
 
-    def _checked_contexts(self, context: Floats) -> tuple[Tensor, bool]:
+    def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
         (array, narrow), width = _numbers(context, "a context must be numbers"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
@@ -420,24 +389,22 @@ class Agent:
             raise MatchError(f"contexts must be finite and fit float32: row {row} has {value} at {column}")
         return torch.from_numpy(rows), array.ndim == 1
 
-    def _checked_rewards(self, reward: Any, count: int, single: bool) -> Tensor:
+    def _rewards(self, reward: Any, n: int, single: bool) -> Tensor:
         rewards = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
-        if rewards.shape != (count,) or not np.isfinite(rewards).all():
-            wanted = "one finite number" if single else f"{count} finite numbers"
-            said = "where a reward is not known, report none, and forget the decision"
-            raise MatchError(f"the reward must be {wanted}, got {reward!r}: {said}")
+        if rewards.shape != (n,) or not np.isfinite(rewards).all():
+            wanted = "one finite number" if single else f"{n} finite numbers"
+            raise MatchError(f"the reward must be {wanted}, got {reward!r}: forget a decision whose reward is unknown")
         given = getattr(self.settings, "reward_range", None)
         if given is not None and not self._warned_of_range:
             # In float32, as rewards are kept.
             low, high = np.asarray(given, dtype=np.float32)
             outside = rewards[(rewards < low) | (rewards > high)]
             if len(outside):
-                said = "make the agent with one that holds every reward, or check the units of this one"
-                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}, which exploration uses: {said}")
+                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}: make the agent with a wider one")
                 self._warned_of_range = True
         return torch.from_numpy(rewards)
 
-    def _checked_arms(self, arms: Any) -> list[int]:
+    def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
         if arms is None:
             return available
@@ -445,16 +412,6 @@ class Agent:
         if not chosen or not all(_is_index(arm) and arm in available for arm in chosen):
             raise SettingError(f"arms must be a list of some of {available}, got {arms!r}")
         return sorted(set(chosen))
-
-    def _checked_mask(self, mask: npt.NDArray[np.bool_], count: int) -> Tensor:
-        if mask.shape != (count, self.n_arms) or mask.dtype != np.bool_:
-            wanted = f"of shape {(count, self.n_arms)} and of booleans"
-            raise MatchError(f"a mask of arms must be {wanted}, got {mask.shape} of {mask.dtype}")
-        available = torch.from_numpy(mask) & self._mask(self._standing.arms())
-        barred = (~available.any(dim=1)).nonzero()
-        if len(barred):
-            raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {self._standing.arms()}")
-        return available
 
 
 def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
@@ -469,17 +426,16 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     >>> again.pending == (decision.id,)
     True
 
-    An agent like the one that wrote the log then knows what that knew: the same observations in the same order, with
-    the same trainings between them. They are learnt in batches up to each training, which changes the last digits, and
-    the random numbers of choices begin anew. `agent.log(path)` then continues the log.
+    The trainings come after the same observations as those of the agent that wrote the log; what is learnt agrees but
+    for rounding, and the random numbers of choices begin anew. `agent.log(path)` then continues the log.
 
     Args:
         path: the log.
-        agent: one that made no decision yet, with as many features and arms as the log begins with, to warm-start
-            another kind of agent, or one with other settings; None for an agent like the one that wrote the log.
+        agent: one that made no decision yet, with as many features and arms as the log begins with; None for an agent
+            like the one that wrote the log.
     """
     reader = LogReader(path)
-    header, events = reader.header, list(reader)
+    header, written = reader.header, list(reader)
     if agent is None:
         if header.prior:
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
@@ -488,21 +444,16 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
         except SettingError as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
         agent = Agent(Store(header.agent, settings, header.n_features, header.n_arms, header.seed))
-    agent._check_width(header, reader.path)
+    header.check_width(agent.n_features, path)
     with agent._store.learning, agent._store.acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
         if agent.n_arms != header.n_arms:
             raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
-        agent._follow(events, reader.path)
+        agent._follow(written, reader.path)
         agent._known = header.id, reader.end
     reader.warn_of_rest("is left out")
     return agent
-
-
-def _check_draws(draws: int) -> None:
-    if not is_count(draws):
-        raise SettingError(f"draws must be a positive whole number, got {draws!r}")
 
 
 def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
@@ -511,7 +462,7 @@ def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
 
 
 def _is_index(value: Any) -> bool:
-    """Whether it is a whole number, as Python or numpy has them; booleans are not."""
+    """Whether it is a whole number, of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -520,8 +471,9 @@ def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.ND
     try:
         given = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
         # numpy would read text as numbers where it can.
-        is_text = given.dtype.kind == "O" and any(isinstance(value, str | bytes) for value in given.flat)
-        if is_text or given.dtype.kind in "SUc":
+        if given.dtype.kind in "SUc" or (
+            given.dtype.kind == "O" and any(isinstance(v, str | bytes) for v in given.flat)
+        ):
             raise TypeError(f"got {values!r}")
         array = given.astype(np.float64)
     except (TypeError, ValueError) as error:

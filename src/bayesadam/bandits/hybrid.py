@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count, is_number, is_tuple
+from bayesadam._checks import is_number
+from bayesadam.bandits.learner import Buffer, Check, Count, Entry, Positive, Probability, is_count
 from bayesadam.bandits.linear import LinearPosterior, Statistics, with_constant
 from bayesadam.bandits.networks import Greedy, GreedySettings, SomeWidths
 from bayesadam.bandits.prior import Prior
@@ -32,11 +33,13 @@ _CHUNK = 4096
 
 
 def _is_range(value: Any) -> bool:
-    return value is None or (is_tuple(value, is_number, 2) and value[0] < value[1])
+    if value is None:
+        return True
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value)) and value[0] < value[1]
 
 
 Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
-Factor = Annotated[float, Check(lambda v: is_number(v, 1) and v > 1, "finite and above 1")]
+Factor = Annotated[float, Check(lambda v: is_number(v) and v > 1, "finite and above 1")]
 Several = Annotated[int, Check(lambda v: is_count(v, 2), "a whole number, 2 or more")]
 Always = Annotated[bool, Check(lambda v: v is True, "True for this agent")]
 
@@ -46,7 +49,7 @@ class HybridSettings(GreedySettings):
     """Two exact linear heads, on the contexts and on the last hidden layer of a greedy network.
 
     Attributes:
-        reward_range: the possible rewards, (low, high), where they are known; None for twice the range seen so far.
+        reward_range: (low, high), where it is known; None for twice the range seen so far.
         exploration: α, the share of the posterior's standard deviation that acts in the end; it begins at 1.
         settling: n₀: α² falls, and the penalty l2 with it, as n₀/(n₀ + n) does over n observations.
         growth: the next training comes when the number of observations has grown by this factor.
@@ -66,20 +69,18 @@ class HybridSettings(GreedySettings):
 
 def _of(values: Tensor, components: Tensor) -> Tensor:
     """Of values (runs, k, arms, components) those of one component for every draw and arm, (runs, k, draws, arms)."""
-    values = values.mT
-    return values if values.shape[2] == 1 else values.gather(2, components)
+    return values.mT if values.shape[3] == 1 else values.mT.gather(2, components)
 
 
 class Hybrid(Greedy):
     """Thompson sampling with f = (1 − s) f_x + s f_h, linear in the contexts and in a network's last hidden layer.
 
-    A learnt prior replaces the contexts by features of its own. It is a mixture, of which a decision draws a component:
-    see `Prior`.
+    A learnt prior replaces the contexts by features of its own; a decision draws a component of it: see `Prior`.
 
     Both heads are exact Gaussians that every observation updates at once. After a training the head on the hidden layer
     is refitted to all observations, around the network's own last layer. s minimises the squared error of the sum on
-    held-out observations, each left out of its head: where rewards are linear, or data are few, it is near 0. It is 0
-    as long as a learnt prior's errors are as small as on the problems that it was learnt from.
+    held-out observations: where rewards are linear, or data are few, it is near 0. It is 0 as long as a learnt prior's
+    errors are as small as on the problems that it was learnt from.
 
     The prior is in units of the rewards, so that a reward not yet seen stays possible (`_FUNCTION`, `_NOISE`). A
     decision draws each arm's f with one normal number ε for both heads: f + ε √(a/g) ((1 − s) √(V_x) + s √(V_h)) with
@@ -126,13 +127,9 @@ class Hybrid(Greedy):
 
     # --- units
 
-    def _units(self) -> tuple[Tensor, Tensor]:
-        """The shift and the scale of the targets (r − shift)/scale, (runs, 1), float64."""
-        return self._shift.double(), self._scale.double()
-
     def _range(self) -> Tensor:
         """R in units of the targets, (runs, 1)."""
-        given, scale = self.settings.reward_range, self._units()[1]
+        given, scale = self.settings.reward_range, self._scale.double()
         if given is not None:
             return (given[1] - given[0]) / scale
         low, high = self._ends[:, :1], self._ends[:, 1:]
@@ -142,7 +139,7 @@ class Hybrid(Greedy):
     def _noise(self, head: LinearPosterior) -> Tensor:
         """b₀, (runs, 1)."""
         if self._prior is not None and head is self._linear:
-            return self._prior.scale / self._units()[1].square()
+            return self._prior.scale / self._scale.double().square()
         return _NOISE * self._range().square() / (self.buffer.contexts.shape[2] + 1)
 
     def _pooled(self, head: LinearPosterior) -> tuple[Tensor, Tensor]:
@@ -228,8 +225,7 @@ class Hybrid(Greedy):
         low, high = self._ends.unbind(dim=1)
         torch.minimum(low, rewards.amin(dim=1), out=low)
         torch.maximum(high, rewards.amax(dim=1), out=high)
-        shift, scale = self._units()
-        targets = (rewards - shift) / scale
+        targets = (rewards - self._shift) / self._scale
         self._linear.update(arms, self._given(contexts), targets)
         if self.stack.done:
             self._hidden.update(arms, self._features(contexts), targets)
@@ -274,7 +270,7 @@ class Hybrid(Greedy):
             rows = slice(first, min(first + _CHUNK, buffer.count))
             contexts, arms, rewards = buffer.seen(rows)
             found.add(arms, features(contexts), rewards.double(), buffer.weights(rows))
-        return found.standardised(*self._units())
+        return found.standardised(self._shift.double(), self._scale.double())
 
     def _fit_linear(self) -> None:
         """Around a learnt prior, or else the mean reward of a random arm: agents that learn see better rewards."""
@@ -287,10 +283,9 @@ class Hybrid(Greedy):
             means = data.cross[..., -1] / counts.clamp(min=1)
             mean[..., -1] = (means.sum(dim=1) / (counts > 0).sum(dim=1).clamp(min=1))[:, None, None]
         else:
-            shift, scale = self._units()
-            mean, precision = prior.mean.transpose(0, 1).repeat(len(shift), 1, 1, 1), self._inverse
-            mean[..., -1] -= shift.unsqueeze(2)
-            mean /= scale[..., None, None]
+            mean, precision = prior.mean.transpose(0, 1).repeat(self.buffer.runs, 1, 1, 1), self._inverse
+            mean[..., -1] -= self._shift.unsqueeze(2)
+            mean /= self._scale[..., None, None]
         head.scale.copy_(head.fit(data, mean, precision))
         head.shape.copy_(self._first_shape + 0.5 * counts)
 
@@ -306,10 +301,9 @@ class Hybrid(Greedy):
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        shift, scale = self._units()
         rows = torch.arange(0, self.buffer.count, self.settings.hold_out, device=self.device)[-_CHUNK:]
         contexts, arms, rewards = self.buffer.seen(rows)
-        targets = (rewards.double() - shift) / scale
+        targets = (rewards.double() - self._shift) / self._scale
         average = (self._likely().unsqueeze(3) * self._linear.mean).sum(dim=2)
         first, rest = self._linear.left_out(average, arms, self._given(contexts), targets)
         second, other = self._hidden.left_out(self._hidden.mean.squeeze(2), arms, self._features(contexts), targets)
@@ -317,21 +311,21 @@ class Hybrid(Greedy):
         noise = torch.minimum((weights * first.square()).mean(dim=1), (weights * second.square()).mean(dim=1))
         gap = first - second
         below = (weights * gap.square()).sum(dim=1) + _CAUTION * noise
-        share = (weights * first * gap).sum(dim=1) / below.clamp(min=torch.finfo(torch.float64).tiny)
-        self._share.copy_(torch.where(self._holds(), 0, share.clamp_(0, 1)).unsqueeze(1))
+        share = ((weights * first * gap).sum(dim=1) / below.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(0, 1)
+        if self._prior is not None:
+            share[self._holds(self._prior)] = 0
+        self._share.copy_(share.unsqueeze(1))
 
-    def _holds(self) -> Tensor:
-        """Whether there is a learnt prior whose errors are not larger than σ² ~ IG(a₀, b₀) allows, (runs,).
+    def _holds(self, prior: Prior) -> Tensor:
+        """Whether the errors are not larger than a learnt prior's σ² ~ IG(a₀, b₀) allows, (runs,).
 
         The errors of the chosen arms may be up to n_arms times as large as the average arm's.
         """
-        if self._prior is None:
-            return torch.zeros(self.buffer.runs, dtype=torch.bool, device=self.device)
         shape, scale = self._pooled(self._linear)
         first = self._noise(self._linear)
         noise = (self._likely() * (scale + first.unsqueeze(2)) / shape).sum(dim=2)
-        above = torch.special.gammainc(self._prior.shape.expand_as(noise), self.n_arms * first / noise)
-        return torch.as_tensor((above > _LEAST_PROBABLE).all(dim=1))
+        above = torch.special.gammainc(prior.shape.expand_as(noise), self.n_arms * first / noise)
+        return torch.all(above > _LEAST_PROBABLE, dim=1)
 
 
 _TUNED = {"lr": 4e-3, "lr_decay": 0.0, "init_range": None, "batch_size": 256, "average": 0.995}

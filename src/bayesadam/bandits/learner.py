@@ -6,13 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
+from bayesadam._checks import is_number
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
 
@@ -35,16 +35,6 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Whether a value is a finite number of at least `least`; booleans are not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= least
-
-
-def is_tuple(value: Any, kind: Callable[[Any], bool], count: int | None = None) -> bool:
-    """Whether a value is a tuple of this kind, and of this length where one is given."""
-    return isinstance(value, tuple) and count in (None, len(value)) and all(map(kind, value))
-
-
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
@@ -53,8 +43,8 @@ Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
 Positive = Annotated[float, Check(_is_positive, "positive and finite")]
 PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
-NotNegative = Annotated[float, Check(lambda v: is_number(v, 0), "finite and at least 0")]
-Probability = Annotated[float, Check(lambda v: is_number(v, 0) and v <= 1, "between 0 and 1")]
+NotNegative = Annotated[float, Check(lambda v: is_number(v) and v >= 0, "finite and at least 0")]
+Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
 
 
@@ -66,8 +56,7 @@ class AgentSettings:
         train_every: t_f, the rounds between two trainings.
         initial_pulls: how often every arm is pulled, in turn, before the agent chooses.
         epsilon: the share of rounds with an arm drawn at random.
-        forget: the half-life, in observations of any arm, of what was learnt, for rewards that drift; None to forget
-            nothing.
+        forget: the half-life of what was learnt, in observations of any arm, for rewards that drift.
     """
 
     train_every: Count = 20
@@ -216,12 +205,9 @@ class Buffer:
 
 
 class Learner(ABC):
-    """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run.
+    """Scores the arms of contexts, one independent draw per row, and learns from a buffer; one seed per run."""
 
-    Attributes:
-        learns_at_once: whether an observation changes the scores before the next training.
-    """
-
+    # Whether an observation changes the scores before the next training.
     learns_at_once: ClassVar[bool] = False
     settings: AgentSettings
 
@@ -278,24 +264,19 @@ class Learner(ABC):
         """
         runs, k, _ = contexts.shape
         allowed = allowed.expand(runs, k, self.n_arms)
-        size, best = max(1, _ROWS_AT_ONCE // draws), []
+        random = allowed.double() / allowed.sum(dim=-1, keepdim=True)
+        if isinstance(self, Uniform):
+            return random
+        best, size = torch.zeros_like(random), max(1, _ROWS_AT_ONCE // draws)
         for first in range(0, k, size):
             part = slice(first, first + size)
-            own = None if drawn is None else drawn[:, part]
-            best.append(self._best(contexts[:, part], allowed[:, part], draws, streams, own))
-        epsilon = self.settings.epsilon
-        return epsilon * equal_shares(allowed) + (1 - epsilon) * torch.cat(best, dim=1)
-
-    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
-        """P(a has the largest score in A), (runs, k, arms)."""
-        scores = self._outcomes(contexts)
-        if scores is None:
-            scores = self._draws(contexts, draws, streams)
-            scores = scores if drawn is None else torch.cat([scores, drawn.unsqueeze(2)], dim=2)
-        best = scores.masked_fill(~allowed.unsqueeze(2), -torch.inf).argmax(dim=3)
-        counts = torch.zeros(allowed.shape, dtype=torch.float64, device=self.device)
-        counts.scatter_add_(2, best, counts.new_ones(()).expand(best.shape))
-        return counts / scores.shape[2]
+            scores = self._outcomes(contexts[:, part])
+            if scores is None:
+                scores = self._draws(contexts[:, part], draws, streams)
+                scores = scores if drawn is None else torch.cat([scores, drawn[:, part].unsqueeze(2)], dim=2)
+            chosen = scores.masked_fill(~allowed[:, part].unsqueeze(2), -torch.inf).argmax(dim=3)
+            best[:, part].scatter_add_(2, chosen, best.new_ones(()).expand(chosen.shape)).div_(scores.shape[2])
+        return self.settings.epsilon * random + (1 - self.settings.epsilon) * best
 
     def observe(self, rows: slice) -> None:  # noqa: B027
         """Take note of new rows of the buffer."""
@@ -312,6 +293,10 @@ class Learner(ABC):
         state = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors().items()}
         return state | {f"stream.{name}": stream.state() for name, stream in self._streams.items()}
 
+    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Views of a tensor of the state, each of which keeps its leading part when arms are added."""
+        return (tensor,)
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what was learnt, but no random numbers, from the `tensors` of a learner with the same settings."""
         for name, tensor in self.tensors().items():
@@ -324,19 +309,11 @@ class Learner(ABC):
             stream.restore(state[f"stream.{name}"])
 
 
-def equal_shares(allowed: Tensor) -> Tensor:
-    """1/|A| for the arms in A, 0 for the others, float64."""
-    return allowed.double() / allowed.sum(dim=-1, keepdim=True)
-
-
 class Uniform(Learner):
     """Chooses every arm with the same probability."""
 
     def _draws(self, contexts: Tensor, n: int, streams: Streams) -> Tensor:
         return streams.uniform(contexts.shape[1], n, self.n_arms)
-
-    def _best(self, contexts: Tensor, allowed: Tensor, draws: int, streams: Streams, drawn: Tensor | None) -> Tensor:
-        return equal_shares(allowed)
 
 
 UNIFORM = Entry(Uniform)

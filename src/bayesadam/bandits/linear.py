@@ -71,10 +71,8 @@ class Statistics:
 def normal_equations(data: Statistics, prior: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """C = (Λ₀ + Σ x xᵀ)⁻¹, μ = C (Λ₀ μ₀ + Σ x r), and ½(Σ r² + μ₀ᵀ Λ₀ μ₀ − μᵀ C⁻¹ μ), by which b grows.
 
-    Args:
-        data: of every run and arm.
-        prior: μ₀ of several components, (runs, arms, components, features); so is μ, and the third without features.
-        precision: Λ₀, which broadcasts to (runs, arms, features, features).
+    The `prior` μ₀, and so μ, is (runs, arms, components, features), the third without features; the `precision` Λ₀
+    broadcasts to (runs, arms, features, features).
     """
     pull = prior @ precision
     factor = torch.linalg.cholesky(data.gram + precision)
@@ -89,18 +87,12 @@ class LinearPosterior:
     """σ² ~ IG(a, b_k), β | σ² ~ N(μ_k, σ² C) for every run, arm and component k of its prior, float64.
 
     Components differ in their means only, so they share one covariance; the data make component k likely as b_k^−a.
-
-    Attributes:
-        mean: μ, (runs, arms, components, features).
-        covariance: C, (runs, arms, features, features).
-        shape: a, (runs, arms).
-        scale: b, (runs, arms, components).
     """
 
-    mean: Tensor
-    covariance: Tensor
-    shape: Tensor
-    scale: Tensor
+    mean: Tensor  # μ, (runs, arms, components, features)
+    covariance: Tensor  # C, (runs, arms, features, features)
+    shape: Tensor  # a, (runs, arms)
+    scale: Tensor  # b, (runs, arms, components)
 
     @classmethod
     def prior(cls, runs: int, arms: int, width: int, shape: float, device: torch.device) -> LinearPosterior:
@@ -181,8 +173,7 @@ class LinearSettings(AgentSettings):
 
     Attributes:
         standardise: whether rewards are learnt in units of their mean and standard deviation so far.
-        shape: a₀ of the inverse gamma prior of the noise.
-        scale: its b₀.
+        shape, scale: a₀ and b₀ of the inverse gamma prior of the noise.
         precision: λ of the weights' prior precision, in units of the noise.
     """
 
@@ -243,11 +234,7 @@ LINEAR = Entry(Linear, LinearSettings)
 
 @dataclass(frozen=True)
 class NeuralLinearSettings(LinearSettings, GreedySettings):
-    """Linear regression on the last hidden layer of a greedy network.
-
-    Attributes:
-        window: observations per arm whose features are recomputed after every training.
-    """
+    """Linear regression on the last hidden layer; `window` observations per arm are refitted after every training."""
 
     window: Count = 1000
     hidden: SomeWidths = (100, 100)
@@ -283,12 +270,8 @@ class NeuralLinear(Linear, Greedy):
         self._pulls += chosen.sum(dim=1)
 
     def train(self) -> None:
-        """Train the network, then recompute the statistics."""
+        """Train the network, then recompute the statistics at its new features."""
         super().train()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Recompute the statistics at the network's current features."""
         # The last feature is the constant: its square sums the weights of all observations.
         forgets = math.isfinite(self.buffer.half_life)
         counts = self.statistics.gram[..., -1, -1].clone() if forgets else self._pulls.double()

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +26,9 @@ _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file
 _BEGINNING = b'{"event":"bayesadam.bandits",'
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Header:
-    """The first line: whose log it is.
-
-    Attributes:
-        settings: as `AgentSettings.plain` has them.
-        n_arms: how many arms there were at first.
-        prior: whether the agent started from a learnt prior, which the log does not hold.
-        id: of the log, drawn when it is begun.
-    """
+    """The first line: whose log it is, with how many arms at first, and whether it had a learnt prior."""
 
     agent: str
     settings: Mapping[str, Any]
@@ -48,9 +38,13 @@ class Header:
     prior: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
+    def check_width(self, n_features: int, path: AnyPath) -> None:
+        """Raise where the log's contexts are not an agent's."""
+        if self.n_features != n_features:
+            raise MatchError(f"{path} has contexts of {self.n_features} numbers, the agent of {n_features}")
 
-@dataclass(frozen=True)
-class Decided:
+
+class Decided(NamedTuple):
     """An arm was chosen, with its probability, among `arms` with theirs; `tried` if it was its turn at first."""
 
     decision: int
@@ -62,23 +56,20 @@ class Decided:
     tried: bool
 
 
-@dataclass(frozen=True)
-class Rewarded:
+class Rewarded(NamedTuple):
     """A decision's reward came."""
 
     decision: int
     reward: float
 
 
-@dataclass(frozen=True)
-class Forgotten:
+class Forgotten(NamedTuple):
     """A decision no longer waits for its reward."""
 
     decision: int
 
 
-@dataclass(frozen=True)
-class Updated:
+class Updated(NamedTuple):
     """Rewards came without a decision of this log."""
 
     contexts: Sequence[Floats] | npt.NDArray[np.float32]
@@ -86,8 +77,7 @@ class Updated:
     rewards: Floats
 
 
-@dataclass(frozen=True)
-class ArmChanged:
+class ArmChanged(NamedTuple):
     """An arm was added, removed or restored."""
 
     arm: int
@@ -102,7 +92,7 @@ _EVENTS: Mapping[str, type[Event]] = {
     "update": Updated,
     "arm": ArmChanged,
 }
-_NAMES: Mapping[type, str] = {Header: _KIND.header, **{kind: name for name, kind in _EVENTS.items()}}
+_NAMES: Mapping[type, str] = {kind: name for name, kind in _EVENTS.items()}
 
 
 def shortest(values: Any) -> Any:
@@ -110,9 +100,8 @@ def shortest(values: Any) -> Any:
     return float(str(values)) if np.ndim(values) == 0 else [shortest(value) for value in values]
 
 
-def _line(event: Event | Header) -> bytes:
-    version = {"format": storage.FORMAT_VERSION} if isinstance(event, Header) else {}
-    content = {"event": _NAMES[type(event)], **version, **vars(event)}
+def _line(event: str, content: Mapping[str, Any]) -> bytes:
+    content = {"event": event, **content}
     return json.dumps(content, separators=(",", ":"), allow_nan=False, default=shortest).encode() + b"\n"
 
 
@@ -143,15 +132,15 @@ class Standing:
         elif isinstance(event, Rewarded | Forgotten):
             if event.decision not in self.waiting:
                 raise ValueError(f"decision {event.decision} does not wait for a reward")
+            context, arm = self.waiting[event.decision]
             if isinstance(event, Rewarded):
-                _check_finite(event.reward)
+                self._check(context, [arm], event.reward)
             del self.waiting[event.decision]
         elif isinstance(event, Updated):
             if not len(event.contexts):
                 raise ValueError("an update without contexts")
             for context, arm, reward in zip(event.contexts, event.arms, event.rewards, strict=True):
-                self._check(context, [arm])
-                _check_finite(reward)
+                self._check(context, [arm], reward)
         elif event.change == "added" and event.arm == self.n_arms:
             self.n_arms += 1
             self.pulls.append(0)
@@ -162,10 +151,12 @@ class Standing:
         else:
             raise ValueError(f"arm {event.arm!r} cannot be {event.change!r} here")
 
-    def _check(self, context: Floats, arms: Sequence[int]) -> None:
+    def _check(self, context: Floats, arms: Sequence[int], reward: float = 0.0) -> None:
         if len(context) != self.n_features:
             raise ValueError(f"a context of {len(context)} numbers, not {self.n_features}")
-        _check_finite(*context)
+        for value in (*context, reward):
+            if not math.isfinite(value):
+                raise ValueError(f"{value} is not a finite number")
         for arm in arms:
             if arm not in range(self.n_arms):
                 raise ValueError(f"there is no arm {arm} yet")
@@ -183,19 +174,13 @@ class Standing:
         ]
 
 
-def _check_finite(*values: float) -> None:
-    for value in values:
-        if not math.isfinite(value):
-            raise ValueError(f"{value} is not a finite number")
-
-
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
 class LogReader:
-    """The events of a log in order; damage in any line but a half-written last one is an error that names the line.
+    """The events of a log in order; the newest goes from byte `start` to `end`.
 
-    The newest event's line goes from byte `start` to `end`; `rest` bytes of a half-written line follow the last one.
+    `rest` bytes of a half-written line may follow the last event. Any other damage is an error that names the line.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -227,10 +212,8 @@ class LogReader:
                     event = _EVENTS[found.pop("event")](**found)
                     self.standing.take(event)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    why = f"no event {error}" if isinstance(error, KeyError) else error
-                    raise FileError(
-                        f"{self.path} is damaged in line {number} ({why}): mend or remove the line"
-                    ) from None
+                    said = f"{self.path} is damaged in line {number} ({error}): mend or remove the line"
+                    raise FileError(said) from None
                 self.start, self.end = self.end, self.end + len(line)
                 yield event
 
@@ -265,11 +248,12 @@ class LogFile:
                 os.ftruncate(self._descriptor, 0)
                 first = b""
             if not first:
-                self._append(_line(header))
+                self._append(_line(_KIND.header, {"format": storage.FORMAT_VERSION, **vars(header)}))
             reader = LogReader(self.path)
+            reader.header.check_width(header.n_features, self.path)
             self.header, self.standing = reader.header, reader.standing
-            mine, since = (known[0] == self.header.id, known[1]) if known is not None else (False, 0)
-            self.news = [event for event in reader if mine and reader.start >= since]
+            log, since = known or (None, 0)
+            self.news = [event for event in reader if log == self.header.id and reader.start >= since]
             self.end = reader.end
             if reader.rest:
                 os.ftruncate(self._descriptor, self.end)
@@ -278,12 +262,17 @@ class LogFile:
             self.close()
             raise
 
+    @property
+    def known(self) -> tuple[str, int]:
+        """The log's id and length."""
+        return self.header.id, self.end
+
     def write(self, event: Event) -> None:
         """Append a line, whole or not at all."""
         own, here = self._process, os.getpid()
         if own != here:
             raise FileError(f"{self.path} is the log of process {own}: attach one in this process, {here}")
-        self._append(_line(event))
+        self._append(_line(_NAMES[type(event)], event._asdict()))
         self.standing.take(event)
 
     def _append(self, line: bytes) -> None:
@@ -316,21 +305,19 @@ def _lock(descriptor: int, path: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """A log as arrays, one row for every decision and every `update`, in their order.
-
-    Logs of other systems are made from their arrays: `Log.of`.
+    """A log as arrays, one row for every decision and every `update`, in their order; see `Log.of`, too.
 
     Attributes:
-        contexts: (n, features), float32.
-        arms: the arms chosen, (n,).
-        probabilities: with which they were chosen, (n,); NaN where they are unknown, as of an `update`.
+        contexts: (n, features).
+        arms: those chosen, (n,).
+        probabilities: with which they were chosen, (n,); NaN for an `update`.
         rewards: (n,); NaN where none came.
         allowed: the arms that could be chosen from, (n, arms).
         possible: those of them that had a probability above 0, (n, arms).
         tried: where an arm was tried in turn, whatever the context, (n,).
         ids: of the decisions, (n,); −1 for an `update`.
         forgotten: whether a decision no longer waits for its reward, (n,).
-        id: of the log itself, None where it is no agent's.
+        id: of an agent's log.
     """
 
     contexts: npt.NDArray[np.float32]
@@ -361,17 +348,13 @@ class Log:
         >>> log.n_arms, len(log)
         (2, 2)
 
-        Args:
-            probabilities: of the chosen arms, above 0.
-            rewards: NaN where none came.
-            allowed: None for all arms.
-            n_arms: None for as many as `allowed` or the largest of `arms` says.
+        Rewards are NaN where none came. All arms are `allowed` by default, as many as the largest of `arms` says.
         """
         chosen, given = np.asarray(arms), np.asarray(probabilities, np.float64)
         table, paid = np.asarray(contexts, np.float32), np.asarray(rewards, np.float64)
         if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or chosen.min(initial=0) < 0:
             raise MatchError(f"arms must be (n,) whole numbers from 0 on, got {chosen.dtype} of shape {chosen.shape}")
-        n, rows = len(chosen), np.arange(len(chosen))
+        n, rows, never = len(chosen), np.arange(len(chosen)), np.zeros(len(chosen), bool)
         if n_arms is None:
             n_arms = int(chosen.max(initial=0)) + 1 if allowed is None else np.shape(allowed)[-1]
         mask = np.ones((n, n_arms), bool) if allowed is None else np.asarray(allowed, bool)
@@ -391,7 +374,6 @@ class Log:
         ):
             if wrong.any():
                 raise MatchError(f"{rule}, and those of row {int(wrong.argmax())} are not")
-        never = np.zeros(n, bool)
         return cls(table, chosen.astype(np.int64), given, paid, mask, mask, never, rows, never)
 
     def __len__(self) -> int:
@@ -407,22 +389,20 @@ def read_log(path: AnyPath) -> Log:
     """The log that `Agent.log` wrote, also while it is written."""
     reader = LogReader(path)
     rows: list[Decided] = []
-    row_of: dict[int, int] = {}
-    rewards: list[float] = []
+    # The rewards of decisions, and of updates by −1 less their row.
+    paid: dict[int, float] = {}
     forgotten: set[int] = set()
     for event in reader:
         if isinstance(event, Decided):
-            row_of[event.decision] = len(rows)
             rows.append(event)
-            rewards.append(np.nan)
         elif isinstance(event, Rewarded):
-            rewards[row_of[event.decision]] = event.reward
+            paid[event.decision] = event.reward
         elif isinstance(event, Forgotten):
-            forgotten.add(row_of[event.decision])
+            forgotten.add(event.decision)
         elif isinstance(event, Updated):
-            told = zip(event.contexts, event.arms, strict=True)
-            rows += [Decided(-1, context, arm, np.nan, (), (), False) for context, arm in told]
-            rewards += event.rewards
+            for context, arm, reward in zip(event.contexts, event.arms, event.rewards, strict=True):
+                paid[-1 - len(rows)] = reward
+                rows.append(Decided(-1 - len(rows), context, arm, np.nan, (), (), False))
     reader.warn_of_rest("is left out")
     n, n_arms = len(rows), reader.standing.n_arms
     allowed, possible = np.zeros((n, n_arms), bool), np.zeros((n, n_arms), bool)
@@ -433,11 +413,11 @@ def read_log(path: AnyPath) -> Log:
         contexts=np.array([row.context for row in rows], np.float32).reshape(n, reader.header.n_features),
         arms=np.array([row.arm for row in rows], np.int64),
         probabilities=np.array([row.probability for row in rows], np.float64),
-        rewards=np.array(rewards, np.float64),
+        rewards=np.array([paid.get(row.decision, np.nan) for row in rows], np.float64),
         allowed=allowed,
         possible=possible,
         tried=np.array([row.tried for row in rows], bool),
-        ids=np.array([row.decision for row in rows], np.int64),
-        forgotten=np.isin(np.arange(n), list(forgotten)),
+        ids=np.array([max(row.decision, -1) for row in rows], np.int64),
+        forgotten=np.array([row.decision in forgotten for row in rows], bool),
         id=reader.header.id,
     )

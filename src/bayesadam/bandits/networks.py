@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from bayesadam._checks import is_number
 from bayesadam.bandits.learner import (
     AgentSettings,
     Buffer,
@@ -21,8 +22,6 @@ from bayesadam.bandits.learner import (
     Positive,
     PositiveOrNone,
     is_count,
-    is_number,
-    is_tuple,
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
 from bayesadam.engine.network import ACTIVATIONS, Network, flatten, forward, initial, unflatten
@@ -38,12 +37,20 @@ _NOISE_START, _NOISE_MEMORY = 100.0, 0.9995
 
 
 def _is_share(value: Any) -> bool:
-    return is_number(value, 0) and value < 1
+    return is_number(value) and 0 <= value < 1
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_share, value))
+
+
+def _are_widths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(is_count, value))
 
 
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(lambda v: is_tuple(v, _is_share, 2), "two numbers in [0, 1)")]
-Widths = Annotated[tuple[int, ...], Check(lambda v: is_tuple(v, is_count), "a tuple of whole numbers like (100, 100)")]
+Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
@@ -54,15 +61,11 @@ class NetworkSettings(AgentSettings):
     """A network per run, trained by one of the engine's rules.
 
     Attributes:
-        hidden: widths of the hidden layers.
         activation: `"relu"`, `"tanh"`, `"sigmoid"`, `"silu"`, `"gelu"` or `"elu"`.
         init_range: weights start in U[−r, r], biases at 0; None for torch's U(±1/√fan-in) of both.
-        lr: the learning rate.
         lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t; 0 for a constant rate.
-        betas: the rule's β₁ and β₂.
         average: β of the moving average of the weights that acts in their place; 0 for none.
         clip: the norm at which the gradient of each run is clipped; None for no clipping.
-        batch_size: examples per mini-batch, drawn with replacement from all observations.
         train_steps: t_s, the mini-batches of a training.
         standardise: whether rewards are learnt in units of their mean and standard deviation so far.
     """
@@ -83,12 +86,9 @@ class NetworkSettings(AgentSettings):
 class NetworkLearner(Learner):
     """A network per run, trained by one of the engine's rules on the squared error of the chosen arm.
 
-    A training is `train_steps` mini-batches from the whole buffer, newer examples more often where it forgets. Scores
-    are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves; where the settings
-    have a moving average of the weights, that acts in their place.
-
-    The rewards' noise is the mean squared error, in units of the targets, of predictions made before their rewards were
-    learnt: unlike the training error it does not fall when the network memorises.
+    Scores are outputs at draws from the Gaussian that the rule ends with, or at the weights themselves. The rewards'
+    noise is the mean squared error, in units of the targets, of predictions made before their rewards were learnt:
+    unlike the training error it does not fall when the network memorises.
     """
 
     settings: NetworkSettings
@@ -99,6 +99,7 @@ class NetworkLearner(Learner):
         super().__init__(settings, buffer, n_arms, seeds)
         dropout = settings.dropout if isinstance(settings, GreedySettings) else 0.0
         self.network = Network(buffer.contexts.shape[2], settings.hidden, n_arms, settings.activation, dropout)
+        # The networks' seeds: one per run, or one per member.
         self.owners = self._owners()
         # N of the last training, by which the Gaussian is read: a saved agent resumes with it.
         self._n = self._n_data()
@@ -120,10 +121,9 @@ class NetworkLearner(Learner):
         self._choice = self._stream("posterior", seeds)
         self._streams["training"] = self.stack.streams
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        networks = len(self.owners)
-        self._shift = torch.zeros(networks, 1, device=self.device)
-        self._scale = torch.ones(networks, 1, device=self.device)
-        self._errors = torch.full((networks, 2), _NOISE_START, device=self.device)
+        self._shift = torch.zeros(len(self.owners), 1, device=self.device)
+        self._scale = torch.ones_like(self._shift)
+        self._errors = torch.full((len(self.owners), 2), _NOISE_START, device=self.device)
         self._memory |= {"shift": self._shift, "scale": self._scale, "errors": self._errors}
 
     def _rule(self) -> Rule:
@@ -131,7 +131,6 @@ class NetworkLearner(Learner):
         raise NotImplementedError
 
     def _owners(self) -> tuple[int, ...]:
-        """The networks' seeds."""
         return self.seeds
 
     def _importance(self, rows: Tensor) -> Tensor | None:
@@ -178,8 +177,7 @@ class NetworkLearner(Learner):
         return self._errors[:, :1] / self._errors[:, 1:]
 
     def _by_network(self, of_runs: Tensor) -> Tensor:
-        members = len(self.owners) // self.buffer.runs
-        return of_runs.repeat_interleave(members, dim=0) if members > 1 else of_runs
+        return of_runs.repeat_interleave(len(self.owners) // self.buffer.runs, dim=0)
 
     def train(self) -> None:
         """t_s mini-batches, with the learning rate lr/(1 + κ t) over the mini-batches t of all trainings."""
@@ -223,6 +221,11 @@ class NetworkLearner(Learner):
         learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in ("scale", "std")}
         return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
 
+    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The layers of flat weights."""
+        flat = tensor.shape[1:] == self.stack.weights.shape[1:]
+        return tuple(unflatten(self.network, tensor).values()) if flat else (tensor,)
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over N and the count of steps too."""
         super().load(tensors)
@@ -244,8 +247,7 @@ class GreedySettings(NetworkSettings):
 
     Attributes:
         l2: λ of the penalty (λ/2)|θ|².
-        l2_by_noise: whether λ is multiplied by the variance of the rewards' noise, estimated from the errors of
-            predictions made before the rewards were learnt: noisy rewards need more of a penalty.
+        l2_by_noise: whether λ is multiplied by the estimated variance of the rewards' noise.
         dropout: the rate at which hidden units are dropped in training.
     """
 
@@ -299,8 +301,7 @@ class GaussianSettings(NetworkSettings):
     """A Gaussian over the weights.
 
     Attributes:
-        n_per_round: N is the number of rounds, less those forgotten, times this; None for the batch size, as in the
-            paper.
+        n_per_round: N is the number of rounds, less those forgotten, times this; None for the batch size.
         prior_variance: of the weights, 1/δ.
     """
 
@@ -309,7 +310,7 @@ class GaussianSettings(NetworkSettings):
 
     def n_data(self, rounds: float) -> float:
         """N after `rounds` rounds that are not forgotten."""
-        return max(rounds, 1) * (self.batch_size if self.n_per_round is None else self.n_per_round)
+        return max(rounds, 1) * (self.n_per_round or self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -349,8 +350,7 @@ class VariationalSettings(GaussianSettings):
     """A rule that learns a Gaussian by perturbing the weights: Bayes by Backprop, Vadam, IVON.
 
     Attributes:
-        noise_variance: of a reward, NLL = error²/(2 noise variance); None to estimate it from the errors of predictions
-            made before the rewards were learnt.
+        noise_variance: of a reward; None to estimate it from the errors of predictions made before it was learnt.
         initial_std: the standard deviation that every weight starts from.
     """
 
@@ -359,15 +359,13 @@ class VariationalSettings(GaussianSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.initial_std**2 > self.prior_variance:
-            raise SettingError(
-                f"initial_std={self.initial_std!r} is wider than the prior (variance {self.prior_variance!r}): take at "
-                f"most {math.sqrt(self.prior_variance):g}"
-            )
+        widest = math.sqrt(self.prior_variance)
+        if self.initial_std > widest:
+            raise SettingError(f"initial_std={self.initial_std!r} is wider than the prior: take at most {widest:g}")
 
 
 class Variational(NetworkLearner):
-    """Any rule that learns a Gaussian over the weights; the arguments but the rule are those of `Learner`."""
+    """Any rule that learns a Gaussian over the weights."""
 
     settings: VariationalSettings
 
@@ -404,11 +402,7 @@ IVON_AGENT = Entry(partial(Variational, IVON), VariationalSettings, _IVON)
 
 @dataclass(frozen=True)
 class BootstrapSettings(GreedySettings):
-    """An ensemble.
-
-    Attributes:
-        members: networks per run; each sees an observation with a weight of its own, 0 or 2.
-    """
+    """An ensemble, with so many members in each run."""
 
     members: Count = 5
 

@@ -22,10 +22,6 @@ from bayesadam.errors import MatchError, OverlapWarning, SettingError
 Numbers = npt.NDArray[np.float64]
 Policy = Callable[[npt.NDArray[np.float32]], Any]
 
-# Estimates are not trusted with an effective sample size below the first, a decision with more than the second of all
-# the weight, more than the third of the policy's probability on arms without data, or a mean weight that is off by more
-# standard errors than the last.
-_LEAST_EFFECTIVE, _LARGEST_SHARE, _MOST_IMPOSSIBLE, _MOST_ERRORS = 30.0, 0.1, 0.01, 4.0
 # The model of the rewards is refitted whenever its data have grown by this factor.
 _GROWTH = 1.1
 # Its prior, in units of the rewards' standard deviation: that of the `linear` agent's weights, and a noise of 1 that
@@ -55,8 +51,7 @@ def mean(terms: Numbers) -> Estimate:
 def inverse_propensity(rewards: Numbers, weights: Numbers) -> Estimate:
     """IPS, (1/n) Σ w r with w = π(a | x)/p: unbiased where the log could choose whatever the policy does.
 
-    Each term has the policy's value as its mean, given all decisions before it. So it is unbiased for the log of an
-    agent that learns, too.
+    Given all decisions before it, each term's mean is the policy's value: so, too, for the log of an agent that learns.
     """
     return mean(weights * rewards)
 
@@ -77,11 +72,7 @@ def doubly_robust(rewards: Numbers, weights: Numbers, predicted: Numbers, values
     """(1/n) Σ [v̂(x) + w (r − q̂(x, a))] with v̂(x) = Σ_a π(a | x) q̂(x, a).
 
     Unbiased as IPS is, whatever the model q̂, if that is fitted without the decision and those after it; the nearer q̂
-    is to the mean rewards, the smaller the variance.
-
-    Args:
-        predicted: q̂(x, a) of the chosen arms, (n,).
-        values: v̂(x), (n,).
+    is to the mean rewards, the smaller the variance. `predicted` is q̂(x, a) of the chosen arms, and `values` v̂(x).
     """
     return mean(values + weights * (rewards - predicted))
 
@@ -150,7 +141,6 @@ class Overlap:
 
     Attributes:
         effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
-        largest_weight: the largest w.
         largest_share: the largest w over Σ w.
         mean_weight: of w; its expectation is 1 − `impossible`.
         impossible: the share of the policy's probability on arms that the log could not choose.
@@ -164,34 +154,21 @@ class Overlap:
     impossible: float
     never_chosen: float
 
-    @classmethod
-    def of(cls, shares: Numbers, weights: Numbers, arms: Any, possible: npt.NDArray[np.bool_]) -> Overlap:
-        """From the policy's probabilities (n, arms), w (n,), the arms chosen (n,), and which could be (n, arms)."""
-        total, never = weights.sum(), np.bincount(arms, minlength=shares.shape[1]) == 0
-        return cls(
-            effective_size=float(total**2 / (weights**2).sum()) if total else 0.0,
-            largest_weight=float(weights.max()),
-            largest_share=float(weights.max() / total) if total else 1.0,
-            mean_weight=mean(weights),
-            impossible=float(shares[~possible].sum() / len(shares)),
-            never_chosen=float(shares[:, never].sum() / len(shares)),
-        )
-
     def doubts(self) -> list[str]:
         """The reasons why estimates by these weights cannot be trusted."""
-        found, gap = [], abs(self.mean_weight.value - (1 - self.impossible))
-        if self.effective_size < _LEAST_EFFECTIVE:
-            found.append(f"the effective sample size is {self.effective_size:.3g}, below {_LEAST_EFFECTIVE:g}")
-        if self.largest_share > _LARGEST_SHARE:
-            found.append(f"one decision has {self.largest_share:.0%} of all the weight")
-        if self.impossible > _MOST_IMPOSSIBLE:
-            found.append(f"{self.impossible:.1%} of the policy's probability is on arms that the log could not choose")
-        if self.never_chosen > _MOST_IMPOSSIBLE:
-            found.append(f"{self.never_chosen:.1%} of the policy's probability is on arms that the log never chose")
-        if gap > _MOST_ERRORS * self.mean_weight.error + 1e-9:
-            said = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
-            found.append(f"the mean weight is {self.mean_weight.value:.3g} and not {1 - self.impossible:.3g}: {said}")
-        return found
+        weight, expected = self.mean_weight, 1 - self.impossible
+        on = "of the policy's probability is on arms that the log"
+        rarely = "some arms are too seldom chosen to be seen, or the probabilities in the log are wrong"
+        reasons = {
+            f"the effective sample size is {self.effective_size:.3g}, below 30": self.effective_size < 30,
+            f"one decision has {self.largest_share:.0%} of all the weight": self.largest_share > 0.1,
+            f"{self.impossible:.1%} {on} could not choose": self.impossible > 0.01,
+            f"{self.never_chosen:.1%} {on} never chose": self.never_chosen > 0.01,
+            f"the mean weight is {weight.value:.3g} and not {expected:.3g}: {rarely}": (
+                abs(weight.value - expected) > 4 * weight.error + 1e-9
+            ),
+        }
+        return [reason for reason, holds in reasons.items() if holds]
 
 
 @dataclass(frozen=True)
@@ -201,12 +178,8 @@ class Estimates:
     Attributes:
         logged: of the policy that wrote the log.
         direct: by a linear model of the rewards alone, see `RewardModel.direct`.
-        ips, snips: see `inverse_propensity` and `self_normalised`.
-        doubly_robust: see `doubly_robust`; the one to use.
-        level: of the intervals in the table.
-        decisions: how many were used.
-        left_out: how many were not, by reason.
-        overlap: how well the log covers the policy.
+        doubly_robust: the one to use.
+        decisions: how many were used; `left_out` by reason.
         doubts: why all but the direct method cannot be trusted; empty where they can.
     """
 
@@ -238,9 +211,9 @@ class Estimates:
         for name, found in rows.items():
             low, high = found.interval(self.level)
             lines.append(f"{name:20s}{found.value:10.4g}{found.error:12.2g}  {low:.4g} to {high:.4g}")
-        out, own = _counts(self.left_out), self.overlap
+        own = self.overlap
         lines += [
-            f"{self.decisions} decisions" + (f"; left out: {out}" if out else ""),
+            f"{self.decisions} decisions; left out: {_counts(self.left_out)}",
             f"effective sample size {own.effective_size:.4g}, largest weight {own.largest_weight:.4g}",
             f"the policy's probability on impossible arms {own.impossible:.2%}, on unseen arms {own.never_chosen:.2%}",
             *(f"not to be trusted: {doubt}" for doubt in self.doubts),
@@ -249,7 +222,7 @@ class Estimates:
 
 
 def _counts(left_out: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    return ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "none"
 
 
 def evaluate(
@@ -265,13 +238,10 @@ def evaluate(
     >>> bool(low <= 1 <= high), always_one.trusted
     (True, True)
 
-    The decisions with a probability and a reward are used. Arms that were tried in turn are left out: their rounds
-    follow from the count alone, so that leaving them out selects no contexts. Decisions without a reward are left out
-    as if rewards were missing at random: given the context and the arm, whether one comes must not depend on how large
-    it is. Contexts are taken as independent draws, and rewards as not drifting.
-
-    Intervals are normal ones. They do not hold where an `OverlapWarning` comes: where the policy chooses what the log
-    could not, or where few decisions have most of the weight.
+    The decisions with a probability and a reward are used, but for arms that were tried in turn. Rewards must be
+    missing at random: given the context and the arm, whether one comes must not depend on how large it is. Contexts are
+    taken as independent draws, and rewards as not drifting. The intervals, which are normal, do not hold where an
+    `OverlapWarning` comes: where the policy chooses what the log could not, or few decisions have most of the weight.
 
     Args:
         log: a path, or the result of `read_log` or `Log.of`.
@@ -280,7 +250,6 @@ def evaluate(
             log.
         level: of the intervals.
         draws: from an agent's posterior for each context. Few make the estimates less precise, not biased.
-        seed: of these draws.
     """
     if not 0 < level < 1:
         raise SettingError(f"level must lie between 0 and 1, got {level!r}")
@@ -293,8 +262,7 @@ def evaluate(
         "without a probability": int((~known).sum()),
     }
     if len(used) < 2:
-        said = f"two decisions with a probability and a reward are needed; left out: {_counts(left_out) or 'none'}"
-        raise MatchError(f"the log has {len(used)} decisions to use, and {said}")
+        raise MatchError(f"the log has {len(used)} decisions to use, too few; left out: {_counts(left_out)}")
     contexts, arms, rewards, allowed = log.contexts[used], log.arms[used], log.rewards[used], log.allowed[used]
     if isinstance(policy, Agent):
         # The agent is offered the arms of the log; arms of its own that the log does not have were not on offer.
@@ -306,7 +274,15 @@ def evaluate(
         shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
     rows = np.arange(len(used))
     weights, predicted = shares[rows, arms] / log.probabilities[used], predicted_before(log)[used]
-    overlap = Overlap.of(shares, weights, arms, log.possible[used])
+    total, never = weights.sum(), np.bincount(arms, minlength=log.n_arms) == 0
+    overlap = Overlap(
+        effective_size=float(total**2 / (weights**2).sum()) if total else 0.0,
+        largest_weight=float(weights.max()),
+        largest_share=float(weights.max() / total) if total else 1.0,
+        mean_weight=mean(weights),
+        impossible=float(shares[~log.possible[used]].sum() / len(used)),
+        never_chosen=float(shares[:, never].sum() / len(used)),
+    )
     doubts = overlap.doubts()
     if isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id:
         doubts.append("the agent has learnt from this very log, which favours it")
@@ -336,9 +312,7 @@ def _checked_probabilities(given: Any, shape: tuple[int, int]) -> Numbers:
         return certain
     if found.shape != shape:
         kind = f"{found.dtype} of shape {found.shape}"
-        raise MatchError(
-            f"a policy gives probabilities of shape {shape}, or {shape[0]} arms, whole numbers; got {kind}"
-        )
+        raise MatchError(f"a policy gives probabilities of shape {shape}, or {shape[0]} arms; got {kind}")
     shares = found.astype(np.float64)
     wrong = ~((shares >= 0).all(axis=1) & np.isclose(shares.sum(axis=1), 1, atol=1e-4))
     if wrong.any():

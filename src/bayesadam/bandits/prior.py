@@ -50,16 +50,14 @@ class Prior:
     """A mixture: σ² ~ IG(a, b) and β | σ² ~ N(m_k, σ² C), each k equally probable, of an arm's weights on φ(x).
 
     φ(x) = (h(x), x, 1). Components are earlier problems, and k and σ² are those of all arms: the new problem is like
-    one of them. Where arms are exchangeable components are earlier arms, and every arm has a k and σ² of its own. All
-    are in the rewards' own units.
+    one of them. Where arms are exchangeable components are earlier arms, and every arm has a k and σ² of its own.
 
     Attributes:
         network: whose last hidden layer is h; its output layer is not used.
         params: its weights by name, (1, *shape).
         mean: m, (components, arms, features), with one arm where they are exchangeable.
         covariance: C, (arms, features, features).
-        shape: a, ().
-        scale: b, ().
+        shape, scale: a and b, ().
     """
 
     network: Network
@@ -74,7 +72,7 @@ class Prior:
         """Whether one prior is every arm's."""
         return self.mean.shape[1] == 1
 
-    def to(self, device: torch.device) -> Prior:
+    def to(self, device: str | torch.device) -> Prior:
         """The same on another device."""
         params = {name: tensor.to(device) for name, tensor in self.params.items()}
         return Prior(self.network, params, *(getattr(self, name).to(device) for name in _MOMENTS))
@@ -110,10 +108,9 @@ class Prior:
             raise FileError(f"{path} is not {_KIND.what}: {error!r}") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by name, on the CPU."""
-        named = {name: getattr(self, name) for name in _MOMENTS}
-        named |= {f"network.{name}": tensor for name, tensor in self.params.items()}
-        return {name: tensor.cpu().contiguous() for name, tensor in named.items()}
+        """All of it by name."""
+        named = {f"network.{name}": tensor for name, tensor in self.params.items()}
+        return named | {name: getattr(self, name).contiguous() for name in _MOMENTS}
 
     def header(self) -> dict[str, Any]:
         """The shape of the network."""
@@ -146,11 +143,10 @@ def fit_prior(
 ) -> Prior:
     """A prior for the hybrid agent from earlier problems of the same family: `make_agent(..., prior=prior)`.
 
-    A network with one last layer per problem is trained on all of them; they share its hidden layers, whose units are
-    the features φ. The last layers, m_p, are the components of the prior: a new problem's weights are N(m_p, σ² C),
-    with every earlier problem p equally probable. σ²C is a share of the covariance between the m_p, the one with which
-    each problem is best predicted from half of its rows and the others: small where problems come in kinds, 1 where
-    they are one cloud. The errors of these predictions give the prior of σ².
+    A network with one last layer m_p per problem is trained on all of them; they share its hidden layers. A new
+    problem's weights are N(m_p, σ² C), with every earlier problem p equally probable. σ²C is a share of the covariance
+    between the m_p, the one with which each problem is best predicted from half of its rows and the others: small where
+    problems come in kinds, 1 where they are one cloud. The errors of these predictions give the prior of σ².
 
     >>> from bayesadam.bandits import make_agent, wheel
     >>> prior = fit_prior([wheel(delta) for delta in (0.3, 0.6, 0.9)], hidden=(20,), rounds=100, steps=100)
@@ -161,11 +157,8 @@ def fit_prior(
             that came.
         arms: `"same"` where an arm means the same in every problem; `"exchangeable"` where arms are permuted, or their
             numbers differ: any arm may be like any earlier one.
-        hidden: widths of the network's hidden layers.
-        activation: as in the settings of agents.
         rounds: of every problem; logs are used whole.
         steps: mini-batches of training.
-        seed: of the rounds and the training.
         device: to fit it on; the prior itself is on the CPU.
     """
     if arms not in ("same", "exchangeable"):
@@ -200,7 +193,7 @@ def fit_prior(
     tried = {width: _left_out(data, heads, width * spread, noise) for width in _WIDTHS}
     width = min(tried, key=lambda one: float(tried[one][0]))
     shape, scale = _inverse_gamma(tried[width][1].nan_to_num(nan=float(noise)).clamp(min=noise))
-    return Prior(network, params, heads, width * spread * (shape / scale), shape, scale).to(torch.device("cpu"))
+    return Prior(network, params, heads, width * spread * (shape / scale), shape, scale).to("cpu")
 
 
 def _seen(source: Source, rounds: int, seed: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
@@ -224,9 +217,9 @@ def _trained(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The hidden layers, and weights on φ of the rewards and of their variance, (problems, arms, features) each.
 
-    The loss is ½ v^β (e²/v + log v) with v as a constant in v^β: the Gaussian's, which learns certain rewards to a
+    The loss is v^β (e²/v + log v) with v as a constant in v^β: the Gaussian's, which learns certain rewards to a
     higher precision, and which β keeps from giving up on the others. v is softplus of a linear function of φ that does
-    not train φ. Adam, with a rate that falls along a cosine, on mini-batches in which problems have equal parts.
+    not train φ.
     """
     device, (xs, ys) = seen[0][0].device, zip(*seen, strict=True)
     contexts = pad_sequence(list(xs), batch_first=True)

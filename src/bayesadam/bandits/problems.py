@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bayesadam._checks import count
 from bayesadam._extras import require
-from bayesadam.bandits.learner import is_count
 from bayesadam.data import load_table
 from bayesadam.errors import DataError, MatchError, MissingFileError, SettingError
 from bayesadam.gaussian.noise import stream_seed
@@ -36,13 +36,7 @@ _CHUNK = 65_536
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of one run; the agent sees the contexts and the rewards of the arms it chose.
-
-    Attributes:
-        contexts: (t, features), float32.
-        rewards: of every arm, (t, arms), float32.
-        expected: the rewards' expectations given the context, (t, arms).
-    """
+    """The rounds of one run: contexts (t, features), rewards of every arm and their expectations (t, arms), float32."""
 
     contexts: Numbers
     rewards: Numbers
@@ -68,10 +62,7 @@ class Rounds:
 class BanditProblem:
     """A contextual bandit.
 
-    Attributes:
-        rounds: how many rounds a run plays by default.
-        most_rounds: how many it can offer; None where rows are drawn with replacement or simulated.
-        make: (seed, rounds) → the rounds of one run.
+    A run plays `rounds` by default and at most `most_rounds`; `make` maps (seed, rounds) to the rounds of one run.
     """
 
     name: str
@@ -89,8 +80,7 @@ class BanditProblem:
         """How many rounds a run plays, if the problem offers as many."""
         if rounds is None:
             return self.rounds
-        if not is_count(rounds):
-            raise SettingError(f"rounds must be a positive whole number, got {rounds!r}")
+        count("rounds", rounds, "of each run")
         if self.most_rounds is not None and rounds > self.most_rounds:
             raise SettingError(f"{self.name} offers {self.most_rounds} rounds, got rounds={rounds}")
         return rounds
@@ -109,10 +99,9 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
     kind, _, option = name.partition(":")
     if kind == "wheel":
         try:
-            delta = float(option or 0.95)
+            return wheel(float(option or 0.95))
         except ValueError:
-            raise SettingError(f"the wheel's δ must be a number, as in 'wheel:0.95', got {name!r}") from None
-        return wheel(delta)
+            raise SettingError(f"the wheel's δ must be a number between 0 and 1, got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
     table = load_table(name, dtype=_TABLES[name], progress=progress)
@@ -142,7 +131,6 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
         X: contexts, (rows, features): numpy, pandas or nested lists. A text column of a pandas table becomes one column
             of zeros and ones for each of its values.
         y: labels, (rows,), of any kind that can be sorted; the arms are the values that occur, in order.
-        name: for tables and messages.
         standardise: whether to scale columns to mean 0 and standard deviation 1, in float64; constant ones become 0.
     """
     contexts = _contexts(X, name)
@@ -165,11 +153,7 @@ def reward_problem(contexts: Any, rewards: Any, *, name: str = "rewards", standa
     >>> reward_problem([[0.0], [1.0]], [[1.0, 0.0, 2.0], [0.0, 1.0, 2.0]]).n_arms
     3
 
-    Args:
-        contexts: (rows, features), as `classification_problem` takes them.
-        rewards: (rows, arms).
-        name: for tables and messages.
-        standardise: whether to scale the contexts' columns to mean 0 and standard deviation 1.
+    Contexts, (rows, features), are as in `classification_problem`; rewards are (rows, arms).
     """
     table = _contexts(contexts, name)
     pays = _numbers(rewards, name, "rewards")
@@ -196,8 +180,6 @@ def problem_from_file(
         label: the column of labels, for a classification problem.
         rewards: or the columns of rewards, one per arm.
         contexts: the columns that are contexts; None takes all others.
-        name: None takes the file's.
-        standardise: see `classification_problem`.
     """
     path = Path(path)
     if (label is None) == (rewards is None):
@@ -206,10 +188,10 @@ def problem_from_file(
     pandas, parquet = require("pandas"), path.suffix in (".parquet", ".pq")
     if not path.is_file():
         raise MissingFileError(f"no file at {path}")
-    if not parquet and ".csv" not in path.suffixes:
-        raise DataError(f"{path} is neither a .csv nor a .parquet file")
     if parquet:
         require("pyarrow")
+    elif ".csv" not in path.suffixes:
+        raise DataError(f"{path} is neither a .csv nor a .parquet file")
     try:
         frame = pandas.read_parquet(path) if parquet else pandas.read_csv(path)
     except (ValueError, OSError, EOFError) as error:
@@ -284,8 +266,7 @@ def _mushroom_rounds(table: _Table, labels: Numbers, seed: int, rounds: int) -> 
     edible = labels[rows] == 1
     eat = np.where(edible | ~ill, EDIBLE, POISONED)
     expected = np.where(edible, EDIBLE, 0.5 * (EDIBLE + POISONED))
-    nothing = np.zeros(rounds)
-    return Rounds(table.take(rows), _columns(nothing, eat), _columns(nothing, expected))
+    return Rounds(table.take(rows), _columns(0 * eat, eat), _columns(0 * eat, expected))
 
 
 def _financial_rounds(table: _Table, seed: int, rounds: int) -> Rounds:
@@ -325,7 +306,7 @@ def _columns(*columns: Numbers) -> Numbers:
 def _known(
     name: str, contexts: Numbers, rewards: Numbers, n_arms: int, rounds: int, *, standardise: bool = True
 ) -> BanditProblem:
-    make, n = partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms), len(contexts)
+    n, make = len(contexts), partial(_known_rounds, _Table.of(contexts, standardise=standardise), rewards, n_arms)
     return BanditProblem(name, contexts.shape[1], n_arms, min(rounds, n), n, make)
 
 
@@ -375,9 +356,7 @@ def _numbers(values: Any, name: str, what: str) -> Numbers:
     except (TypeError, ValueError) as error:
         raise DataError(f"{name}: the {what} are not a table of numbers: {error}") from None
     if table.ndim != 2 or not table.size:
-        raise DataError(
-            f"{name}: the {what} must be a table (rows, columns) that is not empty, got shape {table.shape}"
-        )
+        raise DataError(f"{name}: the {what} must be a table that is not empty, got shape {table.shape}")
     with np.errstate(over="ignore"):
         wrong = np.argwhere(~np.isfinite(table.astype(np.float32)))
     if len(wrong):

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
+from bayesadam._checks import count
 from bayesadam._files import sweep
 from bayesadam._progress import progress as tracked
 from bayesadam.bandits.agents import agent_settings, make_learner
-from bayesadam.bandits.learner import AgentSettings, Buffer, is_count
+from bayesadam.bandits.learner import AgentSettings, Buffer
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.problems import BanditProblem, Numbers, Rounds
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.errors import MatchError, SettingError
+from bayesadam.errors import MatchError
 from bayesadam.gaussian.noise import stream_seed
 
 _CURVE_POINTS = 500
@@ -36,14 +37,13 @@ class Simulation:
     """The outcome; arrays have one entry, or row, per run.
 
     Attributes:
-        rounds: how many rounds each run played.
         reward_ratio: total reward over what the best arms are expected to pay, (runs,).
         regret_ratio: total regret over the regret that arms drawn at random are expected to have, (runs,).
         points: the rounds at which the curves are taken, (points,), at most 500.
         reward: cumulative reward there, (runs, points).
         regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
         lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
-        seconds: how long it took, over all processes that had a part in it.
+        seconds: of all processes that had a part in it.
     """
 
     problem: str
@@ -80,7 +80,7 @@ def simulate(
     `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own posterior draw.
 
     Every run has its own random numbers: up to rounding it does not depend on the other runs. The same call on the same
-    machine gives the same numbers. On a CPU the runs are distributed over as many threads as torch has.
+    machine gives the same numbers.
 
     >>> found = simulate("wheel:0.5", "linear", runs=2, rounds=60)
     >>> found.reward_ratio.shape
@@ -90,7 +90,6 @@ def simulate(
         problem: a name (see `problem`), or a problem.
         agent: one of `AGENTS`.
         rounds: of each run; None for as many as the problem says.
-        seed: the runs' seeds come from it.
         device: None for a GPU where there is one.
         settings: `"tuned"`, `"paper"` or your own.
         prior: that the hybrid agent starts from; see `fit_prior`.
@@ -99,8 +98,8 @@ def simulate(
         checkpoint_seconds: the least time between two writes.
         progress: called with the rounds done and the rounds in all; None for a bar on a terminal, from two seconds on.
     """
-    given = runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds
-    with Playing(problem, agent, *given, prior=prior) as playing:
+    given = runs, rounds, seed, device, settings, checkpoint, checkpoint_seconds, prior
+    with Playing(problem, agent, *given) as playing:
         for _ in tracked(playing.turns, "simulate") if progress is None else playing.turns:
             playing.advance()
             if progress is not None:
@@ -125,13 +124,11 @@ class Playing:
         settings: str | AgentSettings = "tuned",
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_seconds: float = 3.0,
-        *,
         prior: Prior | None = None,
     ) -> None:
         chosen = named_problem(problem) if isinstance(problem, str) else problem
         own = agent_settings(agent, settings)
-        if not is_count(runs):
-            raise SettingError(f"runs must be a positive whole number, got {runs!r}")
+        count("runs", runs, "with seeds of their own")
         self.rounds = chosen.checked_rounds(rounds)
         on = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self._start, self._settings = time.perf_counter(), own
@@ -165,8 +162,7 @@ class Playing:
         if self._path is not None and saved is not None:
             self._restore(self._path, *saved)
         self._written = time.perf_counter()
-        # torch's own threads are off meanwhile: for products of this size, one thread per lane is faster than threads
-        # inside each operation, and other processes on the machine disturb them less.
+        # Torch's own threads are off meanwhile: for products of this size, one thread per lane is faster.
         self._threads_before = torch.get_num_threads()
         alone = len(self._lanes) == 1
         self._pool = None if alone else ThreadPoolExecutor(len(sizes), "", torch.set_num_threads, (1,))
@@ -185,11 +181,6 @@ class Playing:
         return self._lanes[0].buffer.count
 
     @property
-    def finished(self) -> bool:
-        """Whether all rounds are played."""
-        return self.done >= self.rounds
-
-    @property
     def turns(self) -> range:
         """One for each `advance` that is left: the rounds with arms in turn at first, then those between trainings."""
         forced = self._lanes[0].forced
@@ -202,7 +193,7 @@ class Playing:
             for _ in (map if self._pool is None else self._pool.map)(_Lane.advance, self._lanes):
                 pass
             now = time.perf_counter()
-            if self._path is not None and (self.finished or now - self._written >= self._checkpoint_seconds):
+            if self._path is not None and (self.done == self.rounds or now - self._written >= self._checkpoint_seconds):
                 tensors: dict[str, Tensor] = {}
                 for number, lane in enumerate(self._lanes):
                     tensors |= {f"{number}/{name}": tensor for name, tensor in lane.buffer.state().items()}
@@ -217,8 +208,7 @@ class Playing:
             rewards = np.concatenate([lane.buffer.rewards.cpu().numpy() for lane in self._lanes])
         reward = rewards.astype(np.float64).cumsum(axis=1)
         optimum = np.stack([rounds.optimum for rounds in self._played]).cumsum(axis=1)
-        uniform = np.stack([rounds.uniform for rounds in self._played]).sum(axis=1)
-        single = np.stack([rounds.single for rounds in self._played]).sum(axis=1)
+        uniform, single = (np.array([getattr(one, of).sum() for one in self._played]) for of in ("uniform", "single"))
         points = np.unique(np.linspace(1, self.rounds, min(self.rounds, _CURVE_POINTS)).round().astype(np.int64))
         regret = optimum - reward
         return Simulation(
@@ -253,7 +243,7 @@ def in_turn(simulations: Iterable[Callable[[], Playing]], at_once: int) -> Itera
     try:
         while running:
             number, playing = running.popleft()
-            if not playing.finished:
+            if playing.done < playing.rounds:
                 playing.advance()
                 running.append((number, playing))
                 continue

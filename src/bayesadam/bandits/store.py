@@ -13,9 +13,7 @@ from bayesadam import _storage as storage
 from bayesadam.bandits.agents import entry, make_learner
 from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
 from bayesadam.bandits.log import Standing
-from bayesadam.bandits.networks import NetworkLearner
 from bayesadam.bandits.prior import Prior
-from bayesadam.engine.network import unflatten
 from bayesadam.errors import FileError, SettingError
 
 _FIRST_ROOM = 1024
@@ -27,9 +25,7 @@ class Store:
     One learner trains. The other acts, and takes over the first one's weights after each training; where observations
     change the scores at once, it takes note of them in between. So an agent acts while it trains, without waiting.
 
-    Attributes:
-        learning: held while the agent learns, for as long as a training takes.
-        acting: held while the acting learner or the observations are used, for a moment.
+    The lock `learning` is held as long as a training takes, `acting` only while the actor or the observations are used.
     """
 
     def __init__(
@@ -51,12 +47,10 @@ class Store:
             part = slice(first, first + self.settings.train_every)
             count = len(rows[part])
             with self.acting:
-                room = self.buffer.contexts.shape[1]
-                if self.buffer.count + count > room:
-                    while room < self.buffer.count + count:
-                        room *= 2
-                    self._rebuild(self.buffer.widened(room))
-                self.buffer.contexts[0, self.buffer.count : self.buffer.count + count] = rows[part]
+                room, end = self.buffer.contexts.shape[1], self.buffer.count + count
+                if end > room:
+                    self._rebuild(self.buffer.widened(max(2 * room, end)))
+                self.buffer.contexts[0, self.buffer.count : end] = rows[part]
                 new = self.buffer.add(arms[None, part], rewards[None, part])
                 at_once = self.actor.learns_at_once
                 (self.actor if at_once else self.trainer).observe(new)
@@ -83,12 +77,8 @@ class Store:
         new = self._learner()
         state = new.state()
         for name, tensor in old.state().items():
-            pairs = [(tensor, state[name])]
-            flat = isinstance(old, NetworkLearner) and tensor.shape[1:] == old.stack.weights.shape[1:]
-            if flat and isinstance(old, NetworkLearner) and isinstance(new, NetworkLearner):
-                parts = unflatten(new.network, state[name])
-                pairs = [(part, parts[key]) for key, part in unflatten(old.network, tensor).items()]
-            for part, whole in pairs:
+            parts, wholes = old.parts(tensor), new.parts(state[name])
+            for part, whole in zip(parts, wholes, strict=True):
                 whole[tuple(slice(0, length) for length in part.shape)] = part
         new.restore(state)
         return new

@@ -34,9 +34,8 @@ class StackedGradient:
     def __init__(self, network: Network, weights: Tensor) -> None:
         self._activation, self._activation_backward = _ACTIVATIONS[network.activation]
         self._weights = weights
-        self._layers = layers(network, weights)
         self.gradient = torch.zeros_like(weights)
-        self._into = layers(network, self.gradient)
+        self._layers, self._into = _layers(network, weights), _layers(network, self.gradient)
         self._widths = (*network.hidden, network.n_outputs)
         self._batch = 0
 
@@ -68,7 +67,7 @@ class StackedGradient:
         return self.gradient
 
 
-def layers(network: Network, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _layers(network: Network, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Views (n, out, in) and (n, out) of flat weights (n, weights), layer by layer."""
     parts = unflatten(network, flat)
     return [(parts[f"layer{i}.weight"], parts[f"layer{i}.bias"]) for i in range(len(network.hidden) + 1)]

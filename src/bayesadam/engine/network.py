@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bayesadam._checks import count
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.noise import stream_seed
 
@@ -26,11 +27,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 class Network:
     """A multi-layer perceptron, as a recipe.
 
-    Attributes:
-        hidden: widths of the hidden layers.
-        activation: a key of `ACTIVATIONS`.
-        dropout: the probability that a hidden unit is dropped in training.
-        input_dropout: the same for an input.
+    Hidden units and inputs are dropped in training with the probabilities `dropout` and `input_dropout`.
     """
 
     n_inputs: int
@@ -41,9 +38,8 @@ class Network:
     input_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        widths = (self.n_inputs, *self.hidden, self.n_outputs)
-        if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in widths):
-            raise SettingError(f"every width must be a positive whole number, got {widths}")
+        for width in (self.n_inputs, *self.hidden, self.n_outputs):
+            count("every width", width, "of inputs, hidden layers and outputs")
         if self.activation not in ACTIVATIONS:
             raise SettingError(f"activation must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
         for name in ("dropout", "input_dropout"):
@@ -121,8 +117,6 @@ def forward(
     """The outputs (s, b, outputs) of a stack of networks, or what comes out of the first `n_layers`.
 
     Args:
-        network: the recipe.
-        params: stacked weights.
         x: inputs, (b, inputs) for all networks or (s, b, inputs).
         masks: the factors of every hidden layer's units, for dropout.
         seen: two lists to which every layer's input and pre-activation are added.

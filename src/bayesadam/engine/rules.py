@@ -22,8 +22,8 @@ Number = float | Tensor
 EPS = 1e-8
 # The number of pieces that torch's fused Adam takes in one launch: a block of a GPU has one piece, however long.
 _PIECES = 30
+# IVON's least weight decay: where the loss is flat, it alone keeps the step finite.
 _LEAST_DECAY = 1e-4
-_LEAST_VARIANCE = 1e-12
 
 
 class Step(NamedTuple):
@@ -42,27 +42,20 @@ class Gaussian(NamedTuple):
     variance: Tensor
 
 
-class Functions(NamedTuple):
-    """Networks drawn from what a rule has learnt: stacked weights by name, and dropout masks where it has them."""
-
-    params: dict[str, Tensor]
-    masks: list[Tensor] | None = None
+# Networks drawn from what a rule has learnt: stacked weights by name, and dropout masks where it has them.
+Functions = tuple[dict[str, Tensor], list[Tensor] | None]
 
 
 class Rule(ABC):
-    """One way to learn: how its memory starts, where the gradient is taken, the update, the Gaussian it ends with.
+    """One way to learn; it holds settings only.
 
-    A rule holds settings only. All functions work on flat weights (s, weights), one row per network, and write into
-    the memory that `start` made, so that a step can be captured as a CUDA graph. In that memory, tensors of two
-    dimensions or more have one row per network; smaller ones belong to all.
-
-    Attributes:
-        in_place: whether the gradient is taken at the weights themselves, not at perturbed ones.
-        needs_noise: whether the gradient must be that of the mean negative log-likelihood, with the observation noise.
-        starts_trained: whether it starts from weights that Adam has trained.
-        lr: its usual learning rate, where Adam's does not suit.
+    All functions work on flat weights (s, weights), one row per network, and write into the memory that `start` made,
+    so that a step can be captured as a CUDA graph. There, tensors of two dimensions or more have one row per network.
     """
 
+    # Whether the gradient is taken at the weights themselves, and whether it must be that of the mean negative
+    # log-likelihood, with the observation noise; whether the rule starts from weights that Adam has trained; its usual
+    # learning rate, where Adam's does not suit.
     in_place: ClassVar[bool] = True
     needs_noise: ClassVar[bool] = False
     starts_trained: ClassVar[bool] = False
@@ -111,7 +104,7 @@ class Rule(ABC):
         if found is not None:
             drawn = streams.normal(n, weights.shape[1]).flatten(0, 1)
             repeated = torch.addcmul(repeated, found.variance.sqrt().repeat_interleave(n, dim=0), drawn)
-        return Functions(unflatten(network, repeated))
+        return unflatten(network, repeated), None
 
 
 @dataclass(frozen=True)
@@ -120,11 +113,8 @@ class Adam(Rule):
 
     A Laplace prior exp(−λ|θ|) is a proximal step in Adam's metric after that: |θ| loses α λ/(√v̂ + ε), not below 0.
 
-    Attributes:
-        betas: (β₁, β₂).
-        weight_decay: λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`.
-        decoupled: AdamW in place of Adam.
-        sparsity: λ of a Laplace prior, the penalty λ|θ|₁; v never sees it.
+    `weight_decay` is λ of the penalty (λ/2)|θ|², or of AdamW's decay where `decoupled`; `sparsity` is λ of the Laplace
+    prior, which v never sees.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -236,7 +226,7 @@ class Dropout(Adam):
         """One mask per draw, the same at every input, makes each draw a function."""
         drawn = streams.masks(network.dropout, n, sum(network.hidden)).flatten(0, 1).unsqueeze(1)
         masks = list(torch.split(drawn, list(network.hidden), dim=-1))
-        return Functions(unflatten(network, weights.repeat_interleave(n, dim=0)), masks)
+        return unflatten(network, weights.repeat_interleave(n, dim=0)), masks
 
 
 class Perturbed(Rule):
@@ -256,11 +246,6 @@ class BayesByBackprop(Perturbed):
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N and ∂/∂σ = gε + (δσ − 1/σ)/N, with g the
     gradient at θ = μ + σε and ∂σ/∂ρ = sigmoid(ρ).
-
-    Attributes:
-        betas: Adam's (β₁, β₂).
-        prior_precision: δ.
-        initial_std: where every σ starts.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -294,13 +279,7 @@ class BayesByBackprop(Perturbed):
 
 @dataclass(frozen=True)
 class Vadam(Perturbed):
-    """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment.
-
-    Attributes:
-        betas: (β₁, β₂).
-        prior_precision: δ.
-        initial_std: the standard deviation that every weight starts from.
-    """
+    """Vadam (Khan et al. 2018): Adam at weights drawn from N(μ, 1/(N v + δ)), v being its own second moment."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     prior_precision: float = 1.0
@@ -308,28 +287,16 @@ class Vadam(Perturbed):
 
     def start(self, weights: Tensor, n_data: Number) -> State:
         """m = 0 and v = (1/σ₀² − δ)/N."""
-        first = (self.initial_std**-2 - self.prior_precision) / torch.as_tensor(n_data)
-        second = torch.zeros_like(weights).add_(first.to(weights))
+        second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second}
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
         """μ + ε/√(N v + δ)."""
-        root = (state["second_moment"] * step.n_data).add_(self.prior_precision).sqrt_()
-        torch.addcdiv(weights, noise, root, out=out)
+        torch.addcmul(weights, self.gaussian(weights, state, step.n_data).variance.sqrt_(), noise, out=out)
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """One step with the square of one gradient."""
-        vadam_update(
-            weights,
-            gradient,
-            gradient.square(),
-            state["momentum"],
-            state["second_moment"],
-            lr=step.lr,
-            betas=self.betas,
-            corrections=(step.first, step.second),
-            pull=self.prior_precision / step.n_data,
-        )
+        vadam_update(weights, gradient, gradient.square(), state, step, self.betas, self.prior_precision)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(μ, 1/(N v + δ))."""
@@ -340,27 +307,20 @@ def vadam_update(
     mean: Tensor,
     gradient: Tensor,
     square: Tensor,
-    momentum: Tensor,
-    second_moment: Tensor,
-    *,
-    lr: Number,
+    state: Mapping[str, Tensor],
+    step: Step,
     betas: tuple[float, float],
-    corrections: tuple[Number, Number],
-    pull: Number,
+    prior_precision: float,
 ) -> None:
     """m ← β₁ m + (1−β₁)(ĝ + λμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + λ/N), in place.
 
-    Args:
-        mean: μ; with momentum m and second_moment v.
-        gradient: ĝ; overwritten.
-        square: ĥ, the average of the squared gradients.
-        corrections: 1 − β₁ᵗ and 1 − β₂ᵗ.
-        pull: λ/N.
+    `square` is ĥ, the average of the squared gradients, and λ the prior precision; `gradient` is overwritten.
     """
+    momentum, second, pull = state["momentum"], state["second_moment"], prior_precision / step.n_data
     momentum.mul_(betas[0]).add_(gradient.add_(mean * pull), alpha=1 - betas[0])
-    second_moment.mul_(betas[1]).add_(square, alpha=1 - betas[1])
-    denominator = second_moment.div(corrections[1]).sqrt_().add_(pull)
-    mean.sub_(momentum.div(denominator).mul_(lr / corrections[0]))
+    second.mul_(betas[1]).add_(square, alpha=1 - betas[1])
+    denominator = second.div(step.second).sqrt_().add_(pull)
+    mean.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
 
 @dataclass(frozen=True)
@@ -369,10 +329,8 @@ class IVON(Perturbed):
 
     Attributes:
         averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d, with d the weight decay; None takes d = `weight_decay`.
-        weight_decay: d, at least 1e-4, used where no `prior_precision` is given.
-        initial_hessian: h₀; None takes the one with standard deviation `initial_std`.
-        initial_std: the standard deviation that every weight starts from, used where no `initial_hessian` is given.
+        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4.
+        initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
     """
 
     lr = 0.02
@@ -388,7 +346,7 @@ class IVON(Perturbed):
         return self.averages
 
     def decay(self, n_data: Number) -> Number:
-        """d. Where the loss is flat, d alone keeps the step finite."""
+        """d."""
         return max(self.weight_decay, _LEAST_DECAY) if self.prior_precision is None else self.prior_precision / n_data
 
     def start(self, weights: Tensor, n_data: Number) -> State:
@@ -402,61 +360,40 @@ class IVON(Perturbed):
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
         """m + ε/√(N (h + d))."""
-        torch.addcdiv(weights, noise, self._precision(state, step.n_data).sqrt_(), out=out)
+        torch.addcmul(weights, self.gaussian(weights, state, step.n_data).variance.sqrt_(), noise, out=out)
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         """One step with the product of one gradient and its perturbation."""
-        ivon_update(
-            weights,
-            gradient,
-            (gradient * noise).div_(self._precision(state, step.n_data).sqrt_()),
-            state["momentum"],
-            state["hessian"],
-            lr=step.lr,
-            betas=self.betas,
-            correction=step.first,
-            n_data=step.n_data,
-            decay=self.decay(step.n_data),
-            initial_hessian=state["initial_hessian"],
-        )
+        product = (gradient * noise).mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
+        decay, first = self.decay(step.n_data), state["initial_hessian"]
+        ivon_update(weights, gradient, product, state, step, self.betas, decay, first)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """N(m, 1/(N (h + d)))."""
-        return Gaussian(weights, self._precision(state, n_data).reciprocal_())
-
-    def _precision(self, state: State, n_data: Number) -> Tensor:
-        return (state["hessian"] + self.decay(n_data)).mul_(n_data)
+        return Gaussian(weights, (state["hessian"] + self.decay(n_data)).mul_(n_data).reciprocal_())
 
 
 def ivon_update(
     mean: Tensor,
     gradient: Tensor,
     product: Tensor,
-    momentum: Tensor,
-    hessian: Tensor,
-    *,
-    lr: Number,
+    state: Mapping[str, Tensor],
+    step: Step,
     betas: tuple[float, float],
-    correction: Number,
-    n_data: Number,
     decay: Number,
     initial_hessian: Number,
 ) -> None:
-    """One step, in place.
+    """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
 
-    g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
-
-    Args:
-        mean: m; with gradient ĝ, momentum g, hessian h, decay d.
-        product: the average of n ∇L(m + n); f = κ(h + d) times that, κ being `n_data`. Overwritten.
-        correction: 1 − β₁ᵗ.
+    In place. `product` is the average of n ∇L(m + n), and is overwritten; f is κ(h + d) times that, with κ = N.
     """
+    momentum, hessian = state["momentum"], state["hessian"]
     momentum.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
     # As h − (1−β₂)(h − f): in float32 the default β₂ is off by a thousandth of 1 − β₂, which would shift h's limit.
     damped = hessian + decay
-    excess = hessian - product.mul_(damped).mul_(n_data)
+    excess = hessian - product.mul_(damped).mul_(step.n_data)
     hessian.sub_(excess, alpha=1 - betas[1]).addcdiv_(excess.square_(), damped, value=0.5 * (1 - betas[1]) ** 2)
-    direction = momentum.div(correction).add_(mean * decay).mul_(lr * (initial_hessian + decay))
+    direction = momentum.div(step.first).add_(mean * decay).mul_(step.lr * (initial_hessian + decay))
     mean.sub_(direction.div_(hessian + decay))
 
 
@@ -464,13 +401,8 @@ def ivon_update(
 class SWAG(Rule):
     """SWAG (Maddox et al. 2019): the moments of SGD's iterates around an optimum.
 
-    θ ← θ − α (g + λθ); every few steps the iterate enters a running mean, variance and the last K deviations.
-
-    Attributes:
-        weight_decay: λ.
-        snapshots: how many iterates count.
-        every: steps between two of them.
-        rank: K.
+    θ ← θ − α (g + λθ) with the weight decay λ; `every` few steps the iterate enters a running mean, variance and the
+    last K (`rank`) deviations, until there are so many `snapshots`.
     """
 
     starts_trained = True
@@ -506,7 +438,7 @@ class SWAG(Rule):
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """The mean and the variance of the iterates."""
-        return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=_LEAST_VARIANCE))
+        return Gaussian(state["mean"], (state["squares"] / state["count"]).clamp(min=1e-12))
 
     def deviations(self, state: State) -> Tensor:
         """D, the last deviations from the running mean, oldest first, (s, K, weights)."""
@@ -521,7 +453,7 @@ class SWAG(Rule):
         columns = self.deviations(state)
         low_rank = torch.bmm(streams.normal(n, columns.shape[1]), columns) / math.sqrt(columns.shape[1] - 1)
         drawn = streams.normal(n, mean.shape[1]) * variance.sqrt().unsqueeze(1) + low_rank
-        return Functions(unflatten(network, (mean.unsqueeze(1) + drawn / math.sqrt(2)).flatten(0, 1)))
+        return unflatten(network, (mean.unsqueeze(1) + drawn / math.sqrt(2)).flatten(0, 1)), None
 
 
 RULES: Mapping[str, type[Rule]] = {

@@ -27,7 +27,6 @@ class Stack:
     Args:
         seeds: one per network; a seed's numbers do not depend on the other seeds.
         batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
-        n_data: N, in device memory.
         weights: flat weights to start from, (s, weights); None draws them from the seeds.
         average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
         clip: the norm at which each network's gradient is clipped.
@@ -35,8 +34,6 @@ class Stack:
         steps_per_graph: steps that one CUDA graph holds.
 
     Attributes:
-        state: the rule's memory by name.
-        done: steps taken.
         scale: turns the gradient into that of the mean negative log-likelihood, (s, 1), for rules that need it.
         penalty: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
     """
@@ -77,14 +74,14 @@ class Stack:
         self._warm_up = 3
 
     def prepare(self, rows: Tensor, schedule: Schedule) -> None:
-        """What the next block reads: the rows of each step (k, s, b), and the learning rates of the schedule.
+        """Write what the next block reads: the rows of each step, (k, s, b), and the rates of the schedule.
 
         The schedule maps the number of steps done before each step, float64 (k,), to learning rates.
         """
         if not self.done:
             for name, tensor in self.rule.start(self.weights, self.n_data).items():
                 self.state[name].copy_(tensor)
-        # On the device: a copy from the host would wait for all that is queued there.
+        # Made on the device: a copy from the host would wait for all that is queued there.
         done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.device)
         corrections = [1 - beta ** (done + 1) for beta in self.rule.betas]
         newest = 1 - (done / (done + 1)).clamp_(max=self.average)
@@ -181,13 +178,13 @@ class Stack:
 
 
 def train(
-    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, *, proceed: Callable[[], bool] | None = None
+    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, proceed: Callable[[], bool] = lambda: True
 ) -> None:
     """The training loop: block after block, as long as `proceed`, called after each, returns True."""
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
-        if proceed is not None and not proceed():
+        if not proceed():
             return
 
 

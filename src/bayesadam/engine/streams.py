@@ -58,9 +58,8 @@ class Streams:
         """(seeds, *shape) zeros with probability `rate`, to within 2⁻¹⁷, otherwise 1/(1 − rate)."""
         if self.generators:
             return (self.uniform(*shape) >= rate).float().div_(1 - rate)
-        size = int(np.prod(shape))
+        size, scale = int(np.prod(shape)), np.float32(1 / (1 - rate))
         out = np.empty((len(self), size), np.float32)
-        scale = np.float32(1 / (1 - rate))
         for source, part in zip(self._numpy, out, strict=True):
             # Raw bits, four units to a word: the masks are most of the random numbers there are.
             bits = source.bit_generator.random_raw(-(-size // 4)).view(np.uint16)[:size]

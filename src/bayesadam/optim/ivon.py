@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import not_negative, positive
-from bayesadam.engine.rules import ivon_update
+from bayesadam.engine.rules import Step, ivon_update
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
 from bayesadam.readers import State, StateReader
@@ -111,9 +111,10 @@ class IVON(PerturbedOptimizer):
     def _update(
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
-        moments, correction = (state["momentum"], state["hessian"]), 1 - group["betas"][0] ** float(state["step"])
-        settings = {key: group[key] for key in ("lr", "betas", "n_data", "initial_hessian")}
-        ivon_update(mean, gradient, product, *moments, correction=correction, decay=group["weight_decay"], **settings)
+        (beta1, beta2), steps = group["betas"], float(state["step"])
+        step = Step(group["lr"], 1 - beta1**steps, 1 - beta2**steps, group["n_data"])
+        decay, first = group["weight_decay"], group["initial_hessian"]
+        ivon_update(mean, gradient, product, state, step, group["betas"], decay, first)
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         kappa, decay = group["n_data"], group["weight_decay"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import positive
-from bayesadam.engine.rules import vadam_update
+from bayesadam.engine.rules import Step, vadam_update
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.settings import Precision
 from bayesadam.optim._perturbed import Group, PerturbedOptimizer
@@ -112,9 +112,8 @@ class Vadam(PerturbedOptimizer):
         self, mean: Tensor, gradient: Tensor, product: Tensor, state: Mapping[str, Tensor], group: Group
     ) -> None:
         (beta1, beta2), steps = group["betas"], float(state["step"])
-        moments, pull = (state["momentum"], state["second_moment"]), group["prior_precision"] / group["n_data"]
-        rates = {"lr": group["lr"], "betas": (beta1, beta2), "corrections": (1 - beta1**steps, 1 - beta2**steps)}
-        vadam_update(mean, gradient, product, *moments, pull=pull, **rates)
+        step = Step(group["lr"], 1 - beta1**steps, 1 - beta2**steps, group["n_data"])
+        vadam_update(mean, gradient, product, state, step, group["betas"], group["prior_precision"])
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])
