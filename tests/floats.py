@@ -1,8 +1,8 @@
 """How floats are compared: one helper, a relative and an absolute tolerance that fit their type and their size.
 
-|actual − expected| ≤ max(rtol |expected| + rtol size, atol), with `size` the largest of the expected numbers unless a test
-names that of the terms they are sums of. A number near 0 beside large ones is thereby held to the large ones' rounding, as
-another processor may sum in another order.
+|actual − expected| ≤ max(rtol |expected| + rtol size, atol), with `size` the largest of the expected numbers unless a
+test names that of the terms they are sums of. A number near 0 beside large ones is thereby held to the large ones'
+rounding, as another processor may sum in another order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes that a test starts, and waiting for what will come.
 
-No test measures how long something takes: a busy machine may take any time. A wait ends with its condition, and its limit
-is for what would otherwise hang.
+No test measures how long something takes: a busy machine may take any time. A wait ends with its condition, and its
+limit is for what would otherwise hang.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an installed copy must do, in an environment that holds nothing else: `python tests/smoke.py`, from any folder.
 
-Train, read the posterior, calibrate, predict, save and load, prune, and the same from the command line. `make release-test` runs it on the
-wheel and on the sdist.
+Train, read the posterior, calibrate, predict, save and load, prune, and the same from the command line. `make
+release-test` runs it on the wheel and on the sdist.
 """
 
 import subprocess
@@ -61,7 +61,8 @@ def main() -> None:
     assert 0.4 < pruned < 0.6, pruned
     python = ".".join(map(str, sys.version_info[:3]))
     print(
-        f"bayesadam {ba.__version__} on Python {python} with torch {torch.__version__}: accuracy {accuracy:.2f}, pruned {pruned:.2f}"
+        f"bayesadam {ba.__version__} on Python {python} with torch {torch.__version__}: accuracy "
+        f"{accuracy:.2f}, pruned {pruned:.2f}"
     )
 
 

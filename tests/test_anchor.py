@@ -1,4 +1,6 @@
-"""Anchors beside a dense minimiser of the proximal problem, and sums of posteriors beside dense matrices, in float64."""
+"""Anchors beside a dense minimiser of the proximal problem, and sums of posteriors beside dense matrices, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -614,7 +616,9 @@ def test_what_has_no_sum_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
 def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
-    """The first task fixes y along three directions, the second along three others; a diagonal wants them to be inputs."""
+    """The first task fixes y along three directions, the second along three others; a diagonal wants them to be
+    inputs.
+    """
     torch.manual_seed(0)
     turn = torch.eye(6) if kind == "diagonal" else torch.linalg.qr(torch.randn(6, 6)).Q
     masks = [turn[:, :3] @ turn[:, :3].T, turn[:, 3:] @ turn[:, 3:].T]

@@ -122,7 +122,9 @@ def linear_model(n: int = 30) -> tuple[Tensor, Tensor, float]:
 
 
 def exact_posterior(x: Tensor, y: Tensor, noise: float) -> ba.Posterior:
-    """The posterior of a linear regression with a flat prior, through `from_moments` in coordinates where it is diagonal."""
+    """The posterior of a linear regression with a flat prior, through `from_moments` in coordinates where it is
+    diagonal.
+    """
     model = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
     gram = x.T @ x
     assert (gram - gram.diagonal().diag()).abs().max() < 1e-9

@@ -1,4 +1,6 @@
-"""Calibration: never worse than before, against dense evidence on problems where it is known, and careful with failures."""
+"""Calibration: never worse than before, against dense evidence on problems where it is known, and careful with
+failures.
+"""
 
 from __future__ import annotations
 
@@ -553,7 +555,9 @@ def cost_of(temperature: float) -> float:
 
 
 def at_best_temperature(candidate: ba.Posterior, batch: tuple[Tensor, Tensor], rows: Tensor, **options: Any) -> float:
-    """The greatest mean log-likelihood of some rows over temperatures, with log p(T), predicted anew, on a fine grid."""
+    """The greatest mean log-likelihood of some rows over temperatures, with log p(T), predicted anew, on a fine
+    grid.
+    """
     x, y = batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CollapsedPredictionWarning)

@@ -38,7 +38,7 @@ def test_a_healthy_optimiser_gets_the_implied_prior_and_no_more() -> None:
     assert diagnosis.summary == "Sequential trained by AdamW: 21 weights in 4 parameters have a second moment"
 
 
-# --- the prior ----------------------------------------------------------------------------------------------------------
+# --- the prior --------------------------------------------------------------------------------------------------------
 
 
 def test_the_implied_prior_is_n_times_the_decay() -> None:
@@ -87,7 +87,7 @@ def test_a_default_adamw_run_with_dead_units_has_no_warning() -> None:
     assert "! " not in str(diagnosis)
 
 
-# --- the moments --------------------------------------------------------------------------------------------------------
+# --- the moments ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("steps", "found"), [(3, True), (9, True), (11, False), (30, False)])
@@ -204,7 +204,7 @@ def test_a_state_too_coarse_for_its_memory(dtype: torch.dtype, beta: float, foun
     assert (off > 0.015) == found
 
 
-# --- weight decay in the moments ------------------------------------------------------------------------------------------
+# --- weight decay in the moments --------------------------------------------------------------------------------------
 
 
 def test_coupled_decay_leaks_into_the_moment() -> None:
@@ -249,7 +249,7 @@ def test_only_the_groups_that_couple_their_decay_are_named() -> None:
     assert finding(ba.doctor(model, optimizer), "coupled-decay").parameters == ("0.weight", "0.bias")
 
 
-# --- batch norm -----------------------------------------------------------------------------------------------------------
+# --- batch norm -------------------------------------------------------------------------------------------------------
 
 
 def normed(*layers: nn.Module, steps: int = 12) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -283,7 +283,7 @@ def test_a_batch_norm_without_a_bias_before_it_and_a_few_of_many() -> None:
     assert "batch-norm" not in ba.doctor(*normed(nn.Linear(3, 3), still, nn.Linear(3, 1))).codes()
 
 
-# --- what is not read -----------------------------------------------------------------------------------------------------
+# --- what is not read -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_left_out_is_told_with_the_reason() -> None:
@@ -353,7 +353,7 @@ def test_the_wrong_reader_is_an_error_and_no_exception(reader: str) -> None:
     assert not diagnosis.healthy
 
 
-# --- the optimiser --------------------------------------------------------------------------------------------------------
+# --- the optimiser ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_ogd_is_noted_to_know_nothing() -> None:
     assert "isotropic" in finding(ba.doctor(model, optimizer, reader="ogd"), "optimizer").message
 
 
-# --- the report -----------------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def ill() -> ba.diagnosis.Diagnosis:

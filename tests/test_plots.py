@@ -1,4 +1,6 @@
-"""Pictures: what is drawn where, against numbers found another way; no window, and matplotlib only when it is asked for."""
+"""Pictures: what is drawn where, against numbers found another way; no window, and matplotlib only when it is asked
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Posteriors published as small files: what is lost is bounded, what is read back is the same everywhere, the rest refused."""
+"""Posteriors published as small files: what is lost is bounded, what is read back is the same everywhere, the rest
+refused.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 def warn(message: str, category: type[Warning] = BayesAdamWarning) -> None:
     """Warn at the line from which the library was called.
 
-    That is the frame outside the outermost one of this package: torch's decorators and generated methods may lie between.
+    That is the frame outside the outermost one of this package: torch's decorators and generated methods may lie
+    between.
     """
     # As `warnings.warn` counts: 1 is this function, 2 its caller.
     level = here = 2

@@ -70,7 +70,9 @@ class HeldOutWarning(BayesAdamWarning):
 
 
 class CollapsedPredictionWarning(BayesAdamWarning):
-    """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be sampled."""
+    """Averaging over weight draws gives another answer than the mean network: the posterior is too wide to be
+    sampled.
+    """
 
 
 class NoPosteriorWarning(BayesAdamWarning):

@@ -529,7 +529,8 @@ def test_a_folder_of_checkpoints_names_the_newest(wrote: Any, tmp_path: Path) ->
         shutil.copytree(wrote("gpt2").folder, tmp_path / f"checkpoint-{number}")
     with pytest.raises(
         FileError,
-        match=rf"folder of checkpoints, checkpoint-9, checkpoint-10, checkpoint-200: .*{re.escape(str(tmp_path))}/checkpoint-200",
+        match="folder of checkpoints, checkpoint-9, checkpoint-10, checkpoint-200: .*"
+        rf"{re.escape(str(tmp_path))}/checkpoint-200",
     ):
         read_checkpoint(tmp_path)
     # Beside the final model there is no optimiser's state.

@@ -1,4 +1,6 @@
-"""Adapters that the Trainer saved, read without the model: the base model's `config.json` alone gives the live posterior."""
+"""Adapters that the Trainer saved, read without the model: the base model's `config.json` alone gives the live
+posterior.
+"""
 
 from __future__ import annotations
 

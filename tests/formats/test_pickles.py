@@ -1,4 +1,6 @@
-"""What trainers save with the tensors is passed over and passed on; nothing of it can run code, whatever the file says."""
+"""What trainers save with the tensors is passed over and passed on; nothing of it can run code, whatever the file
+says.
+"""
 
 from __future__ import annotations
 

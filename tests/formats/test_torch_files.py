@@ -1,4 +1,6 @@
-"""Files of every format that torch has had: read as the live optimiser has it, written again to the byte but for the weights."""
+"""Files of every format that torch has had: read as the live optimiser has it, written again to the byte but for the
+weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Heteroscedastic and Poisson predictives against brute force in float64: dense quadrature over the outputs, sums over counts."""
+"""Heteroscedastic and Poisson predictives against brute force in float64: dense quadrature over the outputs, sums
+over counts.
+"""
 
 from __future__ import annotations
 

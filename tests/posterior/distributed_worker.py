@@ -1,4 +1,6 @@
-"""One of several processes of test_distributed: runs every check, and has the first process write down what it found."""
+"""One of several processes of test_distributed: runs every check, and has the first process write down what it
+found.
+"""
 
 from __future__ import annotations
 

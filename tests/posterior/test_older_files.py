@@ -1,4 +1,6 @@
-"""Files that release 0.2 wrote are read as it read them: `release_0_2` has posteriors of each kind, and what it said of them."""
+"""Files that release 0.2 wrote are read as it read them: `release_0_2` has posteriors of each kind, and what it said
+of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small networks with their inputs, one of every kind of layer and of every way to use one, and the brute-force answer."""
+"""Small networks with their inputs, one of every kind of layer and of every way to use one, and the brute-force
+answer.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @cache
 def posteriors() -> list[ba.Posterior]:
-    """Two diagonal ones, one of them in the likelihood form, and a Kronecker-factored one; each has a noise of its own."""
+    """Two diagonal ones, one of them in the likelihood form, and a Kronecker-factored one; each has a noise of its
+    own.
+    """
     found = []
     for seed, form in enumerate(("map", "likelihood")):
         model, optimizer = trained(3, 4, 2, dtype=torch.float64, seed=seed)

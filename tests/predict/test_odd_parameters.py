@@ -1,4 +1,6 @@
-"""Scalars, sparse gradients, padding rows and posteriors of another type, in every structure and method, against dense matrices."""
+"""Scalars, sparse gradients, padding rows and posteriors of another type, in every structure and method, against
+dense matrices.
+"""
 
 from __future__ import annotations
 

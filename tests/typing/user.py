@@ -1,4 +1,6 @@
-"""What a user with `mypy --strict` writes: it must pass without a cast and without an ignore. `test_typing.py` runs mypy on it."""
+"""What a user with `mypy --strict` writes: it must pass without a cast and without an ignore. `test_typing.py` runs
+mypy on it.
+"""
 
 from pathlib import Path
 
