@@ -330,6 +330,7 @@ def test_mean_and_std_are_those_of_the_linearised_mixture(data, n_ensemble):
     assert_close(std.reshape(6, -1), np.sqrt(variance) * scale, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [sine, two_targets])
 def test_draws_have_the_moments_of_the_prediction(data):
     X, y = data()
@@ -398,6 +399,7 @@ def test_predictions_are_in_the_units_of_the_data():
     assert other.noise_variance_ == approx(1e-10 * model.noise_variance_, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low-rank"])
 @pytest.mark.parametrize("n", [6, 120])
 def test_every_structure_fits_predicts_clones(structure, n):
@@ -458,6 +460,7 @@ def counts(n=400, seed=0):
     return X, random.poisson(rate), rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic", "poisson"])
 def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     X, y, _ = counts(120) if name == "poisson" else changing_noise(120)

@@ -99,7 +99,14 @@ def fresh():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize("page", [page for page in PAGES if script(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=() if page.stem == "README" else pytest.mark.slow)
+        for page in PAGES
+        if script(page)
+    ],
+)
 def test_every_page_runs_as_it_is_shown(page, tmp_path, fresh):
     status, said = fresh(script(page), tmp_path)
     assert status == 0, said

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     needed, check = CASES[name]

@@ -141,6 +141,7 @@ def same(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **opt
 # --- two processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["names", "flat", "app", "plain", "loose"])
 def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: Any) -> None:
     model, optimizer = live

@@ -184,7 +184,9 @@ def test_from_a_state_dict_and_a_checkpoint(tmp_path):
         model(torch.randn(8, 3)).square().mean().backward()
         optimizer.step()
     live = ba.Posterior.from_optimizer(model, optimizer, N, structure="kronecker")
-    saved = ba.Posterior.from_state_dict(model, optimizer.state_dict(), N, optimizer="soap", structure="kronecker")
+    saved = ba.Posterior.from_state_dict(
+        model, optimizer.state_dict(), N, optimizer="soap-pytorch-optimizer", structure="kronecker"
+    )
     path = tmp_path / "soap.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     fresh = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -101,9 +101,8 @@ def test_dropouts_variance_on_one_linear_layer():
     rate, width = 0.3, 6
     network = Network(1, (width,), 1, "relu")
     flat = flatten(initial(network, [0]))
-    drawn = Dropout().sample(replace(network, dropout=rate), flat, {}, 1.0, Streams([1], "masks"), 40_000)
-    params = drawn.params
-    draws = forward(network, params, torch.tensor([[0.7]]), masks=drawn.masks).squeeze()
+    params, masks = Dropout().sample(replace(network, dropout=rate), flat, {}, 1.0, Streams([1], "masks"), 40_000)
+    draws = forward(network, params, torch.tensor([[0.7]]), masks=masks).squeeze()
     hidden = torch.relu(params["layer0.weight"][0, :, 0] * 0.7 + params["layer0.bias"][0])
     expected = rate / (1 - rate) * (params["layer1.weight"][0, 0] * hidden).square().sum()
     assert_close(draws.var(), expected, rtol=0.05)

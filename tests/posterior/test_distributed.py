@@ -36,6 +36,9 @@ from posterior.distributed_worker import (
 )
 from processes import run_ranks
 
+# Every test looks at what two processes did together.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CHECKS = [name for name in vars(Checks) if name.startswith("check_")]
 

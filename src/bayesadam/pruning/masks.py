@@ -39,7 +39,7 @@ Scope = Literal["global", "layer"]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
 # Weights processed together: bounds the extra memory whatever the size of a parameter.
-CHUNK = 1 << 22
+CHUNK = 1 << 19
 _DIGIT = 16
 _BINS = 1 << _DIGIT
 
@@ -112,9 +112,8 @@ def weight_scores(
         if isinstance(ranking, Mapping):
             score = ranking[name]
         else:
-            v = posterior.structure.second_moment[name]
             rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-            score = ranking(theta, v) if callable(ranking) else RANKINGS[ranking](theta, v, rule)
+            score = _ranked(ranking, theta, posterior.structure.second_moment[name], rule)
         if not isinstance(score, Tensor) or score.shape != theta.shape or score.is_complex():
             found = f"shape {tuple(score.shape)}, {score.dtype}" if isinstance(score, Tensor) else type(score).__name__
             raise MatchError(f"the scores of {name!r} must be a real tensor of shape {tuple(theta.shape)}, got {found}")
@@ -125,6 +124,18 @@ def weight_scores(
             )
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
+
+
+def _ranked(ranking: str | Callable[[Tensor, Tensor], Tensor], theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """The scores of one parameter; by a name, chunk by chunk, for less memory."""
+    if callable(ranking):
+        return ranking(theta, v)
+    if isinstance(rule.delta, Tensor):
+        return RANKINGS[ranking](theta, v, rule)
+    score = torch.empty_like(v)
+    for out, some, moments in zip(*(torch.split(each.reshape(-1), CHUNK) for each in (score, theta, v)), strict=True):
+        out.copy_(RANKINGS[ranking](some, moments, rule))
+    return score
 
 
 def pruning_masks(
@@ -386,9 +397,10 @@ def lowest(
     def pieces(*wanted: str) -> Iterator[tuple[Tensor, Tensor]]:
         for name in wanted:
             flat = scores[name].reshape(-1).to(kind), weights[name].reshape(-1)
-            yield from zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True)
-            # Before the next parameter's scores are computed.
-            del flat
+            for score, weight in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
+                # A copy: whoever keeps a piece while the next parameter is read does not keep all of this one.
+                yield score.clone(), weight
+            del flat, score
 
     bound, below = _kth(lambda: (score for score, _ in pieces(*names)), count, kind)
     tied = lambda: (_sizes(weight[score == bound]).to(kind) for score, weight in pieces(*names))  # noqa: E731
