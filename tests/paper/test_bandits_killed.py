@@ -24,7 +24,8 @@ from bayesadam.bandits.simulation import Playing
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 # The three seconds that users have are longer than an attempt lasts here.
-Playing.__init__.__defaults__ = (*Playing.__init__.__defaults__[:-1], 0.0)
+*before, _, prior = Playing.__init__.__defaults__
+Playing.__init__.__defaults__ = (*before, 0.0, prior)
 advance, trainings = Playing.advance, folder / "trainings"
 
 
