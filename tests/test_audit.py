@@ -315,7 +315,7 @@ def test_settings_are_checked():
     found = audit(posterior, (x, y))
     with pytest.raises(SettingError, match="by must be one of"):
         found.suspects(3, by="margin")
-    with pytest.raises(SettingError, match="positive number"):
+    with pytest.raises(SettingError, match="whole number of at least 1"):
         found.suspects(0)
 
 

@@ -775,8 +775,8 @@ def test_a_single_logit_is_no_choice_of_classes(method: str, shape: tuple[int, .
         ({"method": "grid"}, r"method must be one of .*'grid'"),
         ({"predictive": "mcmc"}, r"predictive must be one of .*'mcmc'"),
         ({"link": "softmax"}, r"link must be one of .*'softmax'"),
-        ({"n_samples": 1}, r"n_samples must be at least 2, got 1"),
-        ({"memory_budget": 0}, r"memory_budget must be a positive number of bytes, got 0"),
+        ({"n_samples": 1}, r"n_samples must be a whole number of at least 2 .draws., got 1"),
+        ({"memory_budget": 0}, r"memory_budget must be a whole number of at least 1 .bytes., got 0"),
     ],
 )
 def test_bad_arguments_are_named(classification, options: dict[str, Any], match: str):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bayesadam._checks import count, positive
 from bayesadam._warnings import warn
-from bayesadam.errors import ImproperError, MatchError, SettingError, StateError
-from bayesadam.gaussian.settings import Settings, positive
+from bayesadam.errors import ImproperError, MatchError, StateError
+from bayesadam.gaussian.settings import Settings
 from bayesadam.gaussian.structure import Named, Structure
 from bayesadam.gaussian.sums import check_growth
 from bayesadam.posterior import Posterior
@@ -92,8 +93,7 @@ class Anchor:
         require_posterior(posterior, "an anchor")
         posterior.require_whole("an anchor")
         positive("strength", strength, "1 is Bayes' rule; without an anchor there is none")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise SettingError(f"every must be a whole number of at least 1, got {every!r}")
+        count("every", every, "steps")
         self.strength, self.every = float(strength), every
         self.n_data = posterior.n_data if n_data is None else n_data
         positive("n_data", self.n_data, "the number of new examples, over which the loss is a mean")

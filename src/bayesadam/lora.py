@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesadam._alone import unwrap
+from bayesadam._checks import positive
 from bayesadam._shards import whole
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.settings import CovariantPrior, Precision, positive
+from bayesadam.gaussian.settings import CovariantPrior, Precision
 from bayesadam.readers import own_parameters
 
 # (the module's name, the adapter's, its rank) → s, None where it is not known.

@@ -294,7 +294,7 @@ def test_bad_requests():
     with pytest.raises(SettingError, match="structure must be one of"):
         ba.Posterior.from_optimizer(model, optimizer, N, structure="full")
     for n in (0, -1, 1.5, True):
-        with pytest.raises(SettingError, match="positive number of draws"):
+        with pytest.raises(SettingError, match="n must be a whole number of at least 1"):
             posterior.sample(n)
     with pytest.raises(MatchError, match="missing"):
         posterior.log_prob({"0.weight": torch.zeros(5, 3)})

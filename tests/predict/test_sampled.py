@@ -453,13 +453,13 @@ def test_linearised_draws_cannot_collapse(classifier, likelihood: str):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"n_samples": 1}, "n_samples must be at least 2, got 1"),
+        ({"n_samples": 1}, "n_samples must be a whole number of at least 2 .draws., got 1"),
         ({"n_samples": 2.5}, r"got 2\.5"),
         ({"n_samples": True}, "got True"),
         ({"predictive": "mcmc"}, r"predictive must be one of .*got 'mcmc'"),
         ({"likelihood": "counts"}, r"likelihood must be one of .*got 'counts'"),
         ({"link": "softmax"}, r"link must be one of .*got 'softmax'"),
-        ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, got 0"),
+        ({"memory_budget": 0}, "memory_budget must be a whole number of at least 1 .bytes., got 0"),
     ],
 )
 def test_bad_options_are_named(classifier, options: dict[str, Any], match: str):

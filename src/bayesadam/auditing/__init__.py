@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._progress import progress
 from bayesadam.auditing.page import write_page
@@ -83,8 +84,7 @@ class Audit:
         """The n examples that are largest in a column, largest first; NaN never counts, ties keep their order."""
         if by not in COLUMNS:
             raise SettingError(f"by must be one of {COLUMNS}, got {by!r}")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise SettingError(f"n must be a positive number of examples, got {n!r}")
+        count("n", n, "examples")
         column: Tensor = getattr(self, by)
         known = (~column.isnan() & ~self.suspicion.isnan()).nonzero().flatten()
         order = known[column[known].argsort(descending=True, stable=True)]
@@ -183,8 +183,7 @@ def audit(
     name = agreed(likelihood, posterior.likelihood)
     record = record_of(name)
     _check_order(batches)
-    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 1:
-        raise SettingError(f"memory_budget must be a positive number of bytes, got {memory_budget!r}")
+    count("memory_budget", memory_budget, "bytes")
     options: Any = {"likelihood": name, "forward": forward, "memory_budget": memory_budget}
     shown = progress(batches, "audit") if isinstance(batches, DataLoader) else batches
     noise, estimated, parts = posterior.noise_variance if record.noise else None, False, []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from bayesadam._checks import require_kind
+from bayesadam._checks import count, require_kind
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.calibration.fits import (
@@ -105,8 +105,7 @@ def calibrate(
     """
     if method is not None and method not in get_args(CalibrationMethod):
         raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
-    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
-        raise SettingError(f"folds must be a whole number of at least 1, got {folds!r}")
+    count("folds", folds, "parts of the data")
     require_kind(posterior, (Posterior, Mixture), "posterior")
     name = agreed(likelihood, posterior.likelihood)
     of_predict: Any = {"n_samples": n_samples, "link": link, "forward": forward, "memory_budget": memory_budget}

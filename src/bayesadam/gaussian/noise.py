@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._shards import agreed, box, is_sharded, own_part, wrapped
-from bayesadam.gaussian.settings import PrecisionRule
+from bayesadam.gaussian.settings import Part, PrecisionRule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 # A block fits a CPU core's cache. Part of what a seed means: changing it changes every draw.
 _BLOCK = 65_536
 _THREADED_FROM = 4 * _BLOCK
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
-
-    first: int
-    total: int
 
 
 def fresh_seed(generator: torch.Generator | None) -> int:

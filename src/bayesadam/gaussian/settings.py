@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from bayesadam._checks import positive
 from bayesadam.errors import SettingError
 
 Form = Literal["map", "likelihood"]
@@ -169,7 +170,9 @@ def prior_by_name(prior: Any, shapes: Mapping[str, torch.Size]) -> dict[str, Pre
     return found
 
 
-def positive(name: str, value: object, meaning: str) -> None:
-    """Refuse what is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise SettingError(f"{name} must be a positive finite number ({meaning}), got {value!r}")
+@dataclass(frozen=True)
+class Part:
+    """Which entries of a flat parameter are at hand: those from `first` on, of `total` in all."""
+
+    first: int
+    total: int

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesadam import _storage as storage
+from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._shards import is_sharded, placed_like, whole
@@ -649,8 +650,8 @@ def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkp
 
 def check_draws(n: int | None) -> None:
     """Refuse numbers of draws that are not positive; None is one draw without a dimension for it."""
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise SettingError(f"n must be a positive number of draws or None, got {n!r}")
+    if n is not None:
+        count("n", n, "draws, or None for one")
 
 
 def require_safetensors(out: AnyPath) -> None:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesadam._checks import require_kind
+from bayesadam._checks import positive, require_kind
 from bayesadam._files import keep_apart, replacing
 from bayesadam._storage import write_tensors
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.gaussian.settings import positive
 from bayesadam.lora import Adapter, Pair, pairs_in
 from bayesadam.merging import methods
 from bayesadam.merging.networks import (

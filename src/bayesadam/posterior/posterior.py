@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from bayesadam import _storage as storage
 from bayesadam._alone import alone_with, unwrap
-from bayesadam._checks import require_kind
+from bayesadam._checks import positive, require_kind
 from bayesadam._shards import holding, is_sharded, own_part, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
-from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, positive, prior_by_name
+from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
 from bayesadam.likelihoods import likelihood as likelihood_named

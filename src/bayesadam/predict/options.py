@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from bayesadam._checks import count
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import Likelihood, LikelihoodName, Link, likelihood
 from bayesadam.predict.call import Call, Forward, at_positions, batch_size, examples
@@ -76,11 +77,10 @@ class Options:
             )
         if self.novelty and self.predictive != "linearised":
             raise SettingError(f"novelty=True needs predictive='linearised', got {self.predictive!r}")
-        numbers = (("probes", 0, "at least 0"), ("n_samples", 2, "at least 2"))
-        for name, least, wanted in (*numbers, ("memory_budget", 1, "a positive number of bytes")):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise SettingError(f"{name} must be {wanted}, got {value!r}")
+        count("n_samples", self.n_samples, "draws", least=2)
+        count("memory_budget", self.memory_budget, "bytes")
+        if self.probes is not None:
+            count("probes", self.probes, "random directions", least=0)
 
     @property
     def record(self) -> Likelihood[Any]:
