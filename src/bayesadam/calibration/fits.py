@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesadam._progress import progress
-from bayesadam.calibration.held_out import HeldOut, aligned, examples_of
+from bayesadam.calibration.held_out import HeldOut, aligned, quietly
 from bayesadam.errors import CalibrationError, SettingError
 from bayesadam.gaussian.structure import Directions
 from bayesadam.likelihoods import Component, agreed
@@ -21,6 +21,7 @@ from bayesadam.posterior.mixture import require_one_network
 from bayesadam.predict.call import Forward
 from bayesadam.predict.moments import VarianceOf
 from bayesadam.predict.options import Options
+from bayesadam.predict.prediction import component_of
 
 # Bounds of the temperature, and standard deviations of log T before any example is seen, below T = 1 and above: more
 # networks are too sure than too unsure.
@@ -77,16 +78,17 @@ def _refined(
 def best_temperature(
     options: Options,
     mean: Tensor,
-    variance: Tensor,
     y: Tensor,
     *,
+    variance: Tensor | None = None,
     start: float = 1.0,
     reach: float = math.log(_HOTTEST),
 ) -> float:
-    """T of the greatest log-likelihood and prior; with variances of 0 that of the mean network."""
+    """T of the greatest log-likelihood and prior; without variances that of the mean network."""
+    variances = torch.zeros_like(mean)[None] if variance is None else variance[None]
 
     def score(temperature: float) -> float:
-        return _scores(options, mean, variance[None], y, temperature=temperature)[0]
+        return _scores(options, mean, variances, y, temperature=temperature)[0]
 
     return _refined(score, start, reach=reach, least=COLDEST)
 
@@ -99,28 +101,20 @@ class Tables:
     """The linearised network on held-out data, ratio δ/w by ratio; the scale then costs nothing, since it only divides.
 
     Attributes:
-        ratios: δ/w, of δ R/w under a prior of shape R; they do not depend on the data.
+        ratios: δ/w, of δ R/w under a prior of shape R.
         means: E[f], (k, n, ...), or (1, n, ...) where it is the same for all ratios.
         variances: w Var[f], (k, n, ...).
         targets: y, (n, ...).
-        numbers: the example that each of the n belongs to.
     """
 
     ratios: Sequence[float]
     means: Tensor
     variances: Tensor
     targets: Tensor
-    numbers: Tensor
-
-    def of(self, chosen: Tensor) -> Tables:
-        """The rows of the chosen examples, booleans."""
-        rows = chosen[self.numbers]
-        here = rows.to(self.targets.device)
-        return Tables(self.ratios, self.means[:, here], self.variances[:, here], self.targets[here], self.numbers[rows])
 
 
-def tables_of(data: HeldOut, examples: Tensor) -> Tables:
-    """One pass over the data, whose examples have these numbers, for all ratios.
+def tables_of(data: HeldOut) -> Tables:
+    """One pass over the data for all ratios.
 
     In the likelihood form the mean, too, depends on the ratio: there it takes a pass for each, as it does where
     directions over all weights change with it.
@@ -149,12 +143,12 @@ def tables_of(data: HeldOut, examples: Tensor) -> Tables:
             passes.append(list(data.moments(at, [at.coordinate_variance.__getitem__], directions=[at.directions])))
     means = torch.stack([torch.cat([part.mean for part in each]) for each in passes])
     variances = torch.cat([unit * torch.cat([part.variances for part in each], dim=1) for each in passes])
-    owners = torch.cat([part.owners for part in passes[0]])
-    return Tables(ratios, means, variances, torch.cat([part.y for part in passes[0]]), examples[owners])
+    return Tables(ratios, means, variances, torch.cat([part.y for part in passes[0]]))
 
 
-def by_validation(posterior: Posterior, options: Options, found: Tables) -> Posterior:
+def by_validation(posterior: Posterior, data: HeldOut) -> Posterior:
     """The ratio, and temperature or share of noise, of the greatest likelihood, each with its own scale."""
+    found, options = tables_of(data), data.options
     settings, record, y = posterior.settings, options.record, found.targets
     means = found.means.expand(len(found.ratios), *found.means.shape[1:])
     best: tuple[float, float, int, dict[str, Any]] = (-math.inf, 1.0, 0, {})
@@ -191,7 +185,7 @@ def by_validation(posterior: Posterior, options: Options, found: Tables) -> Post
         weight = _refined(lambda w, at=at: at((table / w)[None])[0], weight, most=most)  # type: ignore[misc]
         if record.tempered:
             start = chosen["temperature"]
-            chosen = {"temperature": best_temperature(options, mean, table / weight, y, start=start, reach=1.2)}
+            chosen = {"temperature": best_temperature(options, mean, y, variance=table / weight, start=start, reach=1.2)}
     unit = settings.weight / settings.scale
     outputs = {"noise_variance": None} | chosen
     prior = settings.prior_at(weight * found.ratios[number])
@@ -287,7 +281,8 @@ def log_marginal_likelihood(
     data = list(aligned(posterior, batches, likelihood=options.likelihood, forward=forward))
     total, count = 0.0, 0
     for batch in progress(data, "log_marginal_likelihood"):
-        mean, y = HeldOut(posterior, [batch], options, 0).outputs(posterior)
+        seen = HeldOut(posterior, [batch], options, 0).observed
+        mean, y = seen.outputs, seen.targets
         component = Component(mean, torch.zeros_like(mean), noise_variance=posterior.noise_variance)
         scores = options.record.predictive([component]).log_prob(y)
         total, count = total + float(scores.sum(dtype=torch.float64)), count + len(scores)
@@ -305,54 +300,51 @@ def log_marginal_likelihood(
 # --- draws ----------------------------------------------------------------------------------------------------------
 
 
-class Widths:
-    """A posterior at several widths for predictives that sample, each predicted once on at most 2,000 examples.
+def by_draws(start: Posterior, data: HeldOut) -> Posterior:
+    """The best width under a predictive that samples, on at most 2,000 examples; for classes with a temperature.
 
-    A fit to some of the examples sums over those alone. For classes log p is known at temperatures from the coldest to
-    16. Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be
-    far too wide for the real one.
+    Scale and prior are multiplied together, which divides all variances: what suits the linearised network may be far
+    too wide for the real one.
     """
+    record, settings, best = data.options.record, start.settings, (-math.inf, 1.0, start)
+    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed), novelty=False)
+    for factor in _FACTORS:
+        prior = {name: factor * delta for name, delta in settings.prior_precision.items()}
+        at = start.replace(scale=factor * settings.scale, prior_precision=prior, covariant=settings.covariant)
+        log_probs, n = [], 0
+        for inputs, y in data.batches:
+            if n >= MOST_DRAWN:
+                break
+            with quietly():
+                c, _ = component_of(at, inputs, replace(options, generator=torch.Generator().manual_seed(data.seed)))
+            tempered = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]
+            each = [record.predictive([one], link=options.link) for one in tempered]
+            log_probs.append(torch.stack([record.log_probs(p, y.to(c.mean.device)) for p in each]).cpu())
+            n += len(y)
+            data.step()
+        value, temperature = _at_best(torch.cat(log_probs, dim=1))
+        best = max(best, (value, temperature, at), key=lambda found: found[0])
+    value, temperature, found = best
+    if not math.isfinite(value):
+        raise CalibrationError(
+            "no scale gives a finite log-likelihood under draws; the posterior is unchanged. Use "
+            "predictive='linearised'"
+        )
+    return found.replace(temperature=temperature)
 
-    def __init__(self, start: Posterior, data: HeldOut, numbers: Tensor) -> None:
-        """Of the examples with these numbers, which are all that `data` holds."""
-        record, link = data.options.record, data.options.link
-        self.record, self.owners = record, numbers[examples_of(record, data.batches)]
-        self.known: list[tuple[Posterior, Tensor]] = []
-        settings = start.settings
-        for factor in _FACTORS:
-            prior = {name: factor * delta for name, delta in settings.prior_precision.items()}
-            at = start.replace(scale=factor * settings.scale, prior_precision=prior, covariant=settings.covariant)
-            found = []
-            for inputs, y in data.batches:
-                c = data.predicted(at, inputs)
-                tempered = [replace(c, temperature=t) for t in _DRAWN_TEMPERATURES] if record.tempered else [c]
-                each = [record.predictive([one], link=link) for one in tempered]
-                found.append(torch.stack([record.log_probs(p, y.to(c.mean.device)) for p in each]).cpu())
-            self.known.append((at, torch.cat(found, dim=1)))
 
-    def best(self, chosen: Tensor) -> Posterior:
-        """Of the greatest log-likelihood of the chosen examples, booleans, at their own temperature."""
-        scored = [(self._scored(log_probs[:, chosen[self.owners]]), at) for at, log_probs in self.known]
-        (value, temperature), best = max(scored, key=lambda pair: pair[0][0])
-        if not math.isfinite(value):
-            raise CalibrationError(
-                "no scale gives a finite log-likelihood under draws; the posterior is unchanged. Use "
-                "predictive='linearised'"
-            )
-        return best.replace(temperature=temperature)
-
-    def _scored(self, log_probs: Tensor) -> tuple[float, float]:
-        """The mean log-likelihood and the temperature, by a parabola in log T through the best and its neighbours."""
-        means = log_probs.mean(dim=1, dtype=torch.float64)
-        means = torch.where(means.isfinite(), means, -math.inf)
-        if not self.record.tempered:
-            return float(means), 1.0
-        prior = means.new_tensor([log_prior(t) for t in _DRAWN_TEMPERATURES])
-        values = (means + prior / log_probs.shape[1]).tolist()
-        top = max(range(len(values)), key=values.__getitem__)
-        if not 0 < top < len(values) - 1 or not all(map(math.isfinite, values[top - 1 : top + 2])):
-            return values[top], _DRAWN_TEMPERATURES[top]
-        before, at, after = values[top - 1 : top + 2]
-        bend = before - 2 * at + after
-        shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
-        return at - 0.25 * (before - after) * shift, _DRAWN_TEMPERATURES[top] * 2 ** (shift / 2)
+def _at_best(log_probs: Tensor) -> tuple[float, float]:
+    """The mean log-likelihood and the temperature, by a parabola in log T through the best and its neighbours."""
+    means = log_probs.mean(dim=1, dtype=torch.float64)
+    means = torch.where(means.isfinite(), means, -math.inf)
+    if len(means) == 1:
+        return float(means), 1.0
+    prior = means.new_tensor([log_prior(t) for t in _DRAWN_TEMPERATURES])
+    values = (means + prior / log_probs.shape[1]).tolist()
+    top = max(range(len(values)), key=values.__getitem__)
+    if not 0 < top < len(values) - 1 or not all(map(math.isfinite, values[top - 1 : top + 2])):
+        return values[top], _DRAWN_TEMPERATURES[top]
+    before, at, after = values[top - 1 : top + 2]
+    bend = before - 2 * at + after
+    shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
+    return at - 0.25 * (before - after) * shift, _DRAWN_TEMPERATURES[top] * 2 ** (shift / 2)

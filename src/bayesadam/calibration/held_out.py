@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,16 @@ from torch.utils import _pytree as pytree
 from bayesadam._alone import unwrap
 from bayesadam.errors import BayesAdamWarning, MatchError
 from bayesadam.gaussian.structure import Directions
+from bayesadam.leverage import Leverage, from_inputs
+from bayesadam.leverage.forward import observed
 from bayesadam.likelihoods import Component, Likelihood, agreed
 from bayesadam.likelihoods import likelihood as record_of
 from bayesadam.likelihoods.classification import IGNORED
 from bayesadam.likelihoods.predictive import position_blocks
 from bayesadam.posterior import Posterior
-from bayesadam.posterior.distribution import predictive_of
-from bayesadam.predict.call import Call, Forward, batches_of, chosen_examples, evaluating, explaining, to_device
+from bayesadam.predict.call import Call, Forward, batches_of, evaluating, to_device
 from bayesadam.predict.moments import VarianceOf, moments, parameters_at_mean
-from bayesadam.predict.options import Options, at_one_position
+from bayesadam.predict.options import MANY_CLASSES, Options, at_one_position
 from bayesadam.predict.options import Rows as ChosenRows
 from bayesadam.predict.plan import plan_for
 
@@ -200,16 +201,30 @@ def quietly() -> Iterator[None]:
 
 
 class Rows(NamedTuple):
-    """Targets that count, y, (n, ...), and moments of their outputs: variances are (k, n, ...).
-
-    `owners` are the numbers of the examples that they belong to.
-    """
+    """Targets that count, y, (n, ...), and moments of their outputs: variances are (k, n, ...)."""
 
     mean: Tensor
     variances: Tensor
     covariance: Tensor | None
     y: Tensor
+
+
+class Observed(NamedTuple):
+    """What forward passes over held-out data show.
+
+    Attributes:
+        outputs: of the mean network, (n, ...), a row for each target that counts.
+        targets: those targets, (n, ...).
+        owners: the number of the example that each row belongs to.
+        leverage: of the held-out inputs.
+        log_h: their own, (examples, layers), each left out.
+    """
+
+    outputs: Tensor
+    targets: Tensor
     owners: Tensor
+    leverage: Leverage
+    log_h: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +236,28 @@ class HeldOut:
     options: Options
     seed: int
     step: Callable[[], object] = lambda: None
+
+    @cached_property
+    def observed(self) -> Observed:
+        """One pass of the mean network; of long texts with many possible tokens a few positions count."""
+        record, posterior, first = self.options.record, self.posterior, 0
+        layers, rows, pooled = posterior.layers, [], []
+        for number, (inputs, y) in enumerate(self.batches):
+            device = next(iter(posterior.mode.values())).device
+            outputs, seen = observed(posterior, layers, to_device(inputs, device), self.options.forward)
+            y = record.matched(y.to(outputs.device), outputs)
+            keep = record.counted(outputs, y)
+            own = torch.arange(first, first + len(y)).view(-1, *[1] * (y.dim() - 1)).expand(y.shape)
+            if isinstance(keep, Tensor) and keep.dim() > 1 and outputs.shape[-1] > MANY_CLASSES:
+                keep = keep & _some(keep, number)
+            rows.append((outputs[keep], y[keep], own[keep.cpu()] if isinstance(keep, Tensor) else own))
+            pooled.append(seen)
+            first += len(y)
+            self.step()
+        outputs, y, owners = (torch.cat(part) for part in zip(*rows, strict=True))
+        return Observed(
+            outputs, y, owners.reshape(len(y), -1)[:, 0], *from_inputs(layers, pooled, posterior.state_leverage)
+        )
 
     def moments(
         self,
@@ -239,12 +276,9 @@ class HeldOut:
         call, device = Call(self.posterior.model, self.options.forward), next(iter(params.values())).device
         of_weights: Any = {"params": params, "variances": variances, "directions": directions}
         ask: Any = partial(moments, **of_weights, budget=self.options.memory_budget, bases=posterior.structure.bases)
-        first = 0
         with evaluating(self.posterior.model):
             for number, (inputs, y) in enumerate(self.batches):
                 self.step()
-                own = torch.arange(first, first + len(y))
-                first += len(y)
                 inputs, y = to_device(inputs, device), y.to(device)
                 plan = plan_for(call, params, inputs)
                 if replace(self.options, predictive="linearised").has_many(plan.shape) and not covariance:
@@ -254,64 +288,13 @@ class HeldOut:
                         found = ask(at, inputs=given, rows=ChosenRows(record, k=10, top=True))
                         spread = found.variance.new_zeros(len(found.variance), *found.mean.shape)
                         spread = spread.scatter(2, found.indices.expand(len(spread), -1, -1), found.variance)
-                        yield Rows(found.mean[rows], spread[:, rows], None, targets[rows], own[rows.cpu()])
+                        yield Rows(found.mean[rows], spread[:, rows], None, targets[rows])
                     continue
                 found = ask(call, inputs=inputs, covariance=covariance, plan=plan)
                 y = record.matched(y, found.mean)
                 keep = record.counted(found.mean, y)
                 block = None if found.covariance is None else position_blocks(found.covariance[0], found.mean)[keep]
-                owners = own[examples_of(record, [(inputs, y)])]
-                yield Rows(found.mean[keep], found.variance[:, keep], block, y[keep], owners)
-
-    def outputs(self, posterior: Posterior) -> tuple[Tensor, Tensor]:
-        """Outputs of the mean network and the targets that count, (n, ...)."""
-        record, params, parts = self.options.record, parameters_at_mean(posterior), []
-        call, device = Call(posterior.model, self.options.forward), next(iter(params.values())).device
-        with evaluating(posterior.model), torch.no_grad():
-            for inputs, y in self.batches:
-                with explaining(call, params, inputs):
-                    outputs = call(params, to_device(inputs, device))
-                outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-                y = record.matched(y.to(device), outputs)
-                keep = record.counted(outputs, y)
-                parts.append((outputs[keep], y[keep]))
-                self.step()
-        mean, y = (torch.cat(part) for part in zip(*parts, strict=True))
-        return mean, y
-
-    def predicted(self, posterior: Posterior, inputs: Any, *, novelty: bool | None = False) -> Component:
-        """The prediction that is calibrated, of one batch, always with the same random numbers."""
-        options = replace(self.options, generator=torch.Generator().manual_seed(self.seed), novelty=novelty)
-        with quietly():
-            found = predictive_of(posterior, inputs, options)
-        self.step()
-        return found.components[0]
-
-
-def n_examples(batches: Batches) -> int:
-    """The number of examples in all batches."""
-    return sum(len(y) for _, y in batches)
-
-
-def cut(batches: Batches, chosen: Tensor) -> Batches:
-    """The chosen examples, booleans over all batches; batches without any are left out."""
-    found, first = [], 0
-    for inputs, y in batches:
-        rows = chosen[first : first + len(y)].nonzero().flatten()
-        first += len(y)
-        if len(rows):
-            found.append((chosen_examples(inputs, rows), y[rows.to(y.device)]))
-    return found
-
-
-def examples_of(record: Likelihood[Any], batches: Batches) -> Tensor:
-    """The number of the example to which each target that counts belongs, in order."""
-    found, first = [], 0
-    for _, y in batches:
-        own = torch.arange(len(y)) if record.ignored is None else (y.cpu() != record.ignored).nonzero()[:, 0]
-        found.append(first + own)
-        first += len(y)
-    return torch.cat(found)
+                yield Rows(found.mean[keep], found.variance[:, keep], block, y[keep])
 
 
 def _at_some_positions(
@@ -335,9 +318,16 @@ def _at_some_positions(
     counted = record.counted(outputs, record.matched(y, outputs))
     assert isinstance(counted, Tensor)
     counted = counted.reshape(len(y), -1)
-    order = torch.rand(counted.shape, generator=torch.Generator().manual_seed(seed)).to(counted.device) * counted
     at, _ = at_one_position(call, params, inputs)
-    for position in order.topk(min(_POSITIONS, counted.shape[1]), dim=1).indices.T:
+    for position in _some(counted, seed).to(torch.uint8).topk(min(_POSITIONS, counted.shape[1]), dim=1).indices.T:
         rows = counted.gather(1, position[:, None]).squeeze(1)
         if bool(rows.any()):
             yield (inputs, position), at, rows, y.reshape(len(y), -1).gather(1, position[:, None]).squeeze(1)
+
+
+def _some(counted: Tensor, seed: int) -> Tensor:
+    """Up to four of the positions that count of each example, drawn at random, always the same."""
+    flat = counted.flatten(1)
+    order = torch.rand(flat.shape, generator=torch.Generator().manual_seed(seed)).to(flat.device) * flat
+    chosen = order.topk(min(_POSITIONS, flat.shape[1]), dim=1).indices
+    return torch.zeros_like(flat).scatter_(1, chosen, value=True).view_as(counted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import ABC
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from bayesadam._progress import progress
 from bayesadam._warnings import warn
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.noise import fresh_seed, stream_seed
+from bayesadam.leverage import Leverage
+from bayesadam.leverage.forward import observed
 from bayesadam.likelihoods import LikelihoodName, Link, Predictive
 from bayesadam.likelihoods import likelihood as likelihood_of
 from bayesadam.likelihoods.component import Component, Score
@@ -28,9 +30,6 @@ from bayesadam.predict.options import (
     chosen_positions,
 )
 from bayesadam.predict.prediction import component_of, mean_outputs, score_of, with_common_outputs
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class OfBatches(Iterator[Any]):
@@ -64,11 +63,6 @@ class Distribution(ABC):
     likelihood: Any
     calibration: Any
 
-    @property
-    @abstractmethod
-    def for_novelty(self) -> Self:
-        """The same under the settings of novelty."""
-
     def predict(
         self,
         inputs: Any,
@@ -81,11 +75,11 @@ class Distribution(ABC):
         forward: Forward | None = None,
         generator: torch.Generator | None = None,
         memory_budget: int = DEFAULT_BUDGET,
-        novelty: bool | None = None,
         outputs: Outputs | None = None,
         positions: Positions | None = None,
         probes: int | None = None,
         captured: bool = True,
+        shift: bool = True,
         method: PredictiveKind | None = None,
     ) -> Any:
         """The predictive distribution of a batch; the model is as before when it returns, or raises.
@@ -127,7 +121,6 @@ class Distribution(ABC):
             forward: `forward(model, inputs)` for models whose call is unusual.
             generator: makes the draws reproducible.
             memory_budget: bytes that activations, gradients and draws may take; work is cut to fit.
-            novelty: the moments for `novelty` too, in the same pass; None where an example has at most 20 outputs.
             outputs: which outputs: `"all"`, `"top"` for the ten largest of every position, `Top(k)`, their indices,
                 (k,) or (batch, k), or linear combinations, the rows of a real matrix (k, outputs), such as a margin.
                 Moments are then of these. Probabilities are of all classes, the others' logits at their mean.
@@ -141,13 +134,15 @@ class Distribution(ABC):
                 chosen, else none.
             captured: on CUDA, the linearised work of a batch whose shapes have come twice before is captured as a CUDA
                 graph, which keeps its memory, and replayed; each replay is checked on the first example.
+            shift: whether probabilities at a temperature grow humble with an example's leverage, T(x) = T √((1 + r)/2);
+                False is plain temperature scaling.
             method: the old name of `predictive`.
         """
         if method is not None:
             warn(f"predict(method={method!r}) is now called predict(predictive={method!r})", DeprecationWarning)
         kind, name = predictive if method is None else method, self._likelihood(likelihood)
         how = covariance, link, forward, generator, memory_budget
-        options = Options(name, kind, n_samples, *how, novelty, outputs, positions, probes, captured)
+        options = Options(name, kind, n_samples, *how, outputs, positions, probes, captured, shift)
         if not is_loader(inputs):
             return predictive_of(self, for_model(inputs, self.members[0].model), options)
         return OfBatches("predict", (predictive_of(self, batch, options) for batch in self._batches(inputs, "predict")))
@@ -157,22 +152,30 @@ class Distribution(ABC):
         inputs: Any,
         *,
         likelihood: LikelihoodName | None = None,
+        reference: Any = None,
         forward: Forward | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
     ) -> Tensor:
-        """How unlike the training data each example is, (batch,), as `predict(...).novelty`; no data are needed.
+        """How unlike the training data each example is, (batch,), as `predict(...).novelty`; one forward pass.
 
         Of a loader, as `predict` takes it, the scores of all its examples, one after the other.
 
-        It has settings of its own, p = 1 and δ = 1e-3 of the mean curvature, 1e-4 of one in rotated coordinates, which
-        calibration does not touch. In a network with batch norm variances grow with the squared distance from the
-        running statistics.
+        It rests on leverage relative to familiar inputs: those that `calibrate` saw, or some given here, ten will do.
+        Without either the inputs are their own reference, which ranks them.
+
+        Args:
+            reference: familiar inputs, without targets; a batch or a loader.
         """
-        options = Options(
-            self._likelihood(likelihood), forward=forward, memory_budget=memory_budget, novelty=True, for_novelty=True
-        )
-        batches = self._batches(inputs, "novelty")
-        return torch.cat([predictive_of(self.for_novelty, batch, options).novelty for batch in batches])
+        options = Options(self._likelihood(likelihood), forward=forward)
+        batches = list(self._batches(inputs, "novelty"))
+        familiar = batches if reference is None else list(self._batches(reference, "reference"))
+        each = []
+        for member in self.members:
+            if reference is not None or member.leverage is None:
+                leverage = member.leverage or member.state_leverage
+                member = replace(member, leverage=leverage.against(_log_h(member, leverage, familiar, forward)))
+            components = (forward_component(member, batch, options) for batch in batches)
+            each.append(torch.cat([options.record.predictive([c]).novelty for c in components]))
+        return average(self.weights, each)
 
     def epistemic(
         self,
@@ -237,11 +240,48 @@ def predictive_of(q: Distribution, inputs: Any, options: Options) -> Predictive:
         streams = [replace(common, generator=own.generator) for own in streams]
     components, plan = [], ""
     for member, own in zip(members, streams, strict=True):
-        component, plan = component_of(member, inputs, own)
+        component, plan = component_of_member(member, inputs, own)
         components.append(component)
     guarantee = None if q.calibration is None else q.calibration.guarantee
     found: Predictive = record.predictive(components, q.weights, link=options.link, guarantee=guarantee, plan=plan)
     return found
+
+
+def component_of_member(member: Any, inputs: Any, options: Options) -> tuple[Component, str]:
+    """f of one network: the mean network alone where probabilities are its own, else moments or draws as well."""
+    alone = options.record.tempered and not member.averaged and options.predictive == "linearised"
+    chosen = options.covariance or options.chosen is not None or options.positions is not None
+    if member.is_sharded:
+        return component_of(member, inputs, options)
+    forward = forward_component(member, inputs, options)
+    if alone and not chosen:
+        return forward, "one forward pass"
+    found, how = component_of(member, inputs, options)
+    return replace(found, ratios=forward.ratios, growth=forward.growth), how
+
+
+def forward_component(member: Any, inputs: Any, options: Options) -> Component:
+    """f of the mean network, and its leverage; relative to the batch itself where there is no other reference."""
+    leverage = member.leverage or member.state_leverage
+    outputs, seen = observed(member, leverage.layers, inputs, options.forward)
+    if not leverage.layers:
+        return Component(outputs, None, temperature=member.temperature, averaged=False)
+    ratios = leverage.ratios(leverage.log_h(seen))
+    growth = ratios.growth if options.shift and member.leverage is not None else None
+    noise = member.noise_variance if options.record.noise else None
+    return Component(
+        outputs,
+        None,
+        noise_variance=noise,
+        temperature=member.temperature,
+        averaged=False,
+        ratios=ratios,
+        growth=growth,
+    )
+
+
+def _log_h(member: Any, leverage: Leverage, batches: Sequence[Any], forward: Forward | None) -> Tensor:
+    return torch.cat([leverage.log_h(observed(member, leverage.layers, batch, forward)[1]) for batch in batches])
 
 
 def _streams(q: Distribution, options: Options) -> list[Options]:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -134,16 +133,6 @@ class Mixture(Marginals, Distribution):
         scores = torch.stack([member.log_prob(params) for member in self.members], dim=-1)
         return torch.logsumexp(scores + scores.new_tensor(self.weights).log(), dim=-1)
 
-    def entropy_bounds(self) -> tuple[Tensor, Tensor]:
-        """Σ π_m H[q_m] ≤ H[q] ≤ Σ π_m H[q_m] − Σ π_m log π_m, in nats; H[q] itself has no closed form.
-
-        The upper bound is reached where members do not overlap, as networks from different starts hardly ever do.
-        """
-        entropies = torch.stack([member.entropy() for member in self.members])
-        weights = entropies.new_tensor(self.weights)
-        low = (weights * entropies).sum()
-        return low, low + torch.special.entr(weights).sum()
-
     @contextmanager
     def sampled(self, *, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """A member's model with one draw as its weights, that of `sample`; afterwards all is as before."""
@@ -152,11 +141,6 @@ class Mixture(Marginals, Distribution):
         (number,) = self._picks(1, seed)
         with self.members[number].sampled(generator=_stream(seed, number)) as model:
             yield model
-
-    @cached_property
-    def for_novelty(self) -> Mixture:
-        """The members' curvatures under the settings of novelty."""
-        return Mixture([member.for_novelty for member in self.members], self.weights)
 
     def replace(self, **changes: Any) -> Mixture:
         """A new mixture with some settings of every member changed, those that `Posterior.replace` takes."""
@@ -274,47 +258,25 @@ def _check_members(members: tuple[Posterior, ...]) -> None:
     if not members:
         raise SettingError("a mixture needs at least one member")
     for number, member in enumerate(members):
-        if not isinstance(member, Posterior):
-            kind = type(member).__name__
-            raise SettingError(f"the members of a mixture are Posteriors, but member {number} is {kind}")
+        require_kind(member, Posterior, f"member {number}")
         member.require_whole("a mixture")
-    first = members[0]
-    for number, member in enumerate(members):
-        if odd := [name for name in (*first.mode, *member.mode) if (name in first.mode) != (name in member.mode)]:
-            owner, other = (0, number) if odd[0] in first.mode else (number, 0)
-            raise MatchError(
-                f"member {other} has no parameter {odd[0]!r}, which member {owner} has: the members of a mixture are "
-                "posteriors over the same parameters"
-            )
-        for name, mine in first.mode.items():
-            theirs = member.mode[name]
-            if mine.shape != theirs.shape:
-                shapes = f"{tuple(mine.shape)} in member 0 and {tuple(theirs.shape)} in member {number}"
-                raise MatchError(f"{name!r} has shape {shapes}")
-            if mine.device != theirs.device:
-                raise MatchError(f"{name!r} is on {mine.device} in member 0 and {theirs.device} in member {number}")
+        for name in {**members[0].mode, **member.mode}:
+            first, own = members[0].mode.get(name), member.mode.get(name)
+            if first is None or own is None or (first.shape, first.device) != (own.shape, own.device):
+                kinds = ["none" if t is None else f"{tuple(t.shape)} on {t.device}" for t in (first, own)]
+                raise MatchError(
+                    f"the members of a mixture have the same parameters, but {name!r} is {kinds[0]} in member 0 and "
+                    f"{kinds[1]} in member {number}"
+                )
 
 
 def _normalised(weights: Iterable[float] | Tensor | None, count: int) -> tuple[float, ...]:
-    """Weights of sum 1, equal ones for None; those whose sum is 1 already stay as they are."""
-    if weights is None:
-        return (1 / count,) * count
-    plain = weights.tolist() if isinstance(weights, Tensor) else weights
-    given = list(plain) if isinstance(plain, Iterable) else []
-    if len(given) != count:
-        raise SettingError(f"weights must hold one number for each of the {count} members, got {weights!r}")
-    for number, weight in enumerate(given):
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise SettingError(f"weights must be positive and finite, but that of member {number} is {weight!r}")
-    # Relative to the largest, so that the sum cannot overflow.
-    largest = max(given)
-    total = math.fsum(weight / largest for weight in given)
-    if math.isclose(total * largest, 1, rel_tol=1e-15):
-        return tuple(map(float, given))
-    shares = tuple(weight / largest / total for weight in given)
-    if min(shares) == 0:
-        raise SettingError(f"weights span too many orders of magnitude, the smallest would count as 0: {given}")
-    return shares
+    """Weights of sum 1, equal ones for None."""
+    given = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    if len(given) != count or not all(0 < weight < math.inf for weight in given):
+        raise SettingError(f"weights must be one positive number for each of the {count} members, got {weights!r}")
+    total = math.fsum(given)
+    return tuple(given) if math.isclose(total, 1, rel_tol=1e-15) else tuple(weight / total for weight in given)
 
 
 def _warn_of_shared_statistics(members: tuple[Posterior, ...]) -> None:

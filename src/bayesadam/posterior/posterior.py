@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from bayesadam.gaussian.files import SETTING_NAMES, read_folder, structure_named
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import Reading, StructureSpec, outlined
 from bayesadam.gaussian.weights import GaussianWeights, prior_like, unpacked, with_prior
+from bayesadam.leverage import Layer, Leverage, from_structure, layers_of
 from bayesadam.likelihoods import likelihood as likelihood_named
 from bayesadam.posterior.distribution import Distribution
 from bayesadam.posterior.report import CalibrationReport, described, table
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _OUTPUT_SETTINGS = ("likelihood", "noise_variance", "temperature", "averaged")
-_GUARANTEE = "guarantee."
+_GUARANTEE, _LEVERAGE = "guarantee.", "leverage."
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,6 +80,7 @@ class Posterior(GaussianWeights, Distribution):
         noise_variance: σ² of a regression's observations, by output; None until it is calibrated or given.
         temperature: T, by which logits are divided before they become probabilities.
         averaged: whether probabilities average over the posterior; else they are the mean network's at T.
+        leverage: how far layers have to extrapolate, relative to held-out inputs; None until it is calibrated.
         calibration: what `calibrate` did, as long as nothing was changed since.
         padding: None for the padding rows of the model's embeddings.
     """
@@ -89,6 +91,7 @@ class Posterior(GaussianWeights, Distribution):
     noise_variance: Tensor | None = field(default=None, kw_only=True)
     temperature: float = field(default=1.0, kw_only=True)
     averaged: bool = field(default=True, kw_only=True)
+    leverage: Leverage | None = field(default=None, kw_only=True)
     calibration: CalibrationReport | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -320,6 +323,16 @@ class Posterior(GaussianWeights, Distribution):
         """The weight of its one member, 1."""
         return (1.0,)
 
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers whose matrices it is over."""
+        return layers_of(self.model, self.mode)
+
+    @cached_property
+    def state_leverage(self) -> Leverage:
+        """The leverage that the curvature in the optimiser's state gives, relative to nothing yet."""
+        return from_structure(self.layers, self.structure)
+
     def draw_types(self) -> Mapping[str, torch.dtype]:
         """The types of the model's parameters."""
         return {name: parameter.dtype for name, parameter in own_parameters(self.model).items()}
@@ -392,7 +405,8 @@ class Posterior(GaussianWeights, Distribution):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same posterior on another device or in another floating type; the model stays where it is."""
         noise = None if self.noise_variance is None else self.noise_variance.to(device=device, dtype=dtype)
-        return replace(super().to(device, dtype), noise_variance=noise)
+        leverage = None if self.leverage is None else self.leverage.to(device, dtype)
+        return replace(super().to(device, dtype), noise_variance=noise, leverage=leverage)
 
     def gathered(self, model: nn.Module) -> Posterior:
         """The same posterior on every process, of whole tensors over `model`, a plain one of the same architecture.
@@ -420,6 +434,9 @@ class Posterior(GaussianWeights, Distribution):
             "running_statistics": running_statistics(self.model),
         }
         add_report(self.calibration, more, header)
+        if self.leverage is not None:
+            header["leverage"] = self.leverage.header()
+            more |= {f"{_LEVERAGE}{name}": tensor for name, tensor in self.leverage.tensors().items()}
         return Lazy({**outlined(tensors), **more}, tensors.__getitem__), header
 
     @classmethod
@@ -447,7 +464,13 @@ class Posterior(GaussianWeights, Distribution):
         found = unpacked(path, tensors, header, parameters)
         for name in found.mode:
             check_parameter(name, parameters[name])
-        report = read_report(path, tensors, header)
+        report, leverage = read_report(path, tensors, header), None
+        if "leverage" in header:
+            layers = layers_of(model, found.mode)
+            leverage = Leverage.loaded(path, layers, header["leverage"], storage.under(_LEVERAGE, tensors))
+        elif report is not None:
+            # Files of releases before leverage have the scores of another novelty.
+            report = replace(report, guarantee=replace(report.guarantee, novelty=None))
         warn_of_other_statistics(path, header.get("running_statistics"), model)
         return cls(
             found.mode,
@@ -461,13 +484,14 @@ class Posterior(GaussianWeights, Distribution):
             noise_variance=_noise(header.get("noise_variance")),
             temperature=header.get("temperature", 1.0),
             averaged=header.get("averaged", True),
+            leverage=leverage,
             calibration=report,
         )
 
     def __add__(self, later: GaussianWeights) -> GaussianWeights:
         """The precisions of both around the mean of `later`, which was trained anchored to this one; see `summed`."""
         found = super().__add__(later)
-        return replace(found, calibration=None) if isinstance(found, Posterior) else found
+        return replace(found, calibration=None, leverage=None) if isinstance(found, Posterior) else found
 
     def _tensors(self) -> Mapping[str, Tensor]:
         held = self.model.state_dict(keep_vars=True)

@@ -1,0 +1,212 @@
+"""`calibrate`: settings fitted to held-out data, what familiar inputs look like, and the scores behind guarantees."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from bayesadam._checks import require_kind
+from bayesadam._progress import Bar
+from bayesadam._warnings import warn
+from bayesadam.calibration.fits import best_temperature, by_draws, by_evidence, by_validation
+from bayesadam.calibration.held_out import HeldOut, Observed, aligned, quietly
+from bayesadam.errors import HeldOutWarning, SettingError
+from bayesadam.gaussian.noise import fresh_seed
+from bayesadam.leverage import Leverage
+from bayesadam.likelihoods import Component, Link, agreed
+from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
+from bayesadam.posterior import Mixture, Posterior
+from bayesadam.posterior.distribution import component_of_member
+from bayesadam.posterior.report import CalibrationReport, settings_of
+from bayesadam.predict.call import Forward
+from bayesadam.predict.options import DEFAULT_BUDGET, Options, PredictiveKind
+
+AnyPosterior = TypeVar("AnyPosterior", Posterior, Mixture)
+# A network is out of place if it is so many times worse than a guess, and at its best temperature not better than this
+# share of one, or so hot.
+_WORSE, _NO_BETTER, _TOO_HOT = 2.0, 0.98, 6.0
+_IN_USE, _TEMPERATURE, _ALONE = "calibrated", "best temperature alone", "network alone"
+
+
+def calibrate(
+    posterior: AnyPosterior,
+    batches: Any,
+    *,
+    likelihood: str | None = None,
+    method: CalibrationMethod | None = None,
+    predictive: PredictiveKind = "linearised",
+    n_samples: int = 30,
+    link: Link = "probit",
+    forward: Forward | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+) -> AnyPosterior:
+    """A posterior whose numbers can be trusted, from held-out data; the one given is not changed.
+
+    | method          | fits                                                                     | default for           |
+    |-----------------|--------------------------------------------------------------------------|-----------------------|
+    | `"temperature"` | T₀ of probabilities softmax(f/T(x)), T(x) = T₀ √((1 + r(x))/2)           | classes               |
+    | `"validation"`  | s, δ, and T or σ², by the log-likelihood of the predictive               | counts, heteroscedastic |
+    | `"evidence"`    | σ² by the residuals r ~ N(0, σ² + Var[f]), s so that Σ w c is the trace of N times the Gauss-Newton matrix, δ by MacKay's fixed point γ/|θ|² | regression |
+
+    r(x) is the leverage of an input relative to that of the held-out inputs, 1 for the usual one: probabilities grow
+    humble where layers have to extrapolate. `"validation"` averages probabilities over the posterior instead. T has a
+    prior, −½ (log T/τ)² nats with τ = ½ below 1 and 1 above, so that a few examples that are all right are no reason to
+    be certain. Validation inside the data cannot see what δ does outside it and shrinks the uncertainty there to
+    nothing, so that regression defaults to evidence. δ comes out as one number for all parameters; a `LoraPrior` is
+    multiplied by one number. Under a predictive that samples, s and δ of the linearised network are multiplied by the
+    best of powers of ten from 0.1 to 10⁵ in half steps.
+
+    `novelty_pvalue`, `prediction_set` and `interval` rest on the scores of the held-out examples: each is left out of
+    its own leverage, and the one to three settings are fitted to all. `posterior.calibration` is the report.
+
+    Args:
+        posterior: the posterior to calibrate; the members of a mixture are calibrated one by one.
+        batches: held-out data: a loader of (inputs, targets), of mappings with their labels, or one such pair. Targets
+            belong to the outputs at their positions; labels inside a mapping are taken as the model's own loss takes
+            them, which for a causal language model is one position further on. Classes of −100 are left out.
+        likelihood: of the targets; the result keeps it. None for the posterior's own.
+        method: see the table; None takes the default.
+        predictive: the one that `predict` will be called with; so are the rest.
+
+    Raises:
+        CalibrationError: nothing tried gave a finite score.
+        MatchError: it is not clear which output a label belongs to: pass `forward`, and targets to match its outputs.
+        SettingError: no likelihood was ever given, or another than the posterior's.
+    """
+    if method is not None and method not in get_args(CalibrationMethod):
+        raise SettingError(f"method must be one of {get_args(CalibrationMethod)}, got {method!r}")
+    require_kind(posterior, (Posterior, Mixture), "posterior")
+    name = agreed(likelihood, posterior.likelihood)
+    of_predict: Any = {"n_samples": n_samples, "link": link, "forward": forward, "memory_budget": memory_budget}
+    options = Options(likelihood=name, predictive=predictive, **of_predict)
+    record = options.record
+    if method is None:
+        method = record.calibration if predictive == "linearised" or not record.tempered else "validation"
+    elif method == "temperature" and not record.tempered:
+        raise SettingError(f"method='temperature' is for classes, and the likelihood is {name!r}")
+    # Every candidate sees the same random numbers, so that they differ by their settings alone.
+    seed = 0 if predictive == "linearised" else fresh_seed(generator)
+    members = posterior.members if isinstance(posterior, Mixture) else (posterior,)
+    weights = posterior.weights if isinstance(posterior, Mixture) else (1.0,)
+    held_out = list(aligned(members[0], batches, likelihood=name, forward=forward))
+    with Bar("calibrate") as bar:
+        data = [HeldOut(q.replace(temperature=1.0, averaged=True), held_out, options, seed, bar.step) for q in members]
+        found = [_fitted(each, method) for each in data]
+        guarantee, nll = _scored(data, found, weights)
+    _warn_of_data(data[0], found, nll)
+    after = [replace(each.posterior, likelihood=name) for each in found]
+    n = sum(len(y) for _, y in held_out)
+    report = CalibrationReport(
+        likelihood=name,
+        method=method,
+        n_fitted=n,
+        n_scored=n if n >= FEWEST_SCORED else 0,
+        nll=nll,
+        temperatures=tuple(each.temperature for each in after),
+        averaged=method != "temperature",
+        preferred=_in_words(method, after),
+        guarantee=guarantee if n >= FEWEST_SCORED else Guarantee(),
+        before=settings_of(members),
+    )
+    if isinstance(posterior, Mixture):
+        return Mixture(after, posterior.weights, calibration=report)
+    return replace(after[0], calibration=report)
+
+
+class _Fit(NamedTuple):
+    """A posterior with the settings that the data prefer, and what it saw of them.
+
+    `temperature` is the best without regard to leverage.
+    """
+
+    posterior: Posterior
+    seen: Observed
+    temperature: float = 1.0
+
+
+def _fitted(data: HeldOut, method: CalibrationMethod) -> _Fit:
+    """One network's fit to all examples."""
+    record, predictive, seen = data.options.record, data.options.predictive, data.observed
+    posterior = replace(data.posterior, leverage=seen.leverage)
+    data = replace(data, posterior=posterior)
+    plain = best_temperature(data.options, seen.outputs, seen.targets) if record.tempered else 1.0
+    if method == "temperature":
+        growth = seen.leverage.ratios(seen.log_h).growth[seen.owners].to(seen.outputs)
+        tempered = seen.outputs / growth.view(-1, *[1] * (seen.outputs.dim() - 1))
+        best = best_temperature(data.options, tempered, seen.targets)
+        return _Fit(posterior.replace(temperature=best, averaged=False), seen, plain)
+    found = by_evidence(posterior, data) if method == "evidence" else by_validation(posterior, data)
+    found = found if predictive == "linearised" else by_draws(found, data)
+    found.warn_of_limits()
+    return _Fit(found, seen, plain)
+
+
+def _scored(
+    data: Sequence[HeldOut], fits: Sequence[_Fit], weights: Sequence[float]
+) -> tuple[Guarantee, dict[str, float]]:
+    """The held-out scores behind guarantees, and mean negative log-likelihoods, the network alone beside."""
+    options, record = data[0].options, data[0].options.record
+    log_probs: defaultdict[str, list[Tensor]] = defaultdict(list)
+    conformity, novelty, first = [], [], 0
+    for number, (inputs, y) in enumerate(data[0].batches):
+        rows, first = slice(first, first + len(y)), first + len(y)
+        components = [_component(each, fit, inputs, rows) for each, fit in zip(data, fits, strict=True)]
+        candidates = {_IN_USE: components}
+        if record.tempered:
+            alone = [replace(c, draws=None, averaged=False, ratios=None) for c in components]
+            for name, at in ((_TEMPERATURE, [fit.temperature for fit in fits]), (_ALONE, [1.0] * len(fits))):
+                candidates[name] = [replace(c, temperature=t) for c, t in zip(alone, at, strict=True)]
+        for name, each in candidates.items():
+            p = record.predictive(each, weights, link=options.link)
+            y = y.to(p.mean.device)
+            log_probs[name].append(record.log_probs(p, y).double().cpu())
+            if name == _IN_USE:
+                conformity.append(p.conformity(y, seed=number))
+                novelty.append(p.novelty)
+    return Guarantee.joined(conformity, novelty), {k: -float(torch.cat(v).mean()) for k, v in log_probs.items()}
+
+
+def _component(data: HeldOut, fit: _Fit, inputs: Any, rows: slice) -> Component:
+    """The prediction of one batch, its leverage with each example left out of its own."""
+    options = replace(data.options, generator=torch.Generator().manual_seed(data.seed))
+    with quietly():
+        found, _ = component_of_member(fit.posterior, inputs, options)
+    data.step()
+    return replace(found, ratios=fit.seen.leverage.ratios(fit.seen.log_h[rows]))
+
+
+def _in_words(method: CalibrationMethod, after: Sequence[Posterior]) -> str:
+    if method != "temperature":
+        return "predictions average over the posterior"
+    ends = dict.fromkeys(f"{t:.3g}" for t in (min(q.temperature for q in after), max(q.temperature for q in after)))
+    return f"probabilities are softmax(f/T(x)), T(x) = {' to '.join(ends)} × √((1 + r(x))/2), r the relative leverage"
+
+
+def _warn_of_data(data: HeldOut, fits: Sequence[_Fit], nll: dict[str, float]) -> None:
+    """Warn of data that look like those of another likelihood, of too few, and of labels of other inputs."""
+    record, seen = data.options.record, data.observed
+    if (reason := record.mismatch(seen.outputs, seen.targets)) is not None:
+        warn(reason, HeldOutWarning)
+    if (counted := len(seen.targets)) < FEWEST_SCORED:
+        warn(
+            f"{counted} held-out targets are too few to calibrate on: a fit to them may be chance. Hold out "
+            f"{FEWEST_SCORED} at the least, better some hundreds",
+            HeldOutWarning,
+        )
+    elif record.coupled:
+        guess, hottest = math.log(max(int(seen.targets.max()) + 1, 2)), max(fit.temperature for fit in fits)
+        if nll[_ALONE] > _WORSE * guess and (nll[_TEMPERATURE] > _NO_BETTER * guess or hottest > _TOO_HOT):
+            warn(
+                f"the network is worse on the held-out data than a guess among their classes (negative log-likelihood "
+                f"{nll[_ALONE]:.3g} against {guess:.3g}, {nll[_TEMPERATURE]:.3g} at its best temperature): are the "
+                "labels those of these inputs, and are the inputs scaled as in training?",
+                HeldOutWarning,
+            )

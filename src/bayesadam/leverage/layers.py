@@ -1,0 +1,115 @@
+"""The layers of a model that multiply their inputs by a matrix, and those inputs, averaged over positions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer z = W a at every position.
+
+    Attributes:
+        module: its name in the model.
+        weight: the name of W.
+        width: the length of a; an embedding's a is the one-hot vector of a token.
+        groups: blocks of a that do not meet, those of a grouped convolution.
+        inputs_first: whether the first dimension of W is that of the inputs, as in transposed convolutions, embeddings
+            and transformers' Conv1D; else the second is.
+        tokens: whether it is an embedding.
+    """
+
+    module: str
+    weight: str
+    width: int
+    groups: int = 1
+    inputs_first: bool = False
+    tokens: bool = False
+
+    def columns(self, v: Tensor) -> Tensor:
+        """Σ v over all but the inputs, (width,), of v in the shape of W."""
+        if self.inputs_first:
+            return v.flatten(1).sum(dim=1)
+        shape = self.groups, v.shape[0] // self.groups, self.width // self.groups, -1
+        return v.reshape(shape).sum(dim=(1, 3)).flatten()
+
+    def pooled(self, module: nn.Module, a: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
+        """The mean of a over positions, (size, width); None of what is no batch, such as the positions' own indices.
+
+        `mask`, (size, positions), is 0 at padding.
+        """
+        if self.tokens:
+            if a.dim() < 2 or len(a) != size:
+                return None
+            tokens = a.flatten(1)
+            weights = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask.float().expand_as(tokens)
+            share = weights / weights.sum(dim=1, keepdim=True)
+            return torch.zeros(size, self.width, device=a.device).scatter_add(1, tokens, share)
+        a = a.to(torch.promote_types(a.dtype, torch.float32))
+        if isinstance(module, _ConvNd):
+            return a.reshape(size, self.width, -1).mean(dim=2)
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            a = a.transpose(0, 1)
+        a = a.reshape(size, -1, self.width)
+        if mask is None or mask.shape != a.shape[:2]:
+            return a.mean(dim=1)
+        weights = mask.to(a)
+        return torch.einsum("bp,bpd->bd", weights / weights.sum(dim=1, keepdim=True), a)
+
+
+def layers_of(model: nn.Module, names: Collection[str]) -> tuple[Layer, ...]:
+    """The layers whose matrix is among some named parameters."""
+    found = []
+    for name, module in model.named_modules():
+        key = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+        weight = f"{name}.{key}" if name else key
+        if weight not in names:
+            continue
+        if isinstance(module, _ConvNd):
+            transposed = isinstance(module, _ConvTransposeNd)
+            found.append(Layer(name, weight, module.in_channels, 1 if transposed else module.groups, transposed))
+        elif isinstance(module, nn.Embedding):
+            found.append(Layer(name, weight, module.num_embeddings, inputs_first=True, tokens=True))
+        elif isinstance(module, nn.MultiheadAttention):
+            found.append(Layer(name, weight, module.embed_dim))
+        # Attention projects its output without a call of the layer that holds the matrix.
+        elif isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
+            found.append(Layer(name, weight, module.in_features))
+        elif type(module).__name__ == "Conv1D" and isinstance(module.weight, Tensor):
+            found.append(Layer(name, weight, module.weight.shape[0], inputs_first=True))
+    return tuple(found)
+
+
+@contextmanager
+def layer_inputs(
+    model: nn.Module, layers: Sequence[Layer], size: int, mask: Tensor | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """The pooled input of every layer that a forward pass inside runs, (size, width) by the layer's module.
+
+    A layer that runs several times has the mean of its inputs.
+    """
+    found: dict[str, Tensor] = {}
+    runs = dict.fromkeys((layer.module for layer in layers), 0)
+
+    def see(layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        a = args[0] if args else next(iter(kwargs.values()))
+        pooled = layer.pooled(module, a.detach(), size, mask)
+        if pooled is not None:
+            runs[layer.module] += 1
+            before = found.get(layer.module, torch.zeros_like(pooled))
+            found[layer.module] = before + (pooled - before) / runs[layer.module]
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            module = model.get_submodule(layer.module)
+            hooks.callback(module.register_forward_pre_hook(partial(see, layer), with_kwargs=True).remove)
+        yield found

@@ -1,0 +1,230 @@
+r"""Leverage, its size relative to familiar inputs, and what grows with it: temperatures and novelty.
+
+Under a Gaussian over the matrix W of a layer whose input side has curvature A, the variance of W a is proportional to
+
+.. math::
+    h(x) = a^\top (A + \epsilon \bar a I)^{-1} a
+
+the leverage of x in that layer. A is the second moment of familiar inputs, or what the curvature in the optimiser's
+state says of it: the column sums of Adam's second moment, the right factor of a Kronecker posterior.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesadam.errors import FileError
+from bayesadam.gaussian.structure import Structure
+from bayesadam.leverage.layers import Layer
+
+Source = Literal["inputs", "gradients", "second moments"]
+# ε, chosen like the exponents below on MNIST, Fashion-MNIST and texts.
+RIDGE = 0.01
+# Wider blocks of A are cut in parts: the memory goes with the square of the width.
+WIDEST = 2048
+# The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
+# leverage count for more.
+_MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
+_SHARE, _STEEP = 10 * math.pi / 4, 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """r of each example, (batch,): its leverage relative to that of familiar inputs, 1 for the usual one.
+
+    Attributes:
+        gentle: of the geometric mean over layers, which moves temperatures.
+        steep: of the mean, or a power mean, over layers, which moves novelty.
+    """
+
+    gentle: Tensor
+    steep: Tensor
+
+    @property
+    def growth(self) -> Tensor:
+        """√((1 + r)/2), by which an example's own temperature is above the common one."""
+        return ((1 + self.gentle) / 2).sqrt()
+
+    @property
+    def novelty_temperature(self) -> Tensor:
+        """√(1 + (10 π/4) r^1.5), by which novelty divides logits."""
+        return (1 + _SHARE * self.steep**_STEEP).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class Leverage:
+    """How far the layers of a network have to extrapolate for its inputs.
+
+    Attributes:
+        layers: the layers.
+        factors: by the layer's module W, with h = |Wᵀ a|²; see `factor`.
+        source: where A is from.
+        medians: of log h of familiar inputs, layer by layer, then of the logarithms of both means over layers; None
+            where a batch is to be its own reference.
+        n_reference: the number of familiar inputs behind the medians.
+    """
+
+    layers: tuple[Layer, ...]
+    factors: Mapping[str, Tensor]
+    source: Source
+    medians: Tensor | None = None
+    n_reference: int = 0
+
+    def log_h(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """log h of pooled inputs by module, (batch, layers)."""
+        each = [leverages(inputs[x.module], self.factors[x.module], x).sum(dim=1) for x in self.layers]
+        return _log(torch.stack(each, dim=1))
+
+    def against(self, log_h: Tensor) -> Leverage:
+        """With the medians of familiar inputs, whose leverages these are."""
+        medians = log_h.quantile(0.5, dim=0)
+        means = torch.stack(self._means(log_h - medians), dim=1).quantile(0.5, dim=0)
+        return replace(self, medians=torch.cat([medians, means]), n_reference=len(log_h))
+
+    def ratios(self, log_h: Tensor) -> Ratios:
+        """Relative to familiar inputs, or to the batch itself."""
+        medians = self.against(log_h).medians if self.medians is None else self.medians
+        assert medians is not None
+        gentle, steep = self._means(log_h - medians[:-2])
+        return Ratios((gentle - medians[-2]).exp(), (steep - medians[-1]).exp())
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Leverage:
+        """The same elsewhere."""
+        medians = None if self.medians is None else self.medians.to(device, dtype)
+        return replace(self, factors={name: w.to(device, dtype) for name, w in self.factors.items()}, medians=medians)
+
+    def header(self) -> dict[str, Any]:
+        """The plain data of a file."""
+        return {"source": self.source, "n_reference": self.n_reference, "modules": [x.module for x in self.layers]}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a file."""
+        found = {f"factor.{name}": w for name, w in self.factors.items()}
+        return found if self.medians is None else {**found, "medians": self.medians}
+
+    @classmethod
+    def loaded(
+        cls,
+        path: str | os.PathLike[str],
+        layers: Sequence[Layer],
+        header: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Leverage:
+        """The reverse of `header` and `tensors`, for the layers of a model."""
+        try:
+            modules, source = list(header["modules"]), header["source"]
+            by_module = {layer.module: layer for layer in layers}
+            kept = tuple(by_module[name] for name in modules)
+            factors = {name: tensors[f"factor.{name}"] for name in modules}
+            medians, n = tensors.get("medians"), int(header["n_reference"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} is damaged, or of another model: its leverage has no {error}") from None
+        for layer in kept:
+            shape, expected = factors[layer.module].shape, blocks(torch.empty(1, layer.width), layer).shape[1:]
+            if shape not in ((layer.width,), (*expected, expected[1])):
+                raise FileError(f"{path} is damaged: the leverage of {layer.module!r} has shape {tuple(shape)}")
+        if source not in _MEANS or (medians is not None and medians.shape != (len(kept) + 2,)):
+            raise FileError(f"{path} is damaged: its leverage has a source {source!r}, or other layers")
+        return cls(kept, factors, source, medians, n)
+
+    def _means(self, log_h: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithms of the geometric mean over layers and of novelty's, (batch,) each."""
+        p = _MEANS[self.source]
+        return log_h.mean(dim=1), ((p * log_h).logsumexp(dim=1) - math.log(log_h.shape[1])) / p
+
+
+# --- factors --------------------------------------------------------------------------------------------------------
+
+
+def factor(a: Tensor) -> Tensor:
+    """W of W Wᵀ = (A + ε ā)⁻¹, of blocks A (g, s, s); (A + ε ā)^(−½) of a diagonal, (d,)."""
+    if a.dim() == 1:
+        return (a + RIDGE * a.mean()).rsqrt()
+    ridge = RIDGE * a.diagonal(dim1=1, dim2=2).double().mean()
+    eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device).expand(a.shape)
+    root = torch.linalg.cholesky(a.double() + ridge * eye)
+    return torch.linalg.solve_triangular(root, eye, upper=False).mT.to(a.dtype).contiguous()
+
+
+def blocks(a: Tensor, layer: Layer) -> Tensor:
+    """Inputs (b, width) as (b, g, s): the layer's groups, or parts of at most 2,048, zeros added to the last."""
+    g = layer.groups if layer.groups > 1 else -(-layer.width // WIDEST)
+    s = -(-layer.width // g)
+    return F.pad(a, (0, g * s - layer.width)).reshape(len(a), g, s)
+
+
+def leverages(a: Tensor, w: Tensor, layer: Layer) -> Tensor:
+    """h of inputs (b, width), the share of each block, (b, g)."""
+    if w.dim() == 1:
+        return (a * w).square().sum(dim=1, keepdim=True)
+    return torch.einsum("bgs,gst->bgt", blocks(a, layer), w).square().sum(dim=2)
+
+
+def from_structure(layers: Sequence[Layer], structure: Structure) -> Leverage:
+    """Of the curvature in an optimiser's state: the column sums of v̂, or Q diag(column sums) Qᵀ in the basis Q."""
+    kept, factors = [], {}
+    source: Source = "second moments"
+    for layer in layers:
+        v, rotation = structure.second_moment[layer.weight], structure.bases.get(layer.weight)
+        basis = None if rotation is None or layer.inputs_first or layer.groups > 1 else rotation.right
+        if basis is None:
+            found = layer.columns(structure.diagonal(layer.weight))
+        else:
+            sums = v.flatten(1).sum(dim=0)
+            # A convolution's columns are channels times kernel positions.
+            whole = ((basis * sums) @ basis.mT).reshape(layer.width, -1, layer.width, sums.numel() // layer.width)
+            found = torch.einsum("ikjk->ij", whole)
+            found = found[None] if layer.width <= WIDEST else found.diagonal()
+            source = "gradients"
+        if bool((found > 0).any()):
+            kept.append(layer)
+            factors[layer.module] = factor(found.to(torch.promote_types(found.dtype, torch.float32)))
+    return Leverage(tuple(kept), factors, source)
+
+
+def from_inputs(
+    layers: Sequence[Layer], batches: Iterable[Mapping[str, Tensor]], state: Leverage
+) -> tuple[Leverage, Tensor]:
+    """Of n familiar inputs, A = Σ a aᵀ/n, and their log h, (n, layers), each with its own input left out of A:
+
+        h ← (n − 1)/n · h/(1 − h/n)
+
+    Embeddings, whose inputs are one-hot vectors, have their factors from the state, or are left out.
+    """
+    pooled: dict[str, list[Tensor]] = {}
+    for inputs in batches:
+        for layer in layers:
+            if layer.module not in inputs or (layer.tokens and layer.module not in state.factors):
+                continue
+            a = inputs[layer.module]
+            given = leverages(a, state.factors[layer.module].to(a), layer) if layer.tokens else a
+            pooled.setdefault(layer.module, []).append(given)
+    kept, factors, columns = [], {}, []
+    for layer in layers:
+        a = torch.cat(pooled.get(layer.module, [torch.zeros(1)]))
+        if not bool(a.any()):
+            continue
+        if layer.tokens:
+            w, h = state.factors[layer.module], a
+        else:
+            x, n = blocks(a, layer), len(a)
+            w = factor(torch.einsum("bgs,bgt->gst", x, x) / n)
+            h = leverages(a, w, layer)
+            h = (n - 1) / n * h / (1 - h / n).clamp(min=1e-6)
+        kept.append(layer)
+        factors[layer.module] = w
+        columns.append(h.sum(dim=1))
+    log_h = _log(torch.stack(columns, dim=1))
+    return Leverage(tuple(kept), factors, "inputs").against(log_h), log_h
+
+
+def _log(h: Tensor) -> Tensor:
+    return h.clamp(min=torch.finfo(h.dtype).tiny).log()
