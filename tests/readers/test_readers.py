@@ -412,8 +412,6 @@ ELSEWHERE = {
     ("soap-pytorch-optimizer", "pytorch_optimizer.optimizer.soap.SOAP"),
     ("soap-heavyball", "heavyball.SOAP"),
     ("shampoo", "pytorch_optimizer.optimizer.shampoo.Shampoo"),
-    ("scalable-shampoo", "pytorch_optimizer.optimizer.shampoo.ScalableShampoo"),
-    ("torch-optimizer-shampoo", "torch_optimizer.shampoo.Shampoo"),
 }
 TESTED = {(case.reader, case.factory) for case in CASES} | {(r.reader, r.factory) for r in REFUSALS} | ELSEWHERE
 
@@ -473,7 +471,7 @@ def test_eight_bit_states_without_blocks_are_refused() -> None:
         "max2": torch.ones(1),
     }
     saved = {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.999)}]}
-    with pytest.raises(StateError, match=r"'state2' is 8-bit without blocks.*block_wise=True"):
+    with pytest.raises(StateError, match=r"finds no 'absmax2'"):
         read_state_dict(model, saved, optimizer="adam8bit")
 
 
@@ -600,14 +598,9 @@ KEPT = torch.tensor([[4.75, 1.5]])
 
 def test_an_unknown_optimiser_is_refused_with_what_to_do() -> None:
     model, optimizer = stepped(Halving)
-    with pytest.raises(StateError, match=r"no reader is registered for .*Halving.*register\(StateReader"):
-        read_optimizer(model, optimizer)
-
-
-def test_an_unknown_optimiser_with_adams_keys_is_told_which_reader_may_fit() -> None:
-    model, optimizer = stepped(Halving)
-    optimizer.state[model.weight]["exp_avg_sq"] = optimizer.state[model.weight].pop("mine")
-    with pytest.raises(StateError, match=r"exp_avg_sq.* look like .*'adam'.*pass reader='adam'"):
+    with pytest.raises(
+        StateError, match=r"no reader is registered for .*Halving.*reader='adam'.*register\(StateReader"
+    ):
         read_optimizer(model, optimizer)
 
 

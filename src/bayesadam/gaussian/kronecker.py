@@ -9,10 +9,10 @@ from bayesadam._shards import is_sharded
 from bayesadam.errors import SettingError
 from bayesadam.gaussian.diagonal import Diagonal
 from bayesadam.gaussian.structure import Named, Reading, Stored, StructureSpec, outlined
-from bayesadam.readers import read_entry, working_dtype
+from bayesadam.readers import read_entry, read_rotated, working_dtype
 from bayesadam.readers.formats.lazy import Lazy, meta
 from bayesadam.readers.match import Match
-from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_orthonormal
+from bayesadam.readers.rotated import Rotation, eigenbasis, is_orthonormal
 
 
 def kronecker_of(match: Match) -> Diagonal:
@@ -23,13 +23,11 @@ def kronecker_of(match: Match) -> Diagonal:
         if is_sharded(entry.parameter):
             raise SettingError(f"parameter {entry.name!r} is sharded, and a Kronecker-factored posterior is not")
         place = entry.parameter.device, working_dtype(entry.parameter.dtype)
-        found = None
-        if isinstance(entry.reader, RotatedReader):
-            found = entry.reader.rotated(entry.state, entry.group, entry.parameter.shape)
+        found = read_rotated(entry)
         if found is None:
             moments[entry.name] = read_entry(entry)[1].to(*place)
-            continue
-        moments[entry.name], bases[entry.name] = found.second_moment.to(*place), found.rotation.to(*place)
+        else:
+            moments[entry.name], bases[entry.name] = (each.to(*place) for each in found)
     if not bases:
         raise SettingError(
             "structure='kronecker' needs eigenbases, which SOAP keeps: train with a SOAP, record gradients with "

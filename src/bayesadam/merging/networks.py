@@ -21,7 +21,6 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers import CheckpointKeywords, clean_names, format_of, identities, read_checkpoint
 from bayesadam.readers.formats.lazy import renamed
-from bayesadam.readers.rotated import RotatedReader
 
 AnyPath = str | os.PathLike[str]
 Source = GaussianWeights | AnyPath | tuple[AnyPath, AnyPath]
@@ -142,7 +141,7 @@ def _opened(path: Path, state: Path | None, label: str, options: CheckpointKeywo
 def _rotates(gaussian: GaussianWeights) -> bool:
     """Whether its file has the state of an optimiser with eigenbases."""
     match = gaussian.source.match if gaussian.source else None
-    return match is not None and any(isinstance(entry.reader, RotatedReader) for entry in match.entries)
+    return match is not None and any(entry.reader.factors is not None for entry in match.entries)
 
 
 def _untrained(tensors: Mapping[str, Tensor], label: str) -> Network:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bayesadam.errors import FileError, SettingError, StateError
+from bayesadam.readers.registry import working_dtype
 from bayesadam.readers.rotated import is_orthonormal
-from bayesadam.readers.state import working_dtype
 
 Compression = Literal["8bit", "factored"]
 Named = Mapping[str, Tensor]

@@ -24,7 +24,7 @@ from bayesadam.readers.formats.networks import (
     tensors_of,
 )
 from bayesadam.readers.formats.pickles import StandIn, classes_in, said
-from bayesadam.readers.pairing import keeps_order
+from bayesadam.readers.match import keeps_order
 
 _STEP_KEYS = ("global_step", "step", "iteration", "iter", "iter_num", "iterations")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")

@@ -33,7 +33,7 @@ from bayesadam.readers.formats.torch_files import (
     names_in_zip,
     zip_members,
 )
-from bayesadam.readers.pairing import REMEDY, AmbiguousError, Slot, assign
+from bayesadam.readers.match import REMEDY, AmbiguousError, Slot, assign
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _HDF5 = b"\x89HDF\r\n\x1a\n"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError, StateError
-from bayesadam.readers.pairing import (
+from bayesadam.readers.match import (
     ONE_LIST,
     AmbiguousError,
     candidates,
@@ -308,7 +308,7 @@ def _verdict(networks: Sequence[Network], state: Mapping[str, Any]) -> str:
         return "every name is there" if all(_plain(name) in known for name in names) else ""
     slots = slots_of(state)
     if all(slot.shape is None for slot in slots):
-        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, integers=True)) else ""
+        return "nothing in its state to check" if len(slots) <= len(candidates(tensors, len(slots))) else ""
     try:
         found = pair_weights(slots, tensors, ordered=all(keeps_order(n.tensors) for n in networks))
     except AmbiguousError:

@@ -24,7 +24,7 @@ from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Rules
 from bayesadam.readers.formats.pickles import said
 from bayesadam.readers.formats.registry import refuse_keys
-from bayesadam.readers.state import has_tensors, parameter_shape
+from bayesadam.readers.registry import has_tensors, parameter_shape
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"

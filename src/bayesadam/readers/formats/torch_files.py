@@ -38,7 +38,7 @@ from bayesadam.readers.formats.pickles import (
     unpickle,
 )
 from bayesadam.readers.formats.registry import Format
-from bayesadam.readers.pairing import memory_of
+from bayesadam.readers.match import memory_of
 
 # What reading a damaged file may raise.
 DAMAGED = (
