@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError, FileError, SettingError
-from bayesadam.readers import Lazy, format_of, read_checkpoint
+from bayesadam.readers import format_of, read_checkpoint
 from bayesadam.readers.formats import registry
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
+from bayesadam.readers.formats.lazy import Lazy
 from processes import run_ranks
 
 

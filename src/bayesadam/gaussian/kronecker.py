@@ -27,7 +27,7 @@ def kronecker_of(match: Match) -> Diagonal:
         if found is None:
             moments[entry.name] = read_entry(entry)[1].to(*place)
         else:
-            moments[entry.name], bases[entry.name] = (each.to(*place) for each in found)
+            moments[entry.name], bases[entry.name] = found[0].to(*place), found[1].to(*place)
     if not bases:
         raise SettingError(
             "structure='kronecker' needs eigenbases, which SOAP keeps: train with a SOAP, record gradients with "

@@ -6,7 +6,6 @@ In the order in which to read them: `registry` (the records, and whose state a f
 """
 
 from bayesadam.readers.checkpoint import (
-    DEFAULTS,
     Checkpoint,
     CheckpointKeywords,
     CheckpointOptions,
@@ -31,24 +30,17 @@ from bayesadam.readers.curvature import (
     warn_of_memory,
 )
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules
-from bayesadam.readers.formats.lazy import Lazy, meta, renamed
 from bayesadam.readers.formats.registry import (
     Format,
     format_of,
-    refuse_keys,
     register_format,
     registered_formats,
-    state_beside,
 )
 from bayesadam.readers.match import (
-    Entry,
-    Match,
     check_parameter,
     clean_names,
     identities,
-    listed_optimizers,
     match_optimizers,
-    match_state_dict,
     own_parameters,
 )
 from bayesadam.readers.recorder import Recorder, read_recorder
@@ -65,4 +57,4 @@ from bayesadam.readers.registry import (
     registered,
     working_dtype,
 )
-from bayesadam.readers.rotated import Rotation, eigenbasis, is_orthonormal
+from bayesadam.readers.rotated import Rotation, is_orthonormal

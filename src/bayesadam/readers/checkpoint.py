@@ -110,11 +110,6 @@ class Checkpoint(Contents):
     stored_names: Mapping[str, str] = field(kw_only=True)
     optimizer_path: Path | None = field(kw_only=True, default=None)
 
-    @property
-    def param_names(self) -> tuple[str, ...] | None:
-        """The parameters' names in the optimiser's order, where its state has them."""
-        return names_in(self.optimizer)
-
     def keys_to(self, name: str) -> Keys:
         """The keys that lead to one of the weights in the file's dictionary."""
         stored = self.stored_names[name]
@@ -139,20 +134,21 @@ def read_checkpoint(
     options = replace(options, **changes)
     path = Path(path)
     known = format_of(path)
-    second = None if options.optimizer_path is None else Path(options.optimizer_path)
-    if second is None:
+    if options.optimizer_path is None:
+        second = None
         contents = state = known.read(path, options.weights_keys, options.optimizer_key)
+        if state.optimizer is None and (beside := state_beside(path)) is not None:
+            return read_checkpoint(path, replace(options, optimizer_path=beside))
     else:
+        second = Path(options.optimizer_path)
         state = format_of(second).read(second, None, options.optimizer_key)
         if known.read_with is not None:
             contents = known.read_with(path, options.weights_keys, state.optimizer)
         else:
             contents = known.read(path, options.weights_keys, None)
     if contents.weights is None and contents.found.networks and state.optimizer is not None:
-        beside = Found(contents.found.networks, {(): state.optimizer})
-        contents = with_choice(contents, choose(beside, path, None, None))
-    if state.optimizer is None and second is None and (beside_it := state_beside(path)) is not None:
-        return read_checkpoint(path, replace(options, optimizer_path=beside_it))
+        found = Found(contents.found.networks, {(): state.optimizer})
+        contents = with_choice(contents, choose(found, path, None, None))
     if contents.weights is None:
         raise FileError(
             f"{path} holds no weights that can be identified: found {contents.summary}. Save model.state_dict() with "
@@ -301,39 +297,27 @@ def _by_names(
     model: nn.Module | None,
     known: Mapping[str, Tensor],
 ) -> Pairing | None:
-    """The keys with the names that the caller gives, the state has or the trainer's rule finds; None without any."""
-    given, why = options.param_names, "the names that were given"
-    if given is None and checkpoint.param_names is None:
-        given, why = _by_rules(checkpoint, slots, model), "the trainer's own rule"
-    return pair_by_names(checkpoint.optimizer, known, given, why)
-
-
-def _by_rules(checkpoint: Checkpoint, slots: Sequence[Slot], model: nn.Module | None) -> list[str] | None:
-    """The names in the optimiser's order by the trainer's own rule; None where none fits all sizes and shapes."""
-    rules = checkpoint.rules
+    """The keys with the names that the caller gives, the state has or the trainer's own rule finds; else None."""
+    rules, state = checkpoint.rules, checkpoint.optimizer
+    if options.param_names is not None or names_in(state) is not None or rules.orders is None:
+        return pair_by_names(state, known, options.param_names, "the names that were given")
     whole = unwrap(model) if model is not None else rules.model() if rules.model is not None else None
-    if rules.orders is None or whole is None:
-        return None
+    if whole is None:
+        return pair_by_names(state, known, None)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    answers = {
-        tuple(name for group in order for name in group)
-        for order in rules.orders(whole)
-        if [len(group) for group in order] == sizes
-    }
-    fitting = sorted(
-        names for names in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, names, strict=True))
-    )
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    orders = [order for order in rules.orders(whole) if [len(group) for group in order] == sizes]
+    answers = {tuple(name for group in order for name in group) for order in orders}
+    fitting = [a for a in answers if all(s.shape in (None, shapes[n]) for s, n in zip(slots, a, strict=True))]
     if len(fitting) > 1:
         at = next(i for i, names in enumerate(zip(*fitting, strict=True)) if len(set(names)) > 1)
         raise MatchError(
             f"{checkpoint.path}: versions of its trainer order the parameters differently, and the state under key "
-            f"{slots[at].key!r} may belong to {' or to '.join(repr(names[at]) for names in fitting)}. {NAMES}"
+            f"{slots[at].key!r} may belong to {' or to '.join(sorted(repr(names[at]) for names in fitting))}. {NAMES}"
         )
-    if not fitting:
-        return None
     stored = {} if model is not None or rules.names is None else {own: n for n, own in rules.names(whole).items()}
-    return [stored.get(name, name) for name in fitting[0]]
+    given = [stored.get(name, name) for name in fitting[0]] if fitting else None
+    return pair_by_names(state, known, given, "the trainer's own rule")
 
 
 def _own_names(checkpoint: Checkpoint, model: nn.Module) -> tuple[Mapping[str, str], bool]:

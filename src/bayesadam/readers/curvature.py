@@ -48,18 +48,13 @@ class Curvature:
 
 
 def read_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    reader: str | StateReader | None = None,
-    bias_correction: bool = True,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, reader: str | StateReader | None = None
 ) -> Curvature:
     """Read v̂ off one live optimiser, or several that share a model (Muon and AdamW, say); nothing of theirs is changed.
 
-    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1. `bias_correction=False` leaves
-    moving averages as the optimiser keeps them.
+    `reader` overrides the record chosen by the optimiser's class; `"ogd"` gives V = 1.
     """
-    return read_match(match_optimizers(model, optimizer, reader), bias_correction=bias_correction)
+    return read_match(match_optimizers(model, optimizer, reader))
 
 
 def read_state_dict(
@@ -68,18 +63,17 @@ def read_state_dict(
     *,
     optimizer: str | StateReader = "adam",
     param_names: Sequence[str] | None = None,
-    bias_correction: bool = True,
 ) -> Curvature:
     """Read v̂ out of what `optimizer.state_dict()` returned; see `match_state_dict` for how names are found."""
-    return read_match(match_state_dict(model, state_dict, optimizer, param_names), bias_correction=bias_correction)
+    return read_match(match_state_dict(model, state_dict, optimizer, param_names))
 
 
-def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
+def read_match(match: Match) -> Curvature:
     """v̂ of every matched parameter; refuses those that are negative, NaN or infinite."""
     moments = {}
     with torch.no_grad():
         for entry in match.entries:
-            ends, moment = read_entry(entry, bias_correction=bias_correction)
+            ends, moment = read_entry(entry)
             low, high = ends.tolist()
             if not (math.isfinite(low) and math.isfinite(high) and low >= 0):
                 raise StateError(
@@ -97,7 +91,7 @@ def read_match(match: Match, *, bias_correction: bool = True) -> Curvature:
     )
 
 
-def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, Tensor]:
+def read_entry(entry: Entry) -> tuple[Tensor, Tensor]:
     """The stored statistic's (smallest, largest) entry as one tensor, and v̂: the table in `StateReader`."""
     parameter, reader = entry.parameter, entry.reader
     dtype = working_dtype(parameter.dtype)
@@ -116,7 +110,7 @@ def read_entry(entry: Entry, *, bias_correction: bool = True) -> tuple[Tensor, T
         ends = extremes(stored) if stored.numel() else torch.zeros(2, dtype=dtype)
         if reader.statistic == "sum" and stored.numel():
             ends -= reader.first(entry.group)
-        return ends, _corrected(stored, entry, bias_correction=bias_correction)
+        return ends, _corrected(stored, entry)
     except KeyError as missing:
         raise StateError(
             f"reader {reader.name!r} finds no {missing} for parameter {entry.name!r}; its state has "
@@ -185,7 +179,7 @@ def _dequantised(state: State, key: str, dtype: torch.dtype) -> Tensor:
     return values.mul_(scales).view(stored.shape)
 
 
-def _corrected(stored: Tensor, entry: Entry, *, bias_correction: bool = True) -> Tensor:
+def _corrected(stored: Tensor, entry: Entry) -> Tensor:
     """v̂ from the stored statistic, in place."""
     reader, group = entry.reader, entry.group
     steps = reader.steps(entry.state, group)
@@ -196,7 +190,7 @@ def _corrected(stored: Tensor, entry: Entry, *, bias_correction: bool = True) ->
             raise KeyError("step")
         return stored.sub_(reader.first(group)).div_(steps)
     remaining = 1.0
-    if bias_correction and reader.bias_correction:
+    if reader.bias_correction:
         beta = reader.beta(group)
         if beta is None or steps is None:
             raise KeyError("step" if steps is None or reader.decay is None else reader.decay[0])

@@ -49,7 +49,7 @@ def fillings(shapes: Shapes, sizes: Sequence[int]) -> Iterator[tuple[str, Sequen
     if len(sizes) == 2:
         for words, test, more in _TWO:
             groups = [[name for name in dims if test(name, dims[name]) == passed] for passed in (True, False)]
-            decaying = () if more is None else (more, not more)
+            decaying: tuple[bool, ...] = () if more is None else (more, not more)
             yield f"{words}, then the rest", groups, decaying
             yield f"the rest, then {words}", groups[::-1], decaying[::-1]
         # minGPT.

@@ -153,8 +153,7 @@ def match_optimizers(
     if foreign and not taken:
         raise MatchError(
             f"none of the {foreign} parameters of {source} belongs to this {type(model).__name__}: pass the model that "
-            "this optimiser trained (a copied or re-created model has new parameters; use Posterior.from_state_dict "
-            "with optimizer.state_dict() for it)"
+            "this optimiser trained (for a copy of it use Posterior.from_state_dict)"
         )
     if len(refusals) == len(listed):
         raise StateError(refusals[0])
@@ -163,18 +162,20 @@ def match_optimizers(
 
 def listed_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """One optimiser or several as a list, each without a trainer's wrapper."""
-    listed: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    if not listed:
-        raise MatchError("no optimiser was given: the list is empty")
-    for index, optimizer in enumerate(listed):
+    listed: list[Optimizer] = []
+    given: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in given:
         if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
             raise MatchError(
                 f"expected a torch optimiser or a list of them, got {type(optimizer).__name__}; for a saved state use "
                 "Posterior.from_state_dict"
             )
         # Accelerate and Lightning keep it in `.optimizer`.
-        while isinstance(inner := getattr(listed[index], "optimizer", None), Optimizer):
-            listed[index] = inner
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        listed.append(optimizer)
+    if not listed:
+        raise MatchError("no optimiser was given: the list is empty")
     return listed
 
 
@@ -186,11 +187,10 @@ def match_state_dict(
     Names count where the state has them or the caller gives them, in the optimiser's order. Without names, the model's
     order and every shape decide, several groups by the rules that trainers follow; several answers are an error.
     """
-    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
-        found = sorted(map(str, state_dict))[:6] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise MatchError(
-            f"not an optimiser's state dict: it needs 'state' and 'param_groups', found {found}. Pass what "
-            "optimizer.state_dict() returned, for instance checkpoint['optimizer']"
+            "not an optimiser's state dict: it needs 'state' and 'param_groups'. Pass what optimizer.state_dict() "
+            "returned, for instance checkpoint['optimizer']"
         )
     record = usable_reader(reader)
     parameters = own_parameters(model)
@@ -323,13 +323,9 @@ def pair_by_names(
     names = list(given) if all(name in known for name in given) else list(clean_names(given))
     if len(names) != len(keys):
         raise MatchError(f"{source} gives {len(names)} names for the {len(keys)} parameters of the state dict")
-    doubled = [name for name, count in Counter(names).items() if count > 1]
-    unknown = [name for name in names if name not in known]
-    if doubled or unknown:
-        raise MatchError(
-            f"by {source}, {(unknown or doubled)[:4]} "
-            f"{'are not among the weights' if unknown else 'are named twice'}: is it another model's state?"
-        )
+    odd = [name for name, count in Counter(names).items() if name not in known or count > 1]
+    if odd:
+        raise MatchError(f"by {source}, {odd[:4]} are not among the weights, or twice: is it another model's state?")
     return Pairing(dict(zip(keys, names, strict=True)), source)
 
 
@@ -451,14 +447,13 @@ def assign(slots: Sequence[Slot], names: Shapes, *, ordered: bool, in_order: boo
     if len(slots) > len(names):
         counts = f"{len(slots)} parameters, the weights {len(names)} tensors that may be parameters"
         raise MatchError(f"the optimiser's state holds {counts}: it is another model's state. {REMEDY}")
-    missing = Counter(slot.shape for slot in slots if slot.shape is not None) - Counter(shapes)
-    if missing:
-        shape = next(iter(missing))
-        key = next(slot.key for slot in slots if slot.shape == shape)
-        raise MatchError(
-            f"the state under key {key!r} has shape {tuple(shape or ())}, and of the weights {shapes.count(shape)} "
-            f"have that: it is another model's state. {REMEDY}"
-        )
+    missing = Counter(s.shape for s in slots if s.shape is not None) - Counter(s for s in shapes if s is not None)
+    for slot in slots:
+        if slot.shape in missing:
+            raise MatchError(
+                f"the state under key {slot.key!r} has shape {tuple(slot.shape or ())}, and of the weights "
+                f"{shapes.count(slot.shape)} have that: it is another model's state. {REMEDY}"
+            )
     # Without an order each key stands alone, and only a shape that occurs once decides.
     alone = [[slot] for slot in slots if slot.needed]
     found: dict[Any, str] = {}

@@ -201,8 +201,13 @@ READERS: tuple[StateReader, ...] = (
     StateReader(
         "adagrad", ("torch.optim.adagrad.Adagrad",), "sum", "sum", start="initial_accumulator_value", coupled_decay=True
     ),
-    # Its own update leaves the bias towards zero in, with which early weights would look flat.
-    _average("rmsprop", "torch.optim.rmsprop.RMSprop", **_RMS, coupled_decay=True),
+    _average(
+        "rmsprop",
+        "torch.optim.rmsprop.RMSprop",
+        **_RMS,
+        coupled_decay=True,
+        note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
+    ),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     StateReader(
         *("adamax", ("torch.optim.adamax.Adamax",), "root", "exp_inf", _BETA2),
@@ -215,7 +220,8 @@ READERS: tuple[StateReader, ...] = (
     # Averages (g + β₂ Δg)², after Nesterov.
     _average("adan", "timm.optim.adan.Adan", decay=("betas", 2), step="group"),
     _average(
-        *("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF"),
+        "rmsproptf",
+        "timm.optim.rmsprop_tf.RMSpropTF",
         "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
         **_RMS,
         **_TIMM,
@@ -326,10 +332,6 @@ def identify_reader(optimizer: Mapping[str, Any], recorded: str | None = None) -
     """The reader for a saved state; optimisers that are read alike, Adam and AdamW, count as one, `"adam or adamw"`.
 
     `recorded` is the class name the trainer wrote down, which decides between several that fit.
-
-    Raises:
-        StateError: the optimiser, which is named, keeps no second moment per weight; or it has taken no step; or no
-            reader knows the state, or several that differ.
     """
     groups = {key: group for group in optimizer["param_groups"] for key in group["params"]}
     states = {key: state for key, state in optimizer["state"].items() if key in groups and has_tensors(state)}
@@ -408,15 +410,16 @@ def _fits(reader: StateReader, state: State, group: Group) -> bool:
 def _writer(alike: list[StateReader], groups: Sequence[Group]) -> StateReader:
     """Of readers that compute the same, the one that a flag or the order of the groups' entries names."""
     by_name = {r.name: r for r in alike}
-    names = set()
+    names: set[str | None] = set()
     for group in groups:
         entries = f" {' '.join(map(str, group))} "
         name = next((name for order, name in _ORDERS.items() if f" {order} " in entries), None)
         if name != "radam" and "decoupled_weight_decay" in group:
             name = "adamw" if group["decoupled_weight_decay"] else "adam"
-        names |= {name} & by_name.keys()
-    if len(names) == 1:
-        return by_name[names.pop()]
+        names.add(name)
+    named = [reader for reader in alike if reader.name in names]
+    if len(named) == 1:
+        return named[0]
     if not {"adam", "adamw"} <= by_name.keys():
         return alike[0]
     note = "the file does not say which; without weight decay they are the same."
