@@ -297,7 +297,7 @@ def two_optimisers(first: type[torch.optim.Optimizer], *, first_steps: bool) -> 
 
 def test_a_parameter_in_two_optimisers_is_refused() -> None:
     model, optimizers = two_optimisers(torch.optim.RMSprop, first_steps=True)
-    with pytest.raises(MatchError, match=r"'0.weight' is trained by two of the optimisers given; pass only the one"):
+    with pytest.raises(MatchError, match=r"'0.weight' is trained by two of the optimisers given: pass one"):
         read_optimizer(model, optimizers)
 
 

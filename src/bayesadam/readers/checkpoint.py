@@ -174,10 +174,7 @@ def _check_owner(path: Path, weights: Mapping[str, Tensor], optimizer: Mapping[s
     found = {name: probe(weights[name]) for name in known}
     # Other shapes are refused by name once states are matched.
     if all(known[name].shape == found[name].shape for name in known) and known and not same_weights(known, found):
-        raise MatchError(
-            f"the weights in {path} are not those that the saved posterior belongs to: give it the weights that were "
-            "published with it"
-        )
+        raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
 
 
 def match_checkpoint(

@@ -116,7 +116,6 @@ def compressed(roles: Mapping[str, Named], compress: str | None) -> dict[str, Te
     Second moments are those of `encode`. With a compression, bases and directions become bfloat16 where that leaves
     them orthonormal within `is_orthonormal`; `expanded` restores orthonormal bases by one step of Newton and Schulz.
     """
-    check_compression(compress)
     found: dict[str, Tensor] = {}
     for role, named in roles.items():
         if role in _MOMENTS:

@@ -140,10 +140,7 @@ def match_optimizers(
         own = [names[parameter] for parameter in trained if parameter in names]
         foreign += len(trained) - len(own)
         if twice := [name for name in own if name in taken]:
-            raise MatchError(
-                f"parameter {twice[0]!r} is trained by two of the optimisers given; pass only the one whose second "
-                "moment is to be used"
-            )
+            raise MatchError(f"parameter {twice[0]!r} is trained by two of the optimisers given: pass one of them")
         if record.statistic == "none":
             refusals.append(f"{title} keeps no second moment per weight; {record.advice}")
             taken |= dict.fromkeys(own, f"trained by {title}, which keeps no second moment per weight")

@@ -65,14 +65,8 @@ class Recorder:
 
         In eval mode: batch norm in training is another function, flat along the size of every weight before it.
 
-        >>> model = torch.nn.Linear(3, 2)
-        >>> batches = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
-        >>> Recorder.from_batches(model, batches, torch.nn.functional.mse_loss).gradients(model)["weight"].shape
-        torch.Size([4, 2, 3])
-
         Args:
-            batches: training data, (inputs, targets) or mappings that the model takes; a smaller last batch is left
-                out.
+            batches: (inputs, targets), or mappings that the model takes; a smaller last batch is left out.
             loss_fn: of (outputs, targets), or of (outputs, mapping): a mean over the batch.
             keep: K; more batches are not read.
         """
@@ -132,10 +126,7 @@ class Recorder:
         found = {entry.name: self._rings[entry.parameter][: self.recorded] for entry in entries}
         for name, gradients in found.items():
             if not bool(torch.isfinite(gradients).all()):
-                raise StateError(
-                    f"a recorded gradient of {name!r} is not finite: train on until it has left the last "
-                    f"{self.keep} of every {self.every} steps"
-                )
+                raise StateError(f"a recorded gradient of {name!r} is not finite: train on until it is overwritten")
         return found
 
     @torch.no_grad()

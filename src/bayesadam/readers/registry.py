@@ -458,10 +458,7 @@ def as_number(value: Any, entry: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise StateError(
-            f"the optimiser's {entry!r} is no number but {type(value).__name__}: the state is damaged, or of an "
-            "optimiser that is not known"
-        ) from None
+        raise StateError(f"the optimiser's {entry!r} is no number but {type(value).__name__}") from None
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
