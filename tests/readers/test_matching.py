@@ -560,15 +560,7 @@ def test_what_is_no_state_dict_is_refused(kind: str) -> None:
         "none": None,
         "list": [optimizer.state_dict()],
     }[kind]
-    found = {
-        "model": r"\['0.bias', '0.weight'\]",
-        "checkpoint": r"\['epoch', 'optimizer'\]",
-        "none": "NoneType",
-        "list": "list",
-    }
-    with pytest.raises(
-        MatchError, match=rf"not an optimiser's state dict.*found {found[kind]}.*checkpoint\['optimizer'\]"
-    ):
+    with pytest.raises(MatchError, match=r"not an optimiser's state dict.*checkpoint\['optimizer'\]"):
         read_state_dict(model, given)
 
 
