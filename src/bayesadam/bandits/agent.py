@@ -14,10 +14,9 @@ from torch import Tensor
 
 from bayesadam._checks import count
 from bayesadam._warnings import warn
-from bayesadam.bandits import log as events
 from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.learner import AgentSettings
-from bayesadam.bandits.log import Event, Header, LogFile, LogReader, Standing
+from bayesadam.bandits.log import Event, LogFile, LogReader
 from bayesadam.bandits.prior import Prior
 from bayesadam.bandits.store import Store
 from bayesadam.engine.streams import Streams
@@ -63,13 +62,12 @@ def make_agent(
         prior: that the hybrid agent starts from; see `fit_prior`.
         changes: to single settings, such as `hidden=(50,)` or `reward_range=(0, 1)`.
     """
-    if not isinstance(name, str):
-        raise SettingError(f"give the name first, got {name!r}: make_agent('hybrid', n_features=..., n_arms=...)")
+    own = agent_settings(name, settings, **changes)
     for key, value in (("n_features", n_features), ("n_arms", n_arms)):
         if not _is_index(value) or value < 1:
             example = f"make_agent({name!r}, n_features=5, n_arms=3)"
             raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
-    return Agent(Store(name, agent_settings(name, settings, **changes), int(n_features), int(n_arms), seed, prior))
+    return Agent(Store(name, own, int(n_features), int(n_arms), seed, prior))
 
 
 class Agent:
@@ -78,14 +76,13 @@ class Agent:
     `act` may be called from other threads while `update` trains, and does not wait for it.
     """
 
-    def __init__(self, store: Store, standing: Standing | None = None, known: tuple[str, int] | None = None) -> None:
+    def __init__(self, store: Store) -> None:
         self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
-        self._store = store
-        self._standing = standing or Standing(store.n_features, store.n_arms)
+        self._store, self._standing = store, store.standing
         self._warned_of_range = False
         self._log: LogFile | None = None
-        # The id of the log that this agent has learnt, and up to which byte.
-        self._known = known
+        # Decisions that wait here, but not in the log.
+        self._unlogged: set[int] = set()
 
     @property
     def n_arms(self) -> int:
@@ -132,10 +129,9 @@ class Agent:
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
         with self._store.acting:
-            number, actor, arm = self._standing.next_id, self._store.actor, self._untried(allowed)
-            tried = arm is not None
-            if arm is not None:
-                shares = [float(one == arm) for one in allowed]
+            number, actor, untried = self._standing.next_id, self._store.actor, self._untried(allowed)
+            if untried is not None:
+                arm, shares = untried, [float(one == untried) for one in allowed]
             else:
                 mask, x = self._mask(allowed), rows.unsqueeze(0)
                 drawn = actor.drawn(x)
@@ -143,9 +139,11 @@ class Agent:
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
-            probability = shares[allowed.index(arm)]
-            self._take(events.Decided(number, rows[0].numpy(), arm, probability, allowed, shares, tried))
-        return Decision(number, arm, probability)
+            made = Decision(number, arm, shares[allowed.index(arm)])
+            told = {"decision": number, "context": rows[0].numpy(), "arm": arm, "probability": made.probability}
+            offer = {"arms": allowed, "probabilities": shares, "tried": untried is not None}
+            self._take({"event": "decision", **told, **offer})
+        return made
 
     @torch.no_grad()
     def probabilities(
@@ -166,14 +164,11 @@ class Agent:
         streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
         with self._store.acting:
             if isinstance(arms, np.ndarray) and arms.ndim == 2:
-                if arms.shape != (len(rows), self.n_arms) or arms.dtype != np.bool_:
-                    wanted = f"of shape {(len(rows), self.n_arms)} and of booleans"
-                    raise MatchError(f"a mask of arms must be {wanted}, got {arms.shape} of {arms.dtype}")
-                available = self._standing.arms()
-                mask = torch.from_numpy(arms) & self._mask(available)
-                barred = (~mask.any(dim=1)).nonzero()
-                if len(barred):
-                    raise SettingError(f"context {int(barred[0])} has no arm to choose from: there are {available}")
+                fits = arms.shape == (len(rows), self.n_arms)
+                mask = torch.from_numpy(arms) & self._mask(self._standing.arms()) if fits else torch.zeros(1, 1)
+                if not mask.any(dim=1).all():
+                    wanted = f"of shape {(len(rows), self.n_arms)}, with an arm that is not removed for every context"
+                    raise MatchError(f"a mask of arms must be {wanted}")
             else:
                 mask = self._mask(self._arms(arms))
             found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
@@ -193,31 +188,31 @@ class Agent:
 
     def update(self, context: Floats, arm: Any, reward: Any) -> None:
         """Learn that an arm paid a reward in a context; or k of each. Every `train_every` observations it trains."""
-        rows, single = self._contexts(context)
-        arms, last = np.atleast_1d(np.asarray(arm)), self.n_arms - 1
-        if arms.shape != (len(rows),) or not np.issubdtype(arms.dtype, np.integer):
-            wanted = "one arm" if single else f"{len(rows)} arms, one for each context"
-            raise MatchError(f"update needs {wanted}, by whole numbers from 0 to {last}; got {arm!r}")
-        if arms.min() < 0 or arms.max() > last:
-            raise SettingError(f"there is no such arm in {arm!r}: they are 0 to {last}, and add_arm makes another")
-        rewards = self._rewards(reward, len(rows), single)
+        rows, _ = self._contexts(context)
+        arms = np.atleast_1d(np.asarray(arm))
+        if arms.shape != (len(rows),) or arms.dtype.kind not in "iu":
+            raise MatchError(f"update needs {len(rows)} arms, one for each context, by whole numbers; got {arm!r}")
+        if arms.min() < 0 or arms.max() >= self.n_arms:
+            said = f"they are 0 to {self.n_arms - 1}, and add_arm makes another"
+            raise SettingError(f"there is no such arm in {arm!r}: {said}")
+        rewards = self._rewards(reward, len(rows))
         with self._store.learning:
             if self._log is not None:
                 with self._store.acting:
-                    self._log.write(events.Updated(rows.numpy(), arms.tolist(), rewards.numpy()))
+                    self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
-        value = self._rewards(reward, 1, True)
+        value = self._rewards(reward, 1)
         with self._store.learning:
             with self._store.acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
-                # A decision of before the log is an update there.
-                update = events.Updated([context], [arm], value.numpy())
-                self._take(events.Rewarded(int(decision), value.numpy()[0]), otherwise=update)
+                # A decision that the log does not have is an update there.
+                update = _updated([context], [arm], value) if decision in self._unlogged else None
+                self._take({"event": "reward", "decision": int(decision), "reward": value[0]}, otherwise=update)
             self._learn([context], [arm], value)
 
     @property
@@ -230,12 +225,10 @@ class Agent:
         """Give up on the reward of a decision, if it still waits; a reward that comes later is refused."""
         with self._store.acting:
             if self._waits(decision):
-                self._take(events.Forgotten(int(decision)))
+                self._take({"event": "forget", "decision": int(decision)})
 
     def _waits(self, decision: Any) -> bool:
         """Whether a decision waits for its reward; raises where it was never made."""
-        if isinstance(decision, Decision):
-            raise MatchError(f"a decision is known by its id: give {decision.id}, the `id` of {decision}")
         if not _is_index(decision) or not 0 <= decision < self._standing.next_id:
             said = f"give the `id` of what decide returned; {len(self.pending)} wait for a reward, see agent.pending"
             raise MatchError(f"decision {decision!r} was never made: {said}")
@@ -246,8 +239,8 @@ class Agent:
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
         with self._store.learning, self._store.acting:
-            self._take(events.ArmChanged(self.n_arms, "added"))
-            self._store.add_arm()
+            self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
+            self._store.rebuild(self._store.buffer)
             return self.n_arms - 1
 
     def remove_arm(self, arm: int) -> None:
@@ -258,7 +251,7 @@ class Agent:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
             if len(available) == 1:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._take(events.ArmChanged(int(arm), "removed"))
+            self._take({"event": "arm", "arm": int(arm), "change": "removed"})
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
@@ -266,16 +259,12 @@ class Agent:
             removed = self._standing.removed
             if not _is_index(arm) or arm not in removed:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
-            self._take(events.ArmChanged(int(arm), "restored"))
+            self._take({"event": "arm", "arm": int(arm), "change": "restored"})
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
         """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
         if self._log is not None:
-            foreign = (
-                isinstance(event, events.Rewarded | events.Forgotten)
-                and event.decision not in self._log.standing.waiting
-            )
-            written = otherwise if foreign else event
+            written = otherwise if event.get("decision") in self._unlogged else event
             if written is not None:
                 self._log.write(written)
         self._standing.take(event)
@@ -298,69 +287,66 @@ class Agent:
         store = self._store
         with store.learning, store.acting:
             if self._log is not None:
-                self._known = self._log.known
+                store.known = self._log.id, self._log.end
                 self._log.close()
                 self._log = None
             if path is None:
                 return
-            prior = store.prior is not None
-            header = Header(self.name, self.settings.plain(), self.seed, self.n_features, self.n_arms, prior)
-            file = LogFile(path, header, sync=sync, known=self._known)
+            about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
+            about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": store.prior is not None}
+            file = LogFile(path, about, sync=sync)
             try:
-                self._join(file)
+                self._join(file.written)
             except BaseException:
                 file.close()
                 raise
             self._log = file
-            for change in self._standing.changes_since(file.standing):
+            self._unlogged = self._standing.waiting.keys() - file.written.standing.waiting.keys()
+            for change in self._standing.changes_since(file.written.standing):
                 file.write(change)
 
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        return self._log.header.id if self._log is not None else self._known and self._known[0]
+        return self._log.id if self._log is not None else self._store.known and self._store.known[0]
 
-    def _join(self, file: LogFile) -> None:
+    def _join(self, written: LogReader) -> None:
         """Take over what a log has and the agent has not."""
-        own, theirs = self._standing, file.standing
-        mine = self.log_id == file.header.id
-        if mine:
-            self._follow(file.news, file.path)
+        own, theirs, known = self._standing, written.standing, self._store.known
+        mine = known is not None and known[0] == written.id
+        if mine and known is not None:
+            self._follow([event for start, event in written.events if start >= known[1]], written.path)
         if own.n_arms < theirs.n_arms:
-            said = f"{file.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
+            said = f"{written.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
             raise MatchError(f"{said}: add arms first, or see replay")
         if not mine:
             both = sorted(theirs.waiting.keys() & own.waiting.keys())
             if both:
-                said = f"decision {both[0]} waits for a reward in {file.path} and, another one, in the agent"
+                said = f"decision {both[0]} waits for a reward in {written.path} and, another one, in the agent"
                 raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
             own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
     def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
-        """Do as the agent that wrote these events did; rewards are learnt in batches up to the next training."""
-        first = next((event.decision for event in written if isinstance(event, events.Decided)), self._standing.next_id)
-        if first < self._standing.next_id:
+        """Do as the agent that wrote these events did."""
+        standing, store = self._standing, self._store
+        first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
+        if first < standing.next_id:
             said = f"{path} has a decision {first}, and the agent has one of its own"
             raise MatchError(f"{said}: attach the log before the agent decides, or replay it into a new agent")
-        store, came = self._store, list[Any]()
         for event in written:
-            if isinstance(event, events.Rewarded | events.Forgotten) and event.decision not in self._standing.waiting:
+            kind, decision = event["event"], event.get("decision")
+            if kind in ("reward", "forget") and decision not in standing.waiting:
                 # It was rewarded while the agent wrote no log.
                 continue
-            if isinstance(event, events.Rewarded):
-                came.append((*self._standing.waiting[event.decision], event.reward))
-            others = isinstance(event, events.Updated | events.ArmChanged)
-            if came and (others or len(came) >= self.settings.train_every - store.since_training):
-                self._learn(*zip(*came, strict=True))
-                came = []
-            self._standing.take(event)
-            if isinstance(event, events.Updated):
-                self._learn(event.contexts, event.arms, event.rewards)
-            elif isinstance(event, events.ArmChanged) and event.change == "added":
-                store.add_arm()
-        if came:
-            self._learn(*zip(*came, strict=True))
+            if kind == "reward":
+                context, arm = standing.waiting[event["decision"]]
+                self._learn([context], [arm], [event["reward"]])
+            elif kind == "update":
+                self._learn(event["contexts"], event["arms"], event["rewards"])
+            standing.take(event)
+            if kind == "arm" and event["change"] == "added":
+                store.rebuild(store.buffer)
 
     def _learn(self, contexts: Any, arms: Any, rewards: Any) -> None:
         rows, paid = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, rewards))
@@ -369,31 +355,27 @@ class Agent:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
         with self._store.learning, self._store.acting:
-            self._store.save(path, self._standing, self._known if self._log is None else self._log.known)
+            if self._log is not None:
+                self._store.known = self._log.id, self._log.end
+            self._store.save(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
-        return cls(*Store.load(path))
+        return cls(Store.load(path))
 
     # --- checks
 
     def _contexts(self, context: Floats) -> tuple[Tensor, bool]:
-        (array, narrow), width = _numbers(context, "a context must be numbers"), self.n_features
+        array, width = _numbers(context, "a context"), self.n_features
         if array.ndim not in (1, 2) or array.shape[-1] != width or not len(array):
             raise MatchError(f"a context has {width} numbers, a batch (k, {width}); got shape {array.shape}")
-        rows = narrow.reshape(-1, width)
-        if not np.isfinite(rows).all():
-            row, column = np.argwhere(~np.isfinite(rows))[0]
-            value = array.reshape(rows.shape)[row, column]
-            raise MatchError(f"contexts must be finite and fit float32: row {row} has {value} at {column}")
-        return torch.from_numpy(rows), array.ndim == 1
+        return torch.from_numpy(array.reshape(-1, width)), array.ndim == 1
 
-    def _rewards(self, reward: Any, n: int, single: bool) -> Tensor:
-        rewards = np.atleast_1d(_numbers(reward, "a reward must be a number")[1])
-        if rewards.shape != (n,) or not np.isfinite(rewards).all():
-            wanted = "one finite number" if single else f"{n} finite numbers"
-            raise MatchError(f"the reward must be {wanted}, got {reward!r}: forget a decision whose reward is unknown")
+    def _rewards(self, reward: Any, n: int) -> npt.NDArray[np.float32]:
+        rewards = np.atleast_1d(_numbers(reward, "a reward"))
+        if rewards.shape != (n,):
+            raise MatchError(f"{n} contexts have {n} rewards, got {reward!r}")
         given = getattr(self.settings, "reward_range", None)
         if given is not None and not self._warned_of_range:
             # In float32, as rewards are kept.
@@ -402,7 +384,7 @@ class Agent:
             if len(outside):
                 warn(f"a reward of {outside[0]:g} lies outside reward_range={given}: make the agent with a wider one")
                 self._warned_of_range = True
-        return torch.from_numpy(rewards)
+        return rewards
 
     def _arms(self, arms: Any) -> list[int]:
         available = self._standing.arms()
@@ -435,25 +417,29 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             like the one that wrote the log.
     """
     reader = LogReader(path)
-    header, written = reader.header, list(reader)
+    header = reader.header
     if agent is None:
-        if header.prior:
+        if header.get("prior"):
             raise MatchError(f"the agent of {path} started from a learnt prior: give replay an agent with that prior")
         try:
-            settings = entry(header.agent).settings.from_plain(header.settings)
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
         except SettingError as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
-        agent = Agent(Store(header.agent, settings, header.n_features, header.n_arms, header.seed))
-    header.check_width(agent.n_features, path)
+        agent = Agent(Store(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"]))
+    reader.check_width(agent.n_features)
     with agent._store.learning, agent._store.acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
-        if agent.n_arms != header.n_arms:
-            raise MatchError(f"{path} begins with {header.n_arms} arms, the agent has {agent.n_arms}: give it as many")
-        agent._follow(written, reader.path)
-        agent._known = header.id, reader.end
+        if agent.n_arms != header["n_arms"]:
+            raise MatchError(f"{path} begins with {header['n_arms']} arms, the agent has {agent.n_arms}")
+        agent._follow([event for _, event in reader.events], reader.path)
+        agent._store.known = reader.id, reader.end
     reader.warn_of_rest("is left out")
     return agent
+
+
+def _updated(contexts: Any, arms: Sequence[int], rewards: Any) -> Event:
+    return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
 
 
 def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
@@ -466,17 +452,16 @@ def _is_index(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _numbers(values: Any, message: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """In float64 and in float32; what does not fit the latter is infinite there. Text is refused."""
+def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
+    """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     try:
-        given = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-        # numpy would read text as numbers where it can.
-        if given.dtype.kind in "SUc" or (
-            given.dtype.kind == "O" and any(isinstance(v, str | bytes) for v in given.flat)
-        ):
-            raise TypeError(f"got {values!r}")
-        array = given.astype(np.float64)
+        array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
+        if array.dtype.kind == "O":
+            array = np.array(array.tolist())
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.float32([np.nan])
+        if not np.isfinite(narrow).all():
+            raise ValueError(f"got {values!r}")
     except (TypeError, ValueError) as error:
-        raise MatchError(f"{message}: {error}") from None
-    with np.errstate(over="ignore"):
-        return array, array.astype(np.float32)
+        raise MatchError(f"{what} must be finite numbers that fit float32: {error}") from None
+    return narrow

@@ -31,15 +31,17 @@ class Store:
     def __init__(
         self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
     ) -> None:
-        self.name, self.settings, self.n_features, self.n_arms = name, settings, n_features, n_arms
-        self.seed, self.prior = seed, prior
+        self.name, self.settings, self.n_features, self.seed, self.prior = name, settings, n_features, seed, prior
+        self.standing = Standing(n_features, n_arms)
+        # The id of the log that the agent has learnt, and up to which byte.
+        self.known: tuple[str, int] | None = None
         self.buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
         self.trainer, self.actor = self._learner(), self._learner()
         self.since_training = 0
         self.learning, self.acting = threading.RLock(), threading.RLock()
 
     def _learner(self) -> Learner:
-        return make_learner(self.name, self.settings, self.buffer, self.n_arms, [self.seed], self.prior)
+        return make_learner(self.name, self.settings, self.buffer, self.standing.n_arms, [self.seed], self.prior)
 
     def learn(self, rows: Tensor, arms: Tensor, rewards: Tensor) -> None:
         """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
@@ -49,7 +51,7 @@ class Store:
             with self.acting:
                 room, end = self.buffer.contexts.shape[1], self.buffer.count + count
                 if end > room:
-                    self._rebuild(self.buffer.widened(max(2 * room, end)))
+                    self.rebuild(self.buffer.widened(max(2 * room, end)))
                 self.buffer.contexts[0, self.buffer.count : end] = rows[part]
                 new = self.buffer.add(arms[None, part], rewards[None, part])
                 at_once = self.actor.learns_at_once
@@ -63,12 +65,8 @@ class Store:
                 with self.acting:
                     self.actor.load(self.trainer.tensors())
 
-    def add_arm(self) -> None:
-        """Make room for another arm; what was learnt of the others stays."""
-        self.n_arms += 1
-        self._rebuild(self.buffer)
-
-    def _rebuild(self, buffer: Buffer) -> None:
+    def rebuild(self, buffer: Buffer) -> None:
+        """Make room for the buffer's observations, or for another arm; what was learnt stays."""
         self.buffer = buffer
         self.trainer, self.actor = self._moved(self.trainer), self._moved(self.actor)
 
@@ -83,15 +81,16 @@ class Store:
         new.restore(state)
         return new
 
-    def save(self, path: str | os.PathLike[str], standing: Standing, known: tuple[str, int] | None) -> None:
-        """Write everything to a file, whole or not at all; `known` is the id of the agent's log and its length."""
-        rows = [np.asarray(context, np.float32) for context, _ in standing.waiting.values()]
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, whole or not at all."""
+        waiting = self.standing.waiting
+        rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
         tensors = {
             "contexts": self.buffer.contexts[:, : self.buffer.count],
             **self.buffer.state(),
-            "pending.id": torch.tensor(list(standing.waiting), dtype=torch.int64),
-            "pending.arm": torch.tensor([arm for _, arm in standing.waiting.values()], dtype=torch.int64),
-            "pending.context": torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_features),
+            "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
+            "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
+            "pending.context": torch.from_numpy(rows),
             **{f"trainer.{name}": tensor for name, tensor in self.trainer.state().items()},
             **{f"actor.{name}": tensor for name, tensor in self.actor.state().items()},
         }
@@ -102,19 +101,19 @@ class Store:
             "settings": self.settings.plain(),
             "prior": None if self.prior is None else self.prior.header(),
             "n_features": self.n_features,
-            "n_arms": self.n_arms,
+            "n_arms": self.standing.n_arms,
             "seed": self.seed,
             "room": self.buffer.contexts.shape[1],
-            "gone": sorted(standing.removed),
-            "pulls": standing.pulls,
-            "next_id": standing.next_id,
+            "gone": sorted(self.standing.removed),
+            "pulls": self.standing.pulls,
+            "next_id": self.standing.next_id,
             "since_training": self.since_training,
-            "log": known,
+            "log": self.known,
         }
         storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> tuple[Store, Standing, tuple[str, int] | None]:
+    def load(cls, path: str | os.PathLike[str]) -> Store:
         """What `save` wrote."""
         tensors, header = storage.read(path, storage.AGENT)
         try:
@@ -122,13 +121,13 @@ class Store:
             about, known = header["prior"], header["log"]
             prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
             store = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
-            store._rebuild(store.buffer.widened(header["room"]))
+            store.rebuild(store.buffer.widened(header["room"]))
             store.buffer.restore(tensors)
             store.buffer.contexts[:, : store.buffer.count] = tensors["contexts"]
             store.trainer.restore(storage.under("trainer.", tensors))
             store.actor.restore(storage.under("actor.", tensors))
-            store.since_training = header["since_training"]
-            standing = Standing(store.n_features, store.n_arms)
+            store.since_training, store.known = header["since_training"], known and (known[0], known[1])
+            standing = store.standing
             waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
             standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
             standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
@@ -137,4 +136,4 @@ class Store:
             raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
         except SettingError as error:
             raise FileError(f"{path} is not an agent of this version: {error}") from error
-        return store, standing, known and (known[0], known[1])
+        return store
