@@ -8,8 +8,8 @@ import torch
 
 from bayesadam.bandits import Agent, agent_settings, make_agent
 from bayesadam.bandits.agents import entry
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.linear import NeuralLinear, with_constant
+from bayesadam.bandits.learner import Buffer, with_constant
+from bayesadam.bandits.linear import NeuralLinear
 from bayesadam.bandits.networks import Greedy
 from bayesadam.engine.network import member
 from bayesadam.engine.streams import Streams

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bayesadam.bandits.agents import AGENTS, agent_settings, entry
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
+from bayesadam.bandits.learner import Buffer, with_constant
+from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics
 from bayesadam.bandits.networks import (
     Badam,
     BadamSettings,

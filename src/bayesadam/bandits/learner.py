@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesadam._checks import is_number
@@ -35,14 +36,12 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
 Count = Annotated[int, Check(is_count, "a positive whole number")]
 CountOrZero = Annotated[int, Check(lambda v: is_count(v, 0), "a whole number, 0 or more")]
-Positive = Annotated[float, Check(_is_positive, "positive and finite")]
-PositiveOrNone = Annotated[float | None, Check(lambda v: v is None or _is_positive(v), "positive and finite, or None")]
+Positive = Annotated[float, Check(lambda v: is_number(v) and v > 0, "positive and finite")]
+PositiveOrNone = Annotated[
+    float | None, Check(lambda v: v is None or (is_number(v) and v > 0), "positive and finite, or None")
+]
 NotNegative = Annotated[float, Check(lambda v: is_number(v) and v >= 0, "finite and at least 0")]
 Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
@@ -140,6 +139,8 @@ class Buffer:
         """2^(−age/h) of observations, with the newest one's age 0, float64."""
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=self.contexts.device)
+        if math.isinf(self.half_life):
+            return torch.ones_like(rows, dtype=torch.float64)
         return torch.exp2((rows - (self.count - 1)).double() / self.half_life)
 
     @property
@@ -199,6 +200,11 @@ class Buffer:
         wide = Buffer(contexts, self.half_life)
         wide.restore(self.state())
         return wide
+
+
+def with_constant(x: Tensor) -> Tensor:
+    """The features with a constant 1 appended, float64."""
+    return F.pad(x.double(), (0, 1), value=1.0)
 
 
 # --- learners -------------------------------------------------------------------------------------------------------

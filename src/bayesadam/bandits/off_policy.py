@@ -15,7 +15,8 @@ import torch
 
 from bayesadam._warnings import warn
 from bayesadam.bandits.agent import DRAWS, Agent
-from bayesadam.bandits.linear import LinearPosterior, LinearSettings, Statistics, with_constant
+from bayesadam.bandits.learner import with_constant
+from bayesadam.bandits.linear import LinearPosterior, LinearSettings, Statistics
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.errors import MatchError, OverlapWarning, SettingError
 
