@@ -119,9 +119,8 @@ class Agent:
         """As `act` for one context, remembered until its reward comes with `reward(decision.id, …)`.
 
         The decision has its probability: 1 for an arm that is tried in turn at first, exact for agents that choose
-        among finitely many scores, and otherwise the share of draws from the posterior that prefer the arm, including
-        the draw that chose: (count + 1)/(draws + 1). `Learner.choice_probabilities` states its error. The further
-        `draws` change no choice.
+        among finitely many scores, and otherwise (count + 1)/(draws + 1) with the count of further draws from the
+        posterior that prefer the arm; these change no choice. `Learner.choice_probabilities` states its error.
         """
         rows, single = self._contexts(context)
         if not single:
@@ -147,12 +146,7 @@ class Agent:
 
     @torch.no_grad()
     def probabilities(
-        self,
-        contexts: Floats,
-        *,
-        arms: Iterable[int] | npt.NDArray[np.bool_] | None = None,
-        draws: int = DRAWS,
-        seed: int = 0,
+        self, contexts: Floats, *, arms: Any = None, draws: int = DRAWS, seed: int = 0
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
@@ -200,7 +194,7 @@ class Agent:
             if self._log is not None:
                 with self._store.acting:
                     self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
-            self._learn(rows, arms, rewards)
+            self._store.learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
@@ -213,7 +207,7 @@ class Agent:
                 # A decision that the log does not have is an update there.
                 update = _updated([context], [arm], value) if decision in self._unlogged else None
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]}, otherwise=update)
-            self._learn([context], [arm], value)
+            self._store.learn([context], [arm], value)
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -256,9 +250,8 @@ class Agent:
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
         with self._store.acting:
-            removed = self._standing.removed
-            if not _is_index(arm) or arm not in removed:
-                raise SettingError(f"arm {arm!r} is not removed: {sorted(removed)} are")
+            if not _is_index(arm) or arm not in self._standing.removed:
+                raise SettingError(f"arm {arm!r} is not removed: {sorted(self._standing.removed)} are")
             self._take({"event": "arm", "arm": int(arm), "change": "restored"})
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
@@ -274,15 +267,12 @@ class Agent:
     def log(self, path: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
 
-        The file has one JSON object a line, each appended by a single write: a killed process loses none, and a killed
-        machine at most the end, of which a half-written line is cut off with a warning when the log is continued.
+        The file has one JSON object a line, each appended by a single write: a killed process loses none.
 
         A log that exists is continued: the decisions that wait in it wait in the agent too. An agent that was saved
-        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not; any other
-        agent does not learn from the log.
+        while it wrote this log, or made by `replay` of it, first learns what the log has and it does not.
 
-        `path=None` ends logging. With `sync`, every line is on the disk before a call returns, for machines that may
-        lose power.
+        `path=None` ends logging. With `sync`, every line is on the disk before a call returns.
         """
         store = self._store
         with store.learning, store.acting:
@@ -312,18 +302,16 @@ class Agent:
 
     def _join(self, written: LogReader) -> None:
         """Take over what a log has and the agent has not."""
-        own, theirs, known = self._standing, written.standing, self._store.known
-        mine = known is not None and known[0] == written.id
-        if mine and known is not None:
-            self._follow([event for start, event in written.events if start >= known[1]], written.path)
+        own, theirs, (log, end) = self._standing, written.standing, self._store.known or ("", 0)
+        if log == written.id:
+            self._follow([event for start, event in written.events if start >= end], written.path)
+        elif both := theirs.waiting.keys() & own.waiting.keys():
+            said = f"decision {min(both)} waits for a reward in {written.path} and, another one, in the agent"
+            raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
         if own.n_arms < theirs.n_arms:
             said = f"{written.path} has {theirs.n_arms} arms and the agent {own.n_arms}"
             raise MatchError(f"{said}: add arms first, or see replay")
-        if not mine:
-            both = sorted(theirs.waiting.keys() & own.waiting.keys())
-            if both:
-                said = f"decision {both[0]} waits for a reward in {written.path} and, another one, in the agent"
-                raise MatchError(f"{said}: reward or forget the agent's, or give it another log")
+        if log != written.id:
             own.waiting |= theirs.waiting
         own.next_id = max(own.next_id, theirs.next_id)
 
@@ -341,16 +329,12 @@ class Agent:
                 continue
             if kind == "reward":
                 context, arm = standing.waiting[event["decision"]]
-                self._learn([context], [arm], [event["reward"]])
+                store.learn([context], [arm], [event["reward"]])
             elif kind == "update":
-                self._learn(event["contexts"], event["arms"], event["rewards"])
+                store.learn(event["contexts"], event["arms"], event["rewards"])
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
                 store.rebuild(store.buffer)
-
-    def _learn(self, contexts: Any, arms: Any, rewards: Any) -> None:
-        rows, paid = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, rewards))
-        self._store.learn(rows, torch.from_numpy(np.asarray(arms, np.int64)), paid)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
@@ -399,17 +383,8 @@ class Agent:
 def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
     """An agent that has learnt all that a log has, in its order, and whose pending decisions can be rewarded.
 
-    >>> import tempfile, os
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     agent = make_agent("linear", n_features=2, n_arms=3)
-    ...     agent.log(os.path.join(folder, "log.jsonl"))
-    ...     decision = agent.decide([0.3, -1.0])
-    ...     again = replay(os.path.join(folder, "log.jsonl"))
-    >>> again.pending == (decision.id,)
-    True
-
-    The trainings come after the same observations as those of the agent that wrote the log; what is learnt agrees but
-    for rounding, and the random numbers of choices begin anew. `agent.log(path)` then continues the log.
+    What is learnt agrees with the agent that wrote the log but for rounding; the random numbers of choices begin anew.
+    `agent.log(path)` then continues the log.
 
     Args:
         path: the log.

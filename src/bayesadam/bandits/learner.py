@@ -259,14 +259,12 @@ class Learner(ABC):
         """π(a | x) = ε/|A| + (1 − ε) P(a) with P(a) = P(a has the largest score in A), (runs, k, arms), float64.
 
         P is exact for agents with finitely many scores. For the others it is the share of M = `draws` draws from
-        `streams`, unbiased with a standard error of √(P(1 − P)/M). The learner does not change.
+        `streams`, unbiased with a standard error of √(P(1 − P)/M). `allowed` is A, a mask.
 
         `drawn` are the scores of a choice, one draw more. All M + 1 draws are exchangeable, so given all of them the
         share, (count + 1)/(M + 1) for the chosen arm, is the probability of the choice. As an estimate of P given the
         choice, it is too large by (1 − P)/(M + 1) with a standard error of √(M P(1 − P))/(M + 1), and
         P E[1/share | chosen] = 1 − (1 − P)^(M+1): inverse shares are unbiased but for arms with P of the order 1/M.
-
-        `allowed` is A, a mask that broadcasts to (runs, k, arms); some arm of every row must be in it.
         """
         runs, k, _ = contexts.shape
         allowed = allowed.expand(runs, k, self.n_arms)

@@ -42,12 +42,17 @@ def _is_share(value: Any) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_share, value))
+
+
+def _are_widths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(is_count, value))
+
+
 Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
-Betas = Annotated[tuple[float, float], Check(lambda v: len(v) == 2 and all(map(_is_share, v)), "two numbers in [0, 1)")]
-Widths = Annotated[
-    tuple[int, ...],
-    Check(lambda v: isinstance(v, tuple) and all(map(is_count, v)), "a tuple of whole numbers like (100, 100)"),
-]
+Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
+Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
 Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]

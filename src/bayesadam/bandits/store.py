@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam.bandits.agents import entry, make_learner
@@ -43,8 +43,10 @@ class Store:
     def _learner(self) -> Learner:
         return make_learner(self.name, self.settings, self.buffer, self.standing.n_arms, [self.seed], self.prior)
 
-    def learn(self, rows: Tensor, arms: Tensor, rewards: Tensor) -> None:
+    def learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
         """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
+        rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
+        arms = torch.from_numpy(np.asarray(chosen, np.int64))
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
             count = len(rows[part])
