@@ -279,18 +279,6 @@ def test_counts_are_whole_numbers():
     assert make_agent("linear", np.int64(2), np.int64(3)).n_arms == 3
 
 
-def test_a_reward_outside_its_range_is_learnt_with_one_warning():
-    agent = make_agent("hybrid", 3, 2, reward_range=(0.1, 1), hidden=(4,))
-    agent.update(np.zeros(3), 0, 0.1)
-    with pytest.warns(
-        ba.errors.BayesAdamWarning, match=r"a reward of 5 lies outside reward_range=\(0\.1, 1\)"
-    ) as caught:
-        agent.update(np.zeros((2, 3)), [0, 1], [0.5, 5.0])
-    assert caught[0].filename == __file__
-    agent.update(np.zeros(3), 0, 7.0)
-    assert agent._store.buffer.rewards[0, :4].tolist() == approx([0.1, 0.5, 5.0, 7.0])
-
-
 @pytest.mark.parametrize("reward", [True, np.array([True]), torch.tensor(True)], ids=str)
 def test_booleans_are_learnt_as_numbers(reward):
     agent = make_agent("linear", 3, 2)

@@ -94,7 +94,8 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
     n = 3000
     for arms in (None, (0, 2, 3)):
         chosen = agent.act(np.tile(HERE, (n, 1)), arms=arms)
-        found = agent.probabilities([HERE], arms=arms, draws=n)[0]
+        allowed = None if arms is None else np.isin(np.arange(4), arms)[None]
+        found = agent.probabilities([HERE], allowed=allowed, draws=n)[0]
         shares = np.bincount(chosen, minlength=4) / n
         assert found.sum() == approx(1)
         error = np.sqrt(2 * found * (1 - found) / n) + 1e-9
@@ -192,7 +193,7 @@ def test_every_context_may_have_arms_of_its_own():
     agent = trained("linear", n_arms=4)
     rows = np.random.default_rng(0).normal(size=(3, 3))
     mask = np.array([[True, True, False, False], [False, False, True, False], [True, True, True, True]])
-    found = agent.probabilities(rows, arms=mask, draws=50)
+    found = agent.probabilities(rows, allowed=mask, draws=50)
     assert_close(found.sum(axis=1), 1)
     assert (found[~mask] == 0).all()
     np.testing.assert_array_equal(found[1], [0, 0, 1, 0])
@@ -220,7 +221,7 @@ def test_draws_must_be_a_positive_number(draws):
 def test_masks_are_checked():
     agent = trained("linear")
     with pytest.raises(MatchError, match=r"shape \(1, 3\), with an arm"):
-        agent.probabilities([HERE], arms=np.ones((1, 2), bool))
+        agent.probabilities([HERE], allowed=np.ones((1, 2), bool))
     agent.remove_arm(2)
     with pytest.raises(MatchError, match="an arm that is not removed for every context"):
-        agent.probabilities([HERE, HERE], arms=np.array([[True, True, True], [False, False, True]]))
+        agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [False, False, True]]))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesadam._checks import count
-from bayesadam._warnings import warn
 from bayesadam.bandits.agents import agent_settings, entry
 from bayesadam.bandits.learner import AgentSettings
 from bayesadam.bandits.log import Event, LogFile, LogReader
@@ -79,7 +78,6 @@ class Agent:
     def __init__(self, store: Store) -> None:
         self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
         self._store, self._standing = store, store.standing
-        self._warned_of_range = False
         self._log: LogFile | None = None
         # Decisions that wait here, but not in the log.
         self._unlogged: set[int] = set()
@@ -146,25 +144,22 @@ class Agent:
 
     @torch.no_grad()
     def probabilities(
-        self, contexts: Floats, *, arms: Any = None, draws: int = DRAWS, seed: int = 0
+        self, contexts: Floats, *, allowed: npt.NDArray[np.bool_] | None = None, draws: int = DRAWS, seed: int = 0
     ) -> npt.NDArray[np.float64]:
         """The probability with which the agent, as it is now, chooses each arm: (k, arms), for a batch of k contexts.
 
-        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `arms` are those to
-        choose from, or a mask (k, arms) with those of each context; `draws` are for agents without exact probabilities.
+        Arms that are to be tried in turn at first are taken as tried. The agent does not change. `allowed` is a mask
+        (k, arms) of those to choose from; `draws` are for agents without exact probabilities.
         """
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
         streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
         with self._store.acting:
-            if isinstance(arms, np.ndarray) and arms.ndim == 2:
-                fits = arms.shape == (len(rows), self.n_arms)
-                mask = torch.from_numpy(arms) & self._mask(self._standing.arms()) if fits else torch.zeros(1, 1)
-                if not mask.any(dim=1).all():
-                    wanted = f"of shape {(len(rows), self.n_arms)}, with an arm that is not removed for every context"
-                    raise MatchError(f"a mask of arms must be {wanted}")
-            else:
-                mask = self._mask(self._arms(arms))
+            shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
+            if allowed is not None and allowed.shape == shape:
+                mask = mask & torch.from_numpy(allowed)
+            if not mask.any(dim=1).all() or (allowed is not None and allowed.shape != shape):
+                raise MatchError(f"allowed must be of shape {shape}, with an arm that is not removed for every context")
             found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
         return found[0].numpy()
 
@@ -360,14 +355,6 @@ class Agent:
         rewards = np.atleast_1d(_numbers(reward, "a reward"))
         if rewards.shape != (n,):
             raise MatchError(f"{n} contexts have {n} rewards, got {reward!r}")
-        given = getattr(self.settings, "reward_range", None)
-        if given is not None and not self._warned_of_range:
-            # In float32, as rewards are kept.
-            low, high = np.asarray(given, dtype=np.float32)
-            outside = rewards[(rewards < low) | (rewards > high)]
-            if len(outside):
-                warn(f"a reward of {outside[0]:g} lies outside reward_range={given}: make the agent with a wider one")
-                self._warned_of_range = True
         return rewards
 
     def _arms(self, arms: Any) -> list[int]:
@@ -434,7 +421,7 @@ def _numbers(values: Any, what: str) -> npt.NDArray[np.float32]:
         if array.dtype.kind == "O":
             array = np.array(array.tolist())
         with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.float32([np.nan])
+            narrow = array.astype(np.float32) if array.dtype.kind in "biuf" else np.full(1, np.nan, np.float32)
         if not np.isfinite(narrow).all():
             raise ValueError(f"got {values!r}")
     except (TypeError, ValueError) as error:

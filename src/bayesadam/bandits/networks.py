@@ -26,7 +26,7 @@ from bayesadam.bandits.learner import (
     with_constant,
 )
 from bayesadam.engine.gradients import Slope, sampled_outputs
-from bayesadam.engine.network import ACTIVATIONS, Network, flatten, forward, initial, unflatten
+from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import IVON, Adam, BayesByBackprop, Dropout, Gaussian, Rule, Vadam, second_moment
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
@@ -54,7 +54,6 @@ Share = Annotated[float, Check(_is_share, "at least 0 and below 1")]
 Betas = Annotated[tuple[float, float], Check(_are_betas, "two numbers in [0, 1)")]
 Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
 SomeWidths = Annotated[Widths, Check(lambda v: v != (), "one hidden layer or more")]
-Activation = Annotated[str, Check(lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")]
 Form = Annotated[Literal["likelihood", "map"], Check(lambda v: v in ("likelihood", "map"), "'likelihood' or 'map'")]
 
 
@@ -73,7 +72,7 @@ class NetworkSettings(AgentSettings):
     """
 
     hidden: Widths = (100, 100)
-    activation: Activation = "relu"
+    activation: str = "relu"
     init_range: PositiveOrNone = None
     lr: Positive = 1e-3
     lr_decay: NotNegative = 0.0

@@ -216,7 +216,7 @@ def evaluate(
         both = min(log.n_arms, policy.n_arms)
         mask, shares = np.zeros((len(used), policy.n_arms), bool), np.zeros(allowed.shape)
         mask[:, :both] = allowed[:, :both]
-        shares[:, :both] = policy.probabilities(contexts, arms=mask, draws=draws, seed=seed)[:, :both]
+        shares[:, :both] = policy.probabilities(contexts, allowed=mask, draws=draws, seed=seed)[:, :both]
     else:
         shares = _checked_probabilities(policy(contexts), (len(used), log.n_arms))
     rows, n = np.arange(len(used)), len(used)

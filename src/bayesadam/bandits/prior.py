@@ -19,7 +19,7 @@ from bayesadam.bandits.linear import Statistics, normal_equations
 from bayesadam.bandits.log import Log, read_log
 from bayesadam.bandits.problems import BanditProblem
 from bayesadam.bandits.problems import problem as named_problem
-from bayesadam.engine.network import ACTIVATIONS, Network, forward, initial
+from bayesadam.engine.network import Network, forward, initial
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
@@ -135,7 +135,6 @@ def fit_prior(
     *,
     arms: Arms = "same",
     hidden: tuple[int, ...] = (100, 100, 100),
-    activation: str = "relu",
     rounds: int = 1000,
     steps: int = 4000,
     seed: int = 0,
@@ -163,8 +162,6 @@ def fit_prior(
     """
     if arms not in ("same", "exchangeable"):
         raise SettingError(f"arms must be one of same, exchangeable, got {arms!r}")
-    if not hidden or activation not in ACTIVATIONS:
-        raise SettingError(f"a network with hidden layers is needed, got hidden={hidden!r}, activation={activation!r}")
     if len(sources) < 2:
         raise SettingError(f"a prior is what problems have in common: give two or more, got {len(sources)}")
     seen = [_seen(source, rounds, stream_seed(seed, "prior", number), device) for number, source in enumerate(sources)]
@@ -180,7 +177,7 @@ def fit_prior(
     there = torch.stack([~rewards.isnan().all(dim=0) for _, rewards in seen]).unsqueeze(2)
     if not (there.sum(dim=0) > 1).all():
         raise MatchError("every arm must be seen in two problems or more: give more, or arms='exchangeable'")
-    network = Network(seen[0][0].shape[1], hidden, 1, activation)
+    network = Network(seen[0][0].shape[1], hidden, 1)
     params, heads, noises = _trained(network, seen, steps, seed)
     heads = torch.where(there, heads, torch.where(there, heads, 0).sum(dim=0) / there.sum(dim=0))
     data = []

@@ -84,7 +84,7 @@ class BanditProblem:
         return rounds
 
 
-def problem(name: str, *, progress: bool = False) -> BanditProblem:
+def problem(name: str) -> BanditProblem:
     """One of the benchmark's problems.
 
     >>> problem("wheel:0.5").n_arms
@@ -92,7 +92,6 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
 
     Args:
         name: mushroom, financial, jester, statlog, adult, covertype, census, or wheel, with its δ as in `"wheel:0.95"`.
-        progress: whether to show a bar for each file that must be downloaded.
     """
     kind, _, option = name.partition(":")
     if kind == "wheel":
@@ -102,7 +101,7 @@ def problem(name: str, *, progress: bool = False) -> BanditProblem:
             raise SettingError(f"the wheel's δ must be a number between 0 and 1, got {name!r}") from None
     if name not in _TABLES:
         raise SettingError(f"problem must be one of {', '.join(PROBLEMS)}, got {name!r}")
-    table = load_table(name, dtype=_TABLES[name], progress=progress)
+    table = load_table(name, dtype=_TABLES[name])
     n, width = table.contexts.shape
     if name == "financial":
         make = partial(_financial_rounds, _Table.of(table.contexts, standardise=False))
