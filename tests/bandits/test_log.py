@@ -55,7 +55,7 @@ def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
 
 
 def learnt(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in agent._store.trainer.state().items() if not name.startswith("stream")}
+    return {name: t.clone() for name, t in agent._trainer.state().items() if not name.startswith("stream")}
 
 
 def assert_alike(one: Agent, other: Agent) -> None:
@@ -66,11 +66,11 @@ def assert_alike(one: Agent, other: Agent) -> None:
         other._standing.pulls,
         other._standing.removed,
     )
-    assert (one.n_arms, one._store.since_training) == (other.n_arms, other._store.since_training)
-    count = one._store.buffer.count
-    assert count == other._store.buffer.count
+    assert (one.n_arms, one._since_training) == (other.n_arms, other._since_training)
+    count = one._buffer.count
+    assert count == other._buffer.count
     for of in ("contexts", "arms", "rewards"):
-        assert torch.equal(getattr(one._store.buffer, of)[:, :count], getattr(other._store.buffer, of)[:, :count])
+        assert torch.equal(getattr(one._buffer, of)[:, :count], getattr(other._buffer, of)[:, :count])
     for decision, (context, arm) in one._standing.waiting.items():
         there, its = other._standing.waiting[decision]
         assert arm == its
@@ -413,9 +413,9 @@ def test_replay_warm_starts_another_kind_of_agent(tmp_path):
     play(agent, ROWS[:40])
     other = replay(path, new("badam", prior_variance=0.1))
     assert other.name == "badam"
-    assert other._store.buffer.count == agent._store.buffer.count
+    assert other._buffer.count == agent._buffer.count
     assert other.pending == agent.pending
-    assert other._store.trainer.stack.done > 0
+    assert other._trainer.stack.done > 0
     other.log(tmp_path / "other.jsonl")
     assert other.decide(ROWS[0]).id == 40
     waits = agent.pending[0]
@@ -485,11 +485,11 @@ def test_ids_continue_from_the_larger_of_the_agent_s_and_the_log_s(tmp_path):
     fresh = new()
     fresh.log(path)
     # It has learnt nothing, but what waits in the log can be rewarded.
-    assert fresh._store.buffer.count == 0
+    assert fresh._buffer.count == 0
     assert fresh.pending == first.pending
     assert fresh.decide(ROWS[10]).id == 10
     fresh.reward(fresh.pending[0], 1.0)
-    assert fresh._store.buffer.count == 1
+    assert fresh._buffer.count == 1
     fresh.log(None)
     older = new()
     for row in ROWS[:30]:
@@ -568,7 +568,7 @@ def test_a_reward_that_never_comes_waits_or_is_given_up(tmp_path):
     with pytest.raises(MatchError, match="99 was never made"):
         agent.forget(99)
     assert agent.pending == replay(path).pending == (kept.id,)
-    assert agent._store.buffer.count == 0
+    assert agent._buffer.count == 0
     with pytest.raises(MatchError, match="was rewarded or forgotten before"):
         agent.reward(given_up.id, 1.0)
     found = read_log(path)
@@ -705,4 +705,4 @@ def test_twenty_kills_lose_no_decision_and_double_none(tmp_path):
     # At most what each of them was killed at was not yet reported.
     assert len(found) - len(decided) <= 20
     assert len(paid) - len(rewarded) <= 20
-    assert last._store.buffer.count == len(paid)
+    assert last._buffer.count == len(paid)

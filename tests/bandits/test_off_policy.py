@@ -225,9 +225,9 @@ def test_an_agent_is_evaluated_as_it_is_and_learns_nothing():
     log, _ = learning_log(0)
     agent = make_agent("linear", 2, 3, seed=4, epsilon=0.3)
     agent.update(log.contexts[:50], log.arms[:50], log.rewards[:50])
-    before = {name: tensor.clone() for name, tensor in agent._store.actor.state().items()}
+    before = {name: tensor.clone() for name, tensor in agent._actor.state().items()}
     found = evaluate(log, agent, draws=100, seed=3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in agent._store.actor.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in agent._actor.state().items())
     expected = evaluate(log, lambda contexts: agent.probabilities(contexts, draws=100, seed=3))
     assert found.ips == expected.ips
     assert found.doubly_robust == expected.doubly_robust

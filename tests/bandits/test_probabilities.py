@@ -29,7 +29,7 @@ def trained(name: str, n_arms: int = 3, rounds: int = 30, **changes: object) -> 
 
 
 def state_of(agent: Agent) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in agent._store.actor.state().items()}
+    return {name: tensor.clone() for name, tensor in agent._actor.state().items()}
 
 
 # --- against closed forms -------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def state_of(agent: Agent) -> dict[str, torch.Tensor]:
 
 def test_linear_against_quadrature_over_the_students():
     agent = trained("linear")
-    posterior = agent._store.actor.linear_posterior()
+    posterior = agent._actor.linear_posterior()
     x = np.append(HERE.astype(np.float32).astype(np.float64), 1.0)
     scores = []
     for arm in range(3):
@@ -57,7 +57,7 @@ def test_linear_against_quadrature_over_the_students():
 @pytest.mark.parametrize("name", ["badam", "badam-map", "vadam", "bbb", "ivon"])
 def test_gaussian_weights_of_a_linear_network_against_the_normal_distribution(name):
     agent = trained(name, n_arms=2, hidden=(), **({"dropout": 0.0} if name.startswith("badam") else {}))
-    mean, variance = agent._store.actor.gaussian()
+    mean, variance = agent._actor.gaussian()
     # f = W x + b, with the weights of one arm after those of the other, then the biases.
     x = torch.tensor(HERE, dtype=torch.float32).double()
     (m, v) = ((part[0, :6].double().view(2, 3), part[0, 6:].double()) for part in (mean, variance))
@@ -75,7 +75,7 @@ def test_agents_with_finitely_many_scores_are_exact(epsilon):
     x = torch.from_numpy(rows.astype(np.float32)).unsqueeze(0)
     for name, members in (("greedy", 1), ("bootstrap", 4)):
         agent = trained(name, epsilon=epsilon, **({"members": members} if members > 1 else {}))
-        learner = agent._store.actor
+        learner = agent._actor
         found = agent.probabilities(rows, draws=1)
         every = forward(learner.network, learner.params, x.repeat(members, 1, 1))
         expected = np.full((20, 3), epsilon / 3)
@@ -108,7 +108,7 @@ def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
 
 def decided(agent: Agent, draws: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Arms and probabilities of so many decisions, all at once."""
-    x, learner = torch.tensor(HERE, dtype=torch.float32).expand(1, n, 3), agent._store.actor
+    x, learner = torch.tensor(HERE, dtype=torch.float32).expand(1, n, 3), agent._actor
     drawn = learner.drawn(x)
     arms = learner.explored(drawn).argmax(dim=2)
     allowed, streams = torch.ones(agent.n_arms, dtype=torch.bool), Streams([8], "p")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bayesadam import _storage as storage
 from bayesadam._checks import count
-from bayesadam.bandits.agents import agent_settings, entry
-from bayesadam.bandits.learner import AgentSettings
-from bayesadam.bandits.log import Event, LogFile, LogReader
+from bayesadam.bandits.agents import agent_settings, entry, make_learner
+from bayesadam.bandits.learner import AgentSettings, Buffer, Learner
+from bayesadam.bandits.log import Event, LogFile, LogReader, Standing
 from bayesadam.bandits.prior import Prior
-from bayesadam.bandits.store import Store
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import FileError, MatchError, SettingError
 from bayesadam.gaussian.noise import stream_seed
 
 # Draws from the posterior over which a probability is counted, where it has no closed form.
 DRAWS = 200
+_FIRST_ROOM = 1024
 Floats = npt.ArrayLike
 
 
@@ -66,21 +68,35 @@ def make_agent(
         if not _is_index(value) or value < 1:
             example = f"make_agent({name!r}, n_features=5, n_arms=3)"
             raise SettingError(f"{key} must be a positive whole number, got {value!r}: {example} for example")
-    return Agent(Store(name, own, int(n_features), int(n_arms), seed, prior))
+    return Agent(name, own, int(n_features), int(n_arms), seed, prior)
 
 
 class Agent:
     """Acts and learns; made by `make_agent` or `load`.
 
-    `act` may be called from other threads while `update` trains, and does not wait for it.
+    `act` may be called from other threads while `update` trains, and does not wait for it: one learner trains, another
+    acts and takes over the first one's weights after each training. Where observations change the scores at once, the
+    second takes note of them in between.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.name, self.settings, self.n_features, self.seed = store.name, store.settings, store.n_features, store.seed
-        self._store, self._standing = store, store.standing
+    def __init__(
+        self, name: str, settings: AgentSettings, n_features: int, n_arms: int, seed: int, prior: Prior | None = None
+    ) -> None:
+        self.name, self.settings, self.n_features, self.seed, self._prior = name, settings, n_features, seed, prior
+        self._standing = Standing(n_features, n_arms)
+        self._buffer = Buffer(torch.zeros(1, _FIRST_ROOM, n_features), settings.forget)
+        self._trainer, self._actor = self._learner(), self._learner()
+        self._since_training = 0
+        # `_learning` is held as long as a training takes, `_acting` while the actor or the observations are used.
+        self._learning, self._acting = threading.RLock(), threading.RLock()
         self._log: LogFile | None = None
+        # The id of the log that the agent has learnt, and up to which byte.
+        self._known: tuple[str, int] | None = None
         # Decisions that wait here, but not in the log.
         self._unlogged: set[int] = set()
+
+    def _learner(self) -> Learner:
+        return make_learner(self.name, self.settings, self._buffer, self.n_arms, [self.seed], self._prior)
 
     @property
     def n_arms(self) -> int:
@@ -88,7 +104,7 @@ class Agent:
         return self._standing.n_arms
 
     def __repr__(self) -> str:
-        seen, waiting = self._store.buffer.count, len(self._standing.waiting)
+        seen, waiting = self._buffer.count, len(self._standing.waiting)
         size = f"{self.n_features} features, {self.n_arms} arms"
         return f"Agent({self.name!r}, {size}, {seen} rewards seen, {waiting} pending)"
 
@@ -103,13 +119,13 @@ class Agent:
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
         chosen: list[int] = []
-        with self._store.acting:
+        with self._acting:
             while len(chosen) < len(rows) and (arm := self._untried(allowed)) is not None:
                 self._standing.pulls[arm] += 1
                 chosen.append(arm)
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._store.actor.scores(rest.unsqueeze(0)), self._mask(allowed))
+                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), self._mask(allowed))
         return chosen[0] if single else np.array(chosen)
 
     @torch.no_grad()
@@ -125,8 +141,8 @@ class Agent:
             raise MatchError(f"decide takes one context of {self.n_features} numbers, got {len(rows)} of them")
         allowed = self._arms(arms)
         count("draws", draws, "from the posterior")
-        with self._store.acting:
-            number, actor, untried = self._standing.next_id, self._store.actor, self._untried(allowed)
+        with self._acting:
+            number, actor, untried = self._standing.next_id, self._actor, self._untried(allowed)
             if untried is not None:
                 arm, shares = untried, [float(one == untried) for one in allowed]
             else:
@@ -154,13 +170,13 @@ class Agent:
         rows, _ = self._contexts(contexts)
         count("draws", draws, "from the posterior")
         streams = Streams([stream_seed(self.seed, "policy", seed)], "probability")
-        with self._store.acting:
+        with self._acting:
             shape, mask = (len(rows), self.n_arms), self._mask(self._standing.arms()).expand(len(rows), -1)
             if allowed is not None and allowed.shape == shape:
                 mask = mask & torch.from_numpy(allowed)
             if not mask.any(dim=1).all() or (allowed is not None and allowed.shape != shape):
                 raise MatchError(f"allowed must be of shape {shape}, with an arm that is not removed for every context")
-            found = self._store.actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
+            found = self._actor.choice_probabilities(rows.unsqueeze(0), mask, draws=draws, streams=streams)
         return found[0].numpy()
 
     def _untried(self, allowed: Sequence[int]) -> int | None:
@@ -185,34 +201,74 @@ class Agent:
             said = f"they are 0 to {self.n_arms - 1}, and add_arm makes another"
             raise SettingError(f"there is no such arm in {arm!r}: {said}")
         rewards = self._rewards(reward, len(rows))
-        with self._store.learning:
+        with self._learning:
             if self._log is not None:
-                with self._store.acting:
+                with self._acting:
                     self._log.write(_updated(rows.numpy(), arms.tolist(), rewards))
-            self._store.learn(rows, arms, rewards)
+            self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
         value = self._rewards(reward, 1)
-        with self._store.learning:
-            with self._store.acting:
+        with self._learning:
+            with self._acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
                 context, arm = self._standing.waiting[decision]
                 # A decision that the log does not have is an update there.
                 update = _updated([context], [arm], value) if decision in self._unlogged else None
                 self._take({"event": "reward", "decision": int(decision), "reward": value[0]}, otherwise=update)
-            self._store.learn([context], [arm], value)
+            self._learn([context], [arm], value)
+
+    def _learn(self, contexts: Any, chosen: Any, paid: Any) -> None:
+        """Add observations (k, features), (k,), (k,); every `train_every` of them, train."""
+        rows, rewards = (torch.from_numpy(np.asarray(values, np.float32)) for values in (contexts, paid))
+        arms = torch.from_numpy(np.asarray(chosen, np.int64))
+        for first in range(0, len(rows), self.settings.train_every):
+            part = slice(first, first + self.settings.train_every)
+            count = len(rows[part])
+            with self._acting:
+                room, end = self._buffer.contexts.shape[1], self._buffer.count + count
+                if end > room:
+                    self._rebuild(self._buffer.widened(max(2 * room, end)))
+                self._buffer.contexts[0, self._buffer.count : end] = rows[part]
+                new = self._buffer.add(arms[None, part], rewards[None, part])
+                at_once = self._actor.learns_at_once
+                (self._actor if at_once else self._trainer).observe(new)
+            self._since_training += count
+            if self._since_training >= self.settings.train_every:
+                if at_once:
+                    self._trainer.load(self._actor.tensors())
+                self._trainer.train()
+                self._since_training = 0
+                with self._acting:
+                    self._actor.load(self._trainer.tensors())
+
+    def _rebuild(self, buffer: Buffer) -> None:
+        """Make room for the buffer's observations, or for another arm; what was learnt stays."""
+        self._buffer = buffer
+        self._trainer, self._actor = self._moved(self._trainer), self._moved(self._actor)
+
+    def _moved(self, old: Learner) -> Learner:
+        """A learner for more arms or more room, with what the old one has learnt in the leading part of its tensors."""
+        new = self._learner()
+        state = new.state()
+        for name, tensor in old.state().items():
+            parts, wholes = old.parts(tensor), new.parts(state[name])
+            for part, whole in zip(parts, wholes, strict=True):
+                whole[tuple(slice(0, length) for length in part.shape)] = part
+        new.restore(state)
+        return new
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The decisions that wait for a reward."""
-        with self._store.acting:
+        with self._acting:
             return tuple(self._standing.waiting)
 
     def forget(self, decision: int) -> None:
         """Give up on the reward of a decision, if it still waits; a reward that comes later is refused."""
-        with self._store.acting:
+        with self._acting:
             if self._waits(decision):
                 self._take({"event": "forget", "decision": int(decision)})
 
@@ -227,14 +283,14 @@ class Agent:
 
     def add_arm(self) -> int:
         """A new arm; returns its index. It is tried a few times before it competes."""
-        with self._store.learning, self._store.acting:
+        with self._learning, self._acting:
             self._take({"event": "arm", "arm": self.n_arms, "change": "added"})
-            self._store.rebuild(self._store.buffer)
+            self._rebuild(self._buffer)
             return self.n_arms - 1
 
     def remove_arm(self, arm: int) -> None:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
-        with self._store.acting:
+        with self._acting:
             available = self._standing.arms()
             if not _is_index(arm) or arm not in available:
                 raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
@@ -244,7 +300,7 @@ class Agent:
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
-        with self._store.acting:
+        with self._acting:
             if not _is_index(arm) or arm not in self._standing.removed:
                 raise SettingError(f"arm {arm!r} is not removed: {sorted(self._standing.removed)} are")
             self._take({"event": "arm", "arm": int(arm), "change": "restored"})
@@ -269,16 +325,15 @@ class Agent:
 
         `path=None` ends logging. With `sync`, every line is on the disk before a call returns.
         """
-        store = self._store
-        with store.learning, store.acting:
+        with self._learning, self._acting:
             if self._log is not None:
-                store.known = self._log.id, self._log.end
+                self._known = self._log.id, self._log.end
                 self._log.close()
                 self._log = None
             if path is None:
                 return
             about = {"agent": self.name, "settings": self.settings.plain(), "seed": self.seed}
-            about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": store.prior is not None}
+            about |= {"n_features": self.n_features, "n_arms": self.n_arms, "prior": self._prior is not None}
             file = LogFile(path, about, sync=sync)
             try:
                 self._join(file.written)
@@ -293,11 +348,11 @@ class Agent:
     @property
     def log_id(self) -> str | None:
         """The id of the log that this agent writes, wrote or replayed; None for none."""
-        return self._log.id if self._log is not None else self._store.known and self._store.known[0]
+        return self._log.id if self._log is not None else self._known and self._known[0]
 
     def _join(self, written: LogReader) -> None:
         """Take over what a log has and the agent has not."""
-        own, theirs, (log, end) = self._standing, written.standing, self._store.known or ("", 0)
+        own, theirs, (log, end) = self._standing, written.standing, self._known or ("", 0)
         if log == written.id:
             self._follow([event for start, event in written.events if start >= end], written.path)
         elif both := theirs.waiting.keys() & own.waiting.keys():
@@ -312,7 +367,7 @@ class Agent:
 
     def _follow(self, written: Sequence[Event], path: os.PathLike[str]) -> None:
         """Do as the agent that wrote these events did."""
-        standing, store = self._standing, self._store
+        standing = self._standing
         first = next((event["decision"] for event in written if event["event"] == "decision"), standing.next_id)
         if first < standing.next_id:
             said = f"{path} has a decision {first}, and the agent has one of its own"
@@ -324,24 +379,72 @@ class Agent:
                 continue
             if kind == "reward":
                 context, arm = standing.waiting[event["decision"]]
-                store.learn([context], [arm], [event["reward"]])
+                self._learn([context], [arm], [event["reward"]])
             elif kind == "update":
-                store.learn(event["contexts"], event["arms"], event["rewards"])
+                self._learn(event["contexts"], event["arms"], event["rewards"])
             standing.take(event)
             if kind == "arm" and event["change"] == "added":
-                store.rebuild(store.buffer)
+                self._rebuild(self._buffer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything: observations, what was learnt, the optimiser, the random numbers, the pending decisions."""
-        with self._store.learning, self._store.acting:
+        with self._learning, self._acting:
             if self._log is not None:
-                self._store.known = self._log.id, self._log.end
-            self._store.save(path)
+                self._known = self._log.id, self._log.end
+            waiting = self._standing.waiting
+            rows = np.array([context for context, _ in waiting.values()], np.float32).reshape(-1, self.n_features)
+            tensors = {
+                "contexts": self._buffer.contexts[:, : self._buffer.count],
+                **self._buffer.state(),
+                "pending.id": torch.tensor(list(waiting), dtype=torch.int64),
+                "pending.arm": torch.tensor([arm for _, arm in waiting.values()], dtype=torch.int64),
+                "pending.context": torch.from_numpy(rows),
+                **{f"trainer.{name}": tensor for name, tensor in self._trainer.state().items()},
+                **{f"actor.{name}": tensor for name, tensor in self._actor.state().items()},
+            }
+            if self._prior is not None:
+                tensors |= {f"prior.{name}": tensor for name, tensor in self._prior.tensors().items()}
+            header = {
+                "agent": self.name,
+                "settings": self.settings.plain(),
+                "prior": None if self._prior is None else self._prior.header(),
+                "n_features": self.n_features,
+                "n_arms": self._standing.n_arms,
+                "seed": self.seed,
+                "room": self._buffer.contexts.shape[1],
+                "gone": sorted(self._standing.removed),
+                "pulls": self._standing.pulls,
+                "next_id": self._standing.next_id,
+                "since_training": self._since_training,
+                "log": self._known,
+            }
+            storage.write(path, tensors, header, storage.AGENT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Agent:
         """The agent that `save` wrote; it resumes as if it had never stopped."""
-        return cls(Store.load(path))
+        tensors, header = storage.read(path, storage.AGENT)
+        try:
+            settings = entry(header["agent"]).settings.from_plain(header["settings"])
+            about, known = header["prior"], header["log"]
+            prior = None if about is None else Prior.of_tensors(storage.under("prior.", tensors), about)
+            agent = cls(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"], prior)
+            agent._rebuild(agent._buffer.widened(header["room"]))
+            agent._buffer.restore(tensors)
+            agent._buffer.contexts[:, : agent._buffer.count] = tensors["contexts"]
+            agent._trainer.restore(storage.under("trainer.", tensors))
+            agent._actor.restore(storage.under("actor.", tensors))
+            agent._since_training, agent._known = header["since_training"], known and (known[0], known[1])
+            standing = agent._standing
+            waiting = zip(tensors["pending.context"].numpy(), tensors["pending.arm"].tolist(), strict=True)
+            standing.waiting = dict(zip(tensors["pending.id"].tolist(), waiting, strict=True))
+            standing.removed, standing.pulls = set(header["gone"]), list(header["pulls"])
+            standing.next_id = header["next_id"]
+        except KeyError as missing:
+            raise FileError(f"{path} is not a saved agent: it has no {missing}") from None
+        except SettingError as error:
+            raise FileError(f"{path} is not an agent of this version: {error}") from error
+        return agent
 
     # --- checks
 
@@ -387,15 +490,15 @@ def replay(path: str | os.PathLike[str], agent: Agent | None = None) -> Agent:
             settings = entry(header["agent"]).settings.from_plain(header["settings"])
         except SettingError as error:
             raise FileError(f"{path} is of no agent of this version: {error}") from error
-        agent = Agent(Store(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"]))
+        agent = Agent(header["agent"], settings, header["n_features"], header["n_arms"], header["seed"])
     reader.check_width(agent.n_features)
-    with agent._store.learning, agent._store.acting:
+    with agent._learning, agent._acting:
         if agent.log_id is not None or agent._standing.next_id:
             raise MatchError("replay needs an agent that neither decided nor wrote a log: make a new one")
         if agent.n_arms != header["n_arms"]:
             raise MatchError(f"{path} begins with {header['n_arms']} arms, the agent has {agent.n_arms}")
         agent._follow([event for _, event in reader.events], reader.path)
-        agent._store.known = reader.id, reader.end
+        agent._known = reader.id, reader.end
     reader.warn_of_rest("is left out")
     return agent
 
