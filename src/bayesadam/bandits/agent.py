@@ -125,7 +125,7 @@ class Agent:
                 chosen.append(arm)
             rest = rows[len(chosen) :]
             if len(rest):
-                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), self._mask(allowed))
+                chosen += _largest(self._actor.scores(rest.unsqueeze(0)), allowed)
         return chosen[0] if single else np.array(chosen)
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class Agent:
             else:
                 mask, x = self._mask(allowed), rows.unsqueeze(0)
                 drawn = actor.drawn(x)
-                (arm,) = _largest(actor.explored(drawn), mask)
+                (arm,) = _largest(actor.explored(drawn), allowed)
                 streams = Streams([stream_seed(self.seed, "decision", number)], "probability")
                 found = actor.choice_probabilities(x, mask, draws=draws, streams=streams, drawn=drawn)
                 shares = found[0, 0, allowed].tolist()
@@ -181,7 +181,7 @@ class Agent:
 
     def _untried(self, allowed: Sequence[int]) -> int | None:
         """The arm that was tried least, if less often than every arm is at first."""
-        least = min(allowed, key=lambda arm: self._standing.pulls[arm])
+        least = min(allowed, key=self._standing.pulls.__getitem__)
         return least if self._standing.pulls[least] < self.settings.initial_pulls else None
 
     def _mask(self, allowed: Sequence[int]) -> Tensor:
@@ -507,9 +507,9 @@ def _updated(contexts: Any, arms: Sequence[int], rewards: Any) -> Event:
     return {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}
 
 
-def _largest(scores: Tensor, allowed: Tensor) -> list[int]:
+def _largest(scores: Tensor, allowed: Sequence[int]) -> list[int]:
     """The arms of the largest scores (1, k, arms) among those that are allowed."""
-    return scores[0].masked_fill(~allowed, -torch.inf).argmax(dim=1).tolist()
+    return [allowed[place] for place in scores[0].numpy()[:, allowed].argmax(axis=1)]
 
 
 def _is_index(value: Any) -> bool:

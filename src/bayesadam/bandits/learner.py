@@ -126,9 +126,9 @@ class Buffer:
         self.arms[:, rows] = arms
         self.rewards[:, rows] = rewards
         self.count = rows.stop
-        wide, weights = rewards.double(), self.weights(rows)
-        self.sums *= self.faded(arms.shape[1])
-        self.sums += torch.stack([(weights * wide).sum(dim=1), (weights * wide.square()).sum(dim=1)], dim=1)
+        wide = rewards.double()
+        powers = torch.stack([wide, wide.square()], dim=1)
+        self.sums.mul_(self.faded(arms.shape[1])).add_((self.weights(rows) * powers).sum(dim=2))
         return rows
 
     def faded(self, count: int) -> float:

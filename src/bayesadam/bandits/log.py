@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,36 +70,29 @@ class Standing:
 
     def check(self, event: Event) -> None:
         """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        match event["event"]:
-            case "decision":
-                self._check(event["context"], event["arms"])
-                shares = dict(zip(event["arms"], event["probabilities"], strict=True))
-                if event["decision"] < self.next_id:
-                    raise ValueError(f"decision {event['decision']} comes after decision {self.next_id - 1}")
-                if shares[event["arm"]] != event["probability"] or not 0 < event["probability"] <= 1 + 1e-9:
-                    raise ValueError(f"arm {event['arm']} was chosen with probability {event['probability']}")
-            case "reward":
-                context, arm = self.waiting[event["decision"]]
-                self._check(context, [arm], event["reward"])
-            case "forget":
-                self.waiting[event["decision"]]
-            case "update":
-                if not event["contexts"]:
-                    raise ValueError("an update without contexts")
-                for context, arm, reward in zip(event["contexts"], event["arms"], event["rewards"], strict=True):
-                    self._check(context, [arm], reward)
-            case "arm":
-                known = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-                if event["arm"] not in known[event["change"]]:
-                    raise ValueError(f"arm {event['arm']!r} cannot be {event['change']} here")
-            case other:
-                raise ValueError(f"there is no event {other!r}")
-
-    def _check(self, context: Sequence[float], arms: Sequence[int], reward: float = 0.0) -> None:
-        if len(context) != self.n_features or not all(map(math.isfinite, (*context, reward))):
-            raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
-        if not set(arms) <= set(range(self.n_arms)):
-            raise ValueError(f"there are {self.n_arms} arms, not all of {arms}")
+        kind, rows = event["event"], list[tuple[Any, Any, float]]()
+        if kind == "decision":
+            rows = [(event["context"], arm, 0.0) for arm in event["arms"]]
+            shares = dict(zip(event["arms"], event["probabilities"], strict=True))
+            if event["decision"] < self.next_id:
+                raise ValueError(f"decision {event['decision']} comes after decision {self.next_id - 1}")
+            if shares[event["arm"]] != event["probability"] or not 0 < event["probability"] <= 1 + 1e-9:
+                raise ValueError(f"arm {event['arm']} was chosen with probability {event['probability']}")
+        elif kind in ("reward", "forget"):
+            rows = [(*self.waiting[event["decision"]], event["reward"] if kind == "reward" else 0.0)]
+        elif kind == "update":
+            rows = list(zip(event["contexts"], event["arms"], event["rewards"], strict=True))
+        elif kind == "arm":
+            known = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
+            if event["arm"] not in known[event["change"]]:
+                raise ValueError(f"arm {event['arm']!r} cannot be {event['change']} here")
+        if not rows and kind != "arm":
+            raise ValueError(f"an event {kind!r} without contexts")
+        for context, arm, reward in rows:
+            if len(context) != self.n_features or not all(map(math.isfinite, (*context, reward))):
+                raise ValueError(f"a context must be {self.n_features} finite numbers, a reward one")
+            if arm not in range(self.n_arms):
+                raise ValueError(f"there is no arm {arm} yet")
 
     def arms(self) -> list[int]:
         """Those to choose from."""
