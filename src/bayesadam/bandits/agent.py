@@ -103,11 +103,6 @@ class Agent:
         """How many arms there have been; those removed keep their index."""
         return self._standing.n_arms
 
-    def __repr__(self) -> str:
-        seen, waiting = self._buffer.count, len(self._standing.waiting)
-        size = f"{self.n_features} features, {self.n_arms} arms"
-        return f"Agent({self.name!r}, {size}, {seen} rewards seen, {waiting} pending)"
-
     # --- acting
 
     @torch.no_grad()
@@ -198,8 +193,7 @@ class Agent:
         if arms.shape != (len(rows),) or arms.dtype.kind not in "iu":
             raise MatchError(f"update needs {len(rows)} arms, one for each context, by whole numbers; got {arm!r}")
         if arms.min() < 0 or arms.max() >= self.n_arms:
-            said = f"they are 0 to {self.n_arms - 1}, and add_arm makes another"
-            raise SettingError(f"there is no such arm in {arm!r}: {said}")
+            raise SettingError(f"arms are 0 to {self.n_arms - 1}, and add_arm makes another; got {arm!r}")
         rewards = self._rewards(reward, len(rows))
         with self._learning:
             if self._log is not None:
@@ -226,16 +220,16 @@ class Agent:
         arms = torch.from_numpy(np.asarray(chosen, np.int64))
         for first in range(0, len(rows), self.settings.train_every):
             part = slice(first, first + self.settings.train_every)
-            count = len(rows[part])
+            more = len(rows[part])
             with self._acting:
-                room, end = self._buffer.contexts.shape[1], self._buffer.count + count
+                room, end = self._buffer.contexts.shape[1], self._buffer.count + more
                 if end > room:
                     self._rebuild(self._buffer.widened(max(2 * room, end)))
                 self._buffer.contexts[0, self._buffer.count : end] = rows[part]
                 new = self._buffer.add(arms[None, part], rewards[None, part])
                 at_once = self._actor.learns_at_once
                 (self._actor if at_once else self._trainer).observe(new)
-            self._since_training += count
+            self._since_training += more
             if self._since_training >= self.settings.train_every:
                 if at_once:
                     self._trainer.load(self._actor.tensors())
@@ -292,18 +286,19 @@ class Agent:
         """No longer choose an arm; the agent still learns from the rewards of earlier decisions for it."""
         with self._acting:
             available = self._standing.arms()
-            if not _is_index(arm) or arm not in available:
-                raise SettingError(f"there is no arm {arm!r} to remove: there are {available}")
-            if len(available) == 1:
+            if available == [arm]:
                 raise SettingError(f"arm {arm} is the last one: add another before it is removed")
-            self._take({"event": "arm", "arm": int(arm), "change": "removed"})
+            self._change(arm, "removed", available)
 
     def restore_arm(self, arm: int) -> None:
         """Choose a removed arm again."""
         with self._acting:
-            if not _is_index(arm) or arm not in self._standing.removed:
-                raise SettingError(f"arm {arm!r} is not removed: {sorted(self._standing.removed)} are")
-            self._take({"event": "arm", "arm": int(arm), "change": "restored"})
+            self._change(arm, "restored", sorted(self._standing.removed))
+
+    def _change(self, arm: int, change: str, possible: list[int]) -> None:
+        if not _is_index(arm) or arm not in possible:
+            raise SettingError(f"arm {arm!r} cannot be {change}: {possible} can")
+        self._take({"event": "arm", "arm": int(arm), "change": change})
 
     def _take(self, event: Event, otherwise: Event | None = None) -> None:
         """Write an event, or `otherwise` for a decision that is not in the log; then apply it."""
