@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bayesadam.bandits.agents import AGENTS, agent_settings, entry
-from bayesadam.bandits.learner import Buffer
-from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics, with_constant
+from bayesadam.bandits.learner import Buffer, with_constant
+from bayesadam.bandits.linear import Linear, LinearPosterior, NeuralLinear, Statistics
 from bayesadam.bandits.networks import (
     Badam,
     BadamSettings,
@@ -519,7 +519,6 @@ def test_settings_survive_json_with_the_keys_of_other_agents(agent):
         ("vadam", {"epsilon": 2}, "epsilon must be between 0 and 1"),
         ("linear", {"forget": 0}, "forget must be positive and finite, or None, got 0"),
         ("badam", {"form": "mode"}, "form must be 'likelihood' or 'map', got 'mode'"),
-        ("vadam", {"activation": "step"}, "activation must be one of relu"),
         ("vadam", {"betas": (0.9, 1.0)}, "betas"),
         ("vadam", {"clip": 0.0}, "clip"),
         ("greedy", {"l2": math.nan}, "l2"),
