@@ -74,12 +74,6 @@ class LogitPredictive(Predictive):
         return average(self.weights, found) if found else None
 
     @property
-    def rest_variance(self) -> Tensor | None:
-        """Var[log Σ_rest exp f] of the linearised network, (batch, ...), where some classes were asked for."""
-        found = [c.rest_variance for c in self.components if c.rest_variance is not None]
-        return average(self.weights, found) if found else None
-
-    @property
     def rest_error(self) -> Tensor:
         """A bound on Σ_class |Δp| /2, (batch, ...), Δp the effect of the rest's variance on the exact average.
 
@@ -162,19 +156,18 @@ class LogitPredictive(Predictive):
         check_level(level)
         probs = self.class_probs
         scores = class_scores(probs, method, uniform_like(probs, seed))
-        held_out = self._held_out("classes")[method].to(scores)
+        held_out = self._held_out(f"classes.{method}").to(scores)
         if not by_class:
             return scores <= threshold(held_out, level).unsqueeze(-1)
         labels = self._held_out("labels").to(scores.device)
         if labels[0].numel() != 1:
             raise SettingError("by_class=True is for one label per example")
         limits = torch.stack([threshold(held_out[labels == k], level) for k in range(probs.shape[-1])])
-        if bool(limits.isinf().any()):
-            few = int(limits.isinf().nonzero()[0])
+        if few := int(limits.isinf().sum()):
+            needed = math.ceil(level / (1 - level) - 1e-9)
             warn(
-                f"{int(limits.isinf().sum())} of {len(limits)} classes are in every set: class {few} has "
-                f"{int((labels == few).sum())} held-out examples, and a level of {level:g} for each class needs "
-                f"{math.ceil(level / (1 - level) - 1e-9)}"
+                f"{few} of {len(limits)} classes are in every set: a level of {level:g} for each class needs {needed} "
+                "held-out examples of it"
             )
         return scores <= limits
 
@@ -183,11 +176,12 @@ class LogitPredictive(Predictive):
         probs = self.class_probs
         labels, ignored = targets.reshape(probs.shape[:-1]).long(), self.likelihood.ignored
         if ignored is not None and (labels.dim() > 1 or bool((labels == ignored).any())):
-            return Guarantee()
+            return {}
         # Not the random numbers of `prediction_set`, whose seed is 1.
         uniform = uniform_like(probs, seed + 2)
         every = {method: class_scores(probs, method, uniform) for method in get_args(SetMethod)}
-        return Guarantee({m: s.gather(-1, labels.unsqueeze(-1)).squeeze(-1) for m, s in every.items()}, labels)
+        own = {f"classes.{m}": s.gather(-1, labels.unsqueeze(-1)).squeeze(-1) for m, s in every.items()}
+        return {**own, "labels": labels}
 
 
 class ClassLikelihood(Likelihood[LogitPredictive]):
@@ -241,9 +235,8 @@ class ClassLikelihood(Likelihood[LogitPredictive]):
 
     def collapse(self, draws: Tensor, at_mean: Tensor) -> str | None:
         """Other answers than the mean network's, for more than a tenth of the examples."""
-        unused = Component(at_mean, at_mean)
-        answers = [self.of_classes(self.probs_at(f, unused)) for f in (draws, at_mean)]
-        changed = answers[0].mean(dim=0).argmax(dim=-1) != answers[1].argmax(dim=-1)
+        averaged, alone = (self.of_classes(self.probs_at(f, Component(at_mean, at_mean))) for f in (draws, at_mean))
+        changed = averaged.mean(dim=0).argmax(dim=-1) != alone.argmax(dim=-1)
         share = float(changed.double().mean())
         if share <= 0.1 or int(changed.sum()) <= 1:
             return None
@@ -457,16 +450,13 @@ def check_classes(scores: Tensor, y: Tensor) -> None:
     _check_shape(y, scores)
     classes = scores.shape[-1]
     if y.numel() and not bool(((y >= 0) & (y < classes)).all()):
-        remedy = "count from 0, y - 1" if int(y.min()) > 0 and int(y.max()) == classes else "leave out what is padding"
-        raise MatchError(f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}: {remedy}")
+        raise MatchError(f"class indices must be 0 to {classes - 1}, got {int(y.min())} to {int(y.max())}")
 
 
 def _check_shape(y: Tensor, outputs: Tensor) -> None:
     expected = outputs.shape[:-1]
     if y.shape != expected:
-        remedies = {outputs.shape: ": take y.argmax(-1) of one-hot rows", (*expected, 1): ": take y.squeeze(-1)"}
-        remedy = remedies.get(y.shape, "")
-        raise MatchError(f"expected class indices of shape {tuple(expected)}, got {tuple(y.shape)}{remedy}")
+        raise MatchError(f"expected class indices of shape {tuple(expected)}, got {tuple(y.shape)}")
 
 
 def _zeros_and_ones(y: Tensor) -> Tensor:

@@ -525,7 +525,7 @@ def add_report(report: CalibrationReport | None, tensors: dict[str, Tensor], hea
     """Add what `calibrate` had to say to what a file holds."""
     if report is not None:
         header["calibration"] = report.header()
-        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.tensors().items()}
+        tensors |= {f"{_GUARANTEE}{name}": tensor for name, tensor in report.guarantee.items()}
 
 
 def read_report(
