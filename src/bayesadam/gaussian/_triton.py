@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bayesadam.gaussian.settings import Part, PrecisionRule
+from bayesadam.gaussian.settings import PrecisionRule
 
 # One Philox call gives four normals; a program makes this many calls. Part of what a seed means.
 _CALLS = 1024
@@ -28,7 +28,7 @@ def _write(  # type: ignore[no-untyped-def]
     out, theta, v, deltas, noise, column, size, weight, delta, power,
     KIND: tl.constexpr, SHRINK: tl.constexpr, TENSOR_DELTA: tl.constexpr,
 ):  # fmt: skip
-    inside = (column >= 0) & (column < size)
+    inside = column < size
     moment = tl.load(v + column, mask=inside, other=1.0)
     mean = tl.load(theta + column, mask=inside, other=0.0)
     if KIND == 0:
@@ -45,15 +45,14 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(out + column, (mean + noise * tl.rsqrt(precision)).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed", "blocks", "first_column"])
+@triton.jit(do_not_specialize=["seed", "blocks"])
 def _kernel(  # type: ignore[no-untyped-def]
-    out, theta, v, deltas, size, first_column, blocks, weight, delta, power, seed,
+    out, theta, v, deltas, size, blocks, weight, delta, power, seed,
     KIND: tl.constexpr, SHRINK: tl.constexpr, TENSOR_DELTA: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program // blocks
-    # Blocks are those of the whole parameter, of which the columns from `first_column` on are at hand.
-    block = first_column.to(tl.int64) // (4 * CALLS) + program % blocks
+    block = (program % blocks).to(tl.int64)
     lane = tl.arange(0, CALLS)
     counter = block * CALLS + lane
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
@@ -63,7 +62,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     first, second = _normal_pair(a, b)
     third, fourth = _normal_pair(c, d)
     out += row.to(tl.int64) * size
-    column = block * (4 * CALLS) + lane - first_column
+    column = block * (4 * CALLS) + lane
     _write(out, theta, v, deltas, first, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
     column += CALLS
     _write(out, theta, v, deltas, second, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
@@ -73,14 +72,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     _write(out, theta, v, deltas, fourth, column, size, weight, delta, power, KIND, SHRINK, TENSOR_DELTA)
 
 
-def fill(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int, part: Part) -> None:
+def fill(rows: Tensor, theta: Tensor, v: Tensor, rule: PrecisionRule, seed: int) -> None:
     """Fill `rows`, (draws, weights) in any floating type, from float32 θ and v̂ on the same CUDA device."""
     draws, size = rows.shape
     delta, tensor = rule.delta, isinstance(rule.delta, Tensor)
-    blocks = triton.cdiv(part.first + size, 4 * _CALLS) - part.first // (4 * _CALLS)
+    blocks = triton.cdiv(size, 4 * _CALLS)
     with torch.cuda.device(theta.device):
         _kernel[(blocks * draws,)](
-            rows, theta, v, delta if tensor else theta, size, part.first, blocks,
+            rows, theta, v, delta if tensor else theta, size, blocks,
             rule.weight, 0.0 if tensor else delta, rule.power, seed,
             KIND=_POWERS.get(rule.power, 2), SHRINK=rule.shrink, TENSOR_DELTA=tensor, CALLS=_CALLS, num_warps=8,
         )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from bayesadam._storage import check_owner
 from bayesadam.errors import ImproperError
-from bayesadam.gaussian.diagonal import Diagonal, filled
-from bayesadam.gaussian.settings import Precision, Settings
+from bayesadam.gaussian.diagonal import Diagonal
+from bayesadam.gaussian.noise import draw, stream_seed
+from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings
 from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
-from bayesadam.readers import Rotation, is_orthonormal, read_match, working_dtype
+from bayesadam.readers import is_orthonormal, read_match, working_dtype
 
 # Above this share of its rank γ says that directions are missing.
 _FULL = 0.5
@@ -46,7 +48,6 @@ class LowRank(Structure):
     values: Tensor
     rest: Mapping[str, Tensor]
     kind: str = "low-rank"
-    bases: Mapping[str, Rotation] = field(default_factory=dict, init=False, repr=False)
     has_directions = True
     flat_reason = "Outside its directions a low-rank posterior has the prior alone"
     _known: WeakKeyDictionary[Settings, Directions] = field(default_factory=WeakKeyDictionary, repr=False)
@@ -123,36 +124,28 @@ class LowRank(Structure):
         self, mode: Named, settings: Settings, *, seed: int, n: int | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
-        ones = {name: torch.ones_like(theta) for name, theta in mode.items()}
-        zeros = {name: torch.zeros_like(theta) for name, theta in mode.items()}
-        own = {name: theta.dtype for name, theta in mode.items()}
-        white = Diagonal(ones).sample(zeros, Settings(1.0, dict.fromkeys(mode, 0.0)), seed=seed, n=n, dtypes=own)
-        found, mean = self.directions(settings), self.mean(mode, settings)
+        found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
+        standard = PrecisionRule(weight=1.0, delta=0.0, power=1.0, shrink=False)
+        white = {}
+        for name, mu in mean.items():
+            place: Any = {"seed": stream_seed(seed, name), "n": n, "dtype": mu.dtype}
+            white[name] = draw(torch.zeros_like(mu), torch.ones_like(mu), standard, **place)
         shrunk = found.scaled(white, found.variance.sqrt())
-        variance = self.coordinate_variance(settings)
-        return {name: (mean[name] + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name in mode}
+        return {name: (mu + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name, mu in mean.items()}
 
-    def log_prob(self, values: Named, mode: Named, settings: Settings) -> Tensor:
-        """−½ (|z|² + Σ σ² (Qᵀz)² + P log 2π − log det Λ), z = D^½ (θ − μ); sums in float64."""
+    def squared_distance(self, values: Named, mode: Named, settings: Settings) -> Tensor:
+        """|z|² + Σ σ² (Qᵀz)², z = D^½ (θ − μ)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
         white = {name: (values[name].to(mu) - mu) / variance[name].sqrt() for name, mu in mean.items()}
         inside = found.coordinates(white).double()
-        quadratic = (inside.square() * (found.variance.double().reciprocal() - 1)).sum(dim=-1)
+        total = (inside.square() * (found.variance.double().reciprocal() - 1)).sum(dim=-1)
         for name, z in white.items():
-            squares = z.double().square().unsqueeze(-1)
-            quadratic = quadratic + squares.flatten(z.dim() - mean[name].dim()).sum(dim=-1)
-        count = sum(mu.numel() for mu in mean.values())
-        return -0.5 * (quadratic + count * math.log(2 * math.pi) - self._log_det(settings))
+            total = total + z.double().square().unsqueeze(-1).flatten(z.dim() - mean[name].dim()).sum(dim=-1)
+        return total
 
-    def entropy(self, settings: Settings) -> Tensor:
-        """½ (P log 2πe − log det Λ)."""
-        count = sum(r.numel() for r in self.rest.values())
-        return 0.5 * (count * math.log(2 * math.pi * math.e) - self._log_det(settings))
-
-    def _log_det(self, settings: Settings) -> Tensor:
-        """log det Λ = log det D + Σ log(1 + σ²)."""
-        outside = sum(-float(s.double().log().sum()) for s in self.coordinate_variance(settings).values())
-        return outside - self.directions(settings).variance.double().log().sum()
+    def log_det(self, settings: Settings) -> Tensor:
+        """log det D + Σ log(1 + σ²)."""
+        return self._outside.log_det(settings) - self.directions(settings).variance.double().log().sum()
 
     def effective_dimension(self, settings: Settings) -> float:
         """γ = tr(w Vᵖ Σ) = Σ w rᵖ/D + Σ_k σ²/(1 + σ²) Σ_i δ_i/D_i Q²_ik."""
@@ -181,20 +174,15 @@ class LowRank(Structure):
         """Weights without precision of their own outside the directions: r = 0 and δ = 0."""
         return self._outside.flat_weights(settings)
 
-    def filled(self, rows: Mapping[str, int]) -> LowRank:
-        """The same with r = 1 in place of 0 in some rows."""
-        return LowRank(self.rows, self.values, filled(self.rest, rows), self.kind) if rows else self
-
     def tensors(self) -> dict[str, Named]:
         """Uᵀ under `directions`, s under `eigenvalues`, r under `rest`."""
         rest = {} if self.kind == "low-rank" else dict(self.rest)
         return {"directions": dict(self.rows), "eigenvalues": {"directions": self.values}, "rest": rest}
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> LowRank:
-        """The same elsewhere."""
-        rows = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.rows.items()}
-        rest = {name: r.to(device=device, dtype=dtype) for name, r in self.rest.items()}
-        return LowRank(rows, self.values.to(device=device, dtype=dtype), rest, self.kind)
+    def each(self, change: Callable[[Tensor], Tensor]) -> LowRank:
+        """The same with every tensor changed."""
+        rows, rest = ({name: change(t) for name, t in named.items()} for named in (self.rows, self.rest))
+        return LowRank(rows, change(self.values), rest, self.kind)
 
 
 def low_rank_of(gradients: Named, second_moment: Named | None = None) -> LowRank:
@@ -260,7 +248,7 @@ def _load(stored: Stored, kind: str = "low-rank") -> LowRank:
     places = {name: "cpu" if stored.parameters is None else stored.parameters[name].device for name in named}
     rows = {name: r.to(places[name], working_dtype(r.dtype)) for name, r in named.items()}
     first = next(iter(rows.values()))
-    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.moments("rest")), kind)
+    return LowRank(rows, values.to(first), no_rest(rows) if kind == "low-rank" else dict(stored.weights("rest")), kind)
 
 
 LOW_RANK = StructureSpec("low-rank", _build, _load, needs_gradients=True)

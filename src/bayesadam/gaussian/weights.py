@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,12 @@ from bayesadam import _storage as storage
 from bayesadam._checks import count
 from bayesadam._extras import require
 from bayesadam._files import replacing
-from bayesadam._shards import is_sharded, placed_like, whole
+from bayesadam._shards import is_sharded, whole
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, ImproperError, MatchError, SettingError, StructureWarning
 from bayesadam.gaussian import files
 from bayesadam.gaussian.diagonal import DIAGONAL
-from bayesadam.gaussian.files import SETTING_NAMES, load_structure, structure_named
+from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
 from bayesadam.gaussian.noise import common_seed, fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import (
@@ -36,7 +36,7 @@ from bayesadam.gaussian.structure import (
     novelty_settings,
     outlined,
 )
-from bayesadam.gaussian.sums import summed
+from bayesadam.gaussian.sums import check_growth, summed
 from bayesadam.readers import (
     UNKNOWN,
     Checkpoint,
@@ -223,27 +223,13 @@ class GaussianWeights(Marginals):
     def mean(self) -> dict[str, Tensor]:
         """μ by parameter name; the rows that embeddings keep for padding are θ in either form."""
         self.require_weights()
-        found = self._filled.mean(self.mode, self.settings)
+        found = self.structure.mean(self.mode, self.settings)
         return found if self.settings.form == "map" else self._with_padding(found)
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior, in padding rows too."""
-        found = self._filled.variance(self.settings)
-        for name in self._unfilled:
-            keep_row(found[name], torch.full_like(found[name], math.inf), self.padding[name])
-        return found
-
-    @cached_property
-    def _unfilled(self) -> list[str]:
-        """The parameters whose padding row has neither curvature nor prior."""
-        flat = self.structure.flat_weights(self.settings) if self.padding else {}
-        return [name for name in self.padding if name in flat]
-
-    @cached_property
-    def _filled(self) -> Structure:
-        """The structure with some curvature in padding rows that have none, and no prior either: any will do."""
-        return self.structure.filled({name: self.padding[name] for name in self._unfilled})
+        """diag Σ by parameter name; infinite where a weight has neither curvature nor prior."""
+        return self.structure.variance(self.settings)
 
     @cached_property
     def coordinate_variance(self) -> Mapping[str, Tensor]:
@@ -251,12 +237,12 @@ class GaussianWeights(Marginals):
 
         Computed once for all predictions: do not write to it.
         """
-        return self._filled.coordinate_variance(self.settings)
+        return self.structure.coordinate_variance(self.settings)
 
     @cached_property
     def directions(self) -> Directions | None:
         """A low-rank posterior's directions over all weights, with less variance than `coordinate_variance`; cached."""
-        return self._filled.directions(self.settings)
+        return self.structure.directions(self.settings)
 
     @cached_property
     def for_novelty(self) -> Self:
@@ -356,7 +342,7 @@ class GaussianWeights(Marginals):
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
         self.require_weights()
         self.require_proper()
-        drawn = self._filled.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
+        drawn = self.structure.sample(self.mode, self.settings, seed=seed, n=n, dtypes=self.draw_types())
         return self._with_padding(drawn)
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -365,25 +351,23 @@ class GaussianWeights(Marginals):
         Padding rows count as any weights, so they need a prior here.
         """
         self.require_weights()
-        self._require_proper(self.structure)
-        missing, unknown = sorted(self.mode.keys() - params.keys()), sorted(params.keys() - self.mode.keys())
-        if missing or unknown:
+        self.require_proper()
+        shapes = self.shapes
+        if params.keys() != shapes.keys():
+            missing, unknown = sorted(shapes.keys() - params.keys()), sorted(params.keys() - shapes.keys())
             raise MatchError(f"log_prob needs every parameter once: missing {missing[:4]}, unknown {unknown[:4]}")
-        batch_shapes = set()
-        for name, own in self.shapes.items():
-            shape = params[name].shape
-            split = len(shape) - len(own)
-            if split < 0 or shape[split:] != own:
-                raise MatchError(f"{name!r} has shape {tuple(shape)}; expected (..., {', '.join(map(str, own))})")
-            batch_shapes.add(shape[:split])
-        if len(batch_shapes) > 1:
-            raise MatchError(f"the parameters have different leading dimensions: {sorted(map(tuple, batch_shapes))}")
-        return self.structure.log_prob(params, self.mode, self.settings)
+        first = params[next(iter(shapes))]
+        leading = first.shape[: first.dim() - len(next(iter(shapes.values())))]
+        wrong = [name for name, shape in shapes.items() if params[name].shape != (*leading, *shape)]
+        if wrong:
+            raise MatchError(f"{wrong[:4]}: expected the parameters' shapes, behind the same leading dimensions")
+        squared = self.structure.squared_distance(params, self.mode, self.settings)
+        return -0.5 * (squared + self.n_weights * math.log(2 * math.pi) - self.structure.log_det(self.settings))
 
     def entropy(self) -> Tensor:
         """H[q] in nats, padding rows with it."""
-        self._require_proper(self.structure)
-        return self.structure.entropy(self.settings)
+        self.require_proper()
+        return 0.5 * (self.n_weights * math.log(2 * math.pi * math.e) - self.structure.log_det(self.settings))
 
     def replace(self, **changes: Any) -> Self:
         """A new one with another n_data, prior_precision, power, batch_size, form or scale."""
@@ -401,24 +385,58 @@ class GaussianWeights(Marginals):
         """δ by name, sharded as the parameters are."""
         if isinstance(prior, CovariantPrior):
             raise SettingError(f"{type(prior).__name__} needs a model: give it to a Posterior")
-        return prior_like(prior_by_name(prior, self.shapes), outlined(self.mode))
+        return prior_by_name(prior, outlined(self.mode))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same on another device or in another floating type; a model stays where it is."""
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             raise SettingError(f"a posterior is in float32 or float64, not {dtype}; draws follow the parameters")
-        mode = {name: theta.to(device=device, dtype=dtype) for name, theta in self.mode.items()}
-        settings = self._settings_with(lambda delta: delta.to(device=device, dtype=dtype))
-        return replace(self, mode=mode, structure=self.structure.to(device, dtype), settings=settings)
+        return self._each(lambda tensor: tensor.to(device=device, dtype=dtype))
 
-    def _settings_with(self, change: Callable[[Tensor], Tensor]) -> Settings:
-        """The settings with every prior precision that is a tensor changed."""
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
         prior = {name: change(d) if isinstance(d, Tensor) else d for name, d in self.prior_precision.items()}
-        return replace(self.settings, prior_precision=prior)
+        return replace(
+            self,
+            mode={name: change(theta) for name, theta in self.mode.items()},
+            structure=self.structure.each(change),
+            settings=replace(self.settings, prior_precision=prior),
+        )
 
     def __add__(self, later: GaussianWeights) -> GaussianWeights:
-        """The precisions of both around the mean of `later`, which was trained anchored to this one; see `summed`."""
-        return summed(self, later) if isinstance(later, GaussianWeights) else NotImplemented
+        """The precisions of both around the mean of `later`, and the prior once; see `gaussian.sums.summed`.
+
+        `later` must have been read after training that was anchored to this one: its mean is then that of both data
+        sets.
+        """
+        if not isinstance(later, GaussianWeights):
+            return NotImplemented
+        for each in (self, later):
+            each.require_whole("a sum of posteriors")
+        if not self.mode.keys() & later.mode.keys():
+            raise MatchError(
+                f"the posteriors have no parameter in common: one has {sorted(self.mode)[:4]}, the other "
+                f"{sorted(later.mode)[:4]}. Add posteriors of one model, the later one last"
+            )
+        network = later.network_tensors()
+        gone = [name for name in self.mode if network is not None and name not in network]
+        mode = {**later.mean, **{n: mu for n, mu in self.mean.items() if n not in later.mode and n not in gone}}
+        for name in (each for each in self.mode if each in later.mode):
+            check_growth(name, self.mode[name].shape, mode[name].shape, "the first posterior", "the second")
+        structure, settings = summed([(each.structure, each.settings) for each in (self, later)], mode)
+        omitted = {name: reason for name, reason in later.omitted.items() if name not in mode}
+        types = {**(self.dtypes or {}), **(later.dtypes or {})}
+        return replace(
+            later,
+            mode=mode,
+            structure=structure,
+            settings=settings,
+            omitted={**omitted, **dict.fromkeys(gone, "the model has no such parameter any more")},
+            origin=UNKNOWN,
+            padding={name: row for name, row in {**self.padding, **later.padding}.items() if name in mode},
+            dtypes={name: types.get(name, mu.dtype) for name, mu in mode.items()},
+            source=None,
+        )
 
     def save(self, path: AnyPath, *, weights: bool = True, compress: str | None = None) -> None:
         """Write it to one safetensors file, tensor by tensor, in place of an older one only once it is complete.
@@ -465,7 +483,7 @@ class GaussianWeights(Marginals):
         require_safetensors(out)
         self.require_whole("a file of weights")
         drawn = fresh_seed(torch.Generator().manual_seed(seed))
-        tensors = self._tensors()
+        tensors = self.network_tensors() or self.mode
         identity = identities(tensors)
         owners = {identity[name]: name for name in self.mode}
         together = self._drawn(drawn, None) if self.structure.has_directions else {}
@@ -479,12 +497,8 @@ class GaussianWeights(Marginals):
         with replacing(out) as temporary:
             storage.write_tensors(temporary, outlined(tensors), load)
 
-    def _tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor of the network by name."""
-        return self.mode if self.source is None else self.source.weights
-
-    def network_names(self) -> Container[str] | None:
-        """The names of the network's tensors; None where only those of the Gaussian are known."""
+    def network_tensors(self) -> Mapping[str, Tensor] | None:
+        """Every tensor of the network by name; None where only those of the Gaussian are known."""
         return None if self.source is None else self.source.weights
 
     def __repr__(self) -> str:
@@ -502,15 +516,12 @@ class GaussianWeights(Marginals):
         return named
 
     def require_proper(self) -> None:
-        """Raise unless every weight that is drawn has a finite variance."""
-        self._require_proper(self._filled)
-
-    def _require_proper(self, structure: Structure) -> None:
-        if flat := structure.flat_weights(self.settings):
+        """Raise unless every weight has a finite variance."""
+        if flat := self.structure.flat_weights(self.settings):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.shapes[name].numel()}). {structure.flat_reason}. Give them a prior, "
+                f"{name!r}: {count} of {self.shapes[name].numel()}). {self.structure.flat_reason}. Give them a prior, "
                 "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
             )
 
@@ -524,7 +535,7 @@ class GaussianWeights(Marginals):
 
     def warn_of_limits(self) -> None:
         """Warn where the structure cannot hold what the settings require of it."""
-        if (limits := self._filled.limits(self.settings)) is not None:
+        if (limits := self.structure.limits(self.settings)) is not None:
             warn(limits, StructureWarning)
 
     def require_whole(self, what: str) -> None:
@@ -555,29 +566,20 @@ def of_match(
         return read_match(replace(match, entries=(entries[name],))).second_moment[name]
 
     mode = Lazy(like, lambda name: entries[name].parameter.detach().to(like[name].dtype))
-    shapes = {name: theta.shape for name, theta in like.items()}
     decays = {name: entry.weight_decay for name, entry in entries.items()}
-    settings = with_prior(settings, prior_precision, decays, shapes)
+    settings = with_prior(settings, prior_precision, decays, like)
     structure = spec.build(Reading(match, Lazy(like, moment)))
     return GaussianWeights(mode, structure, settings, match.omitted, origin=origin_of(match), dtypes=types)
 
 
 def with_prior(
-    settings: Settings, prior: Any, weight_decay: Mapping[str, float], shapes: Mapping[str, torch.Size]
+    settings: Settings, prior: Any, weight_decay: Mapping[str, float], like: Mapping[str, Tensor]
 ) -> Settings:
     """The settings with δ by parameter name; None is N × the weight decay, and 1 where there is none."""
     if prior is not None:
-        return replace(settings, prior_precision=prior_by_name(prior, shapes))
+        return replace(settings, prior_precision=prior_by_name(prior, like))
     implied = {name: settings.n_data * decay or 1.0 for name, decay in weight_decay.items()}
-    return replace(settings, prior_precision=prior_by_name(implied, shapes), default_prior=0.0 in weight_decay.values())
-
-
-def prior_like(prior: Mapping[str, Precision], named: Mapping[str, Tensor]) -> dict[str, Precision]:
-    """Prior precisions that are tensors, sharded as the parameters are."""
-    return {
-        name: placed_like(delta, named[name]) if isinstance(delta, Tensor) and is_sharded(named[name]) else delta
-        for name, delta in prior.items()
-    }
+    return replace(settings, prior_precision=prior_by_name(implied, like), default_prior=0.0 in weight_decay.values())
 
 
 def unpacked(
@@ -587,15 +589,17 @@ def unpacked(
 
     Without a model tensors stay on disk until they are used.
     """
-    kind = header.get("structure")
+    kind = str(header.get("structure"))
     if kind == "mixture":
         remedy = "save one of them (mixture.members) by itself" if parameters is None else "read it with Mixture.load"
         raise FileError(f"{path} holds a mixture of posteriors: {remedy}")
+    if kind not in STRUCTURES:
+        raise FileError(f"{path} holds a {kind!r} posterior, which this version does not know: upgrade bayesadam")
     try:
         names: list[str] = header["parameters"]
         numbers: dict[str, Any] = dict(header["settings"])
         stored = Stored(path, files.decoded(tensors, str(path)), names, parameters)
-        structure = load_structure(str(kind), stored)
+        structure = STRUCTURES[kind].load(stored)
         has_weights = bool(header.get("has_weights", True))
         if has_weights:
             mode = stored.weights("mode")
@@ -603,16 +607,10 @@ def unpacked(
             mode = _no_weights(structure, names) if parameters is None else files.weights_of_model(stored)
         known: dict[str, Any] = dict(numbers.pop("prior_precision"))
         prior = {name: stored.tensors.get(f"prior_precision.{name}", known.get(name)) for name in names}
-        origin = Origin.of_header(header)
-        shapes = {name: theta.shape for name, theta in outlined(mode).items()}
-        omitted = dict(header.get("omitted", {}))
+        settings = Settings(**numbers, prior_precision=prior_by_name(prior, outlined(mode)))
+        omitted, origin = dict(header.get("omitted", {})), Origin.of_header(header)
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its header or tensors lack {error}") from None
-    by_name = prior_like(prior_by_name(prior, shapes), outlined(mode))
-    try:
-        settings = Settings(**numbers, prior_precision=by_name)
-    except TypeError as error:
-        raise FileError(f"{path} is damaged: its settings are not a posterior's ({error})") from None
+        raise FileError(f"{path} is damaged: its header or tensors lack something ({error})") from None
     return GaussianWeights(
         mode, structure, settings, omitted, origin=origin, has_weights=has_weights or parameters is not None
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,7 +250,7 @@ class Regression(GaussianLikelihood):
         """Var[y] = Var[f] + σ²."""
         return c.variance + self.noise_variance(c)
 
-    def _joint(self, c: Component) -> MultivariateNormal | None:
+    def _joint(self, c: Component) -> Any:
         """N(E[f], Cov[f] + σ²) over the outputs of an example, where the covariance is known."""
         if c.covariance is None:
             return None
@@ -264,7 +265,8 @@ class Regression(GaussianLikelihood):
     def entropy(self, c: Component) -> Tensor:
         """½ log det(2πe Cov[y]); of independent outputs where the covariance is not known."""
         if (joint := self._joint(c)) is not None:
-            return joint.entropy()
+            found: Tensor = joint.entropy()
+            return found
         return (0.5 * (2 * math.pi * math.e * rows(self.total_variance(c))).log()).sum(dim=1)
 
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +277,8 @@ class Regression(GaussianLikelihood):
         """log N(y; E[f], Cov[f] + σ²)."""
         if (joint := self._joint(c)) is None:
             return super().log_density(c, y)
-        return joint.log_prob(y.reshape(*y.shape[: y.dim() - c.mean.dim()], *joint.loc.shape))
+        found: Tensor = joint.log_prob(y.reshape(*y.shape[: y.dim() - c.mean.dim()], *joint.loc.shape))
+        return found
 
     def distance(self, c: Component, y: Tensor) -> Tensor:
         """√(rᵀ (Cov[f] + σ²)⁻¹ r), r = y − E[f]: the studentised residual |r|/√(σ² + Var[f]) of a single output.
@@ -287,8 +290,8 @@ class Regression(GaussianLikelihood):
         if (joint := self._joint(c)) is None:
             return super().distance(c, y)
         residual = rows(y - c.mean).unsqueeze(-1)
-        white: Tensor = torch.linalg.solve_triangular(joint.scale_tril, residual, upper=False)
-        return white.squeeze(-1).norm(dim=-1)
+        white: Tensor = torch.linalg.solve_triangular(joint.scale_tril, residual, upper=False).squeeze(-1)
+        return white.square().sum(dim=-1).sqrt()
 
 
 class Heteroscedastic(GaussianLikelihood):
