@@ -60,7 +60,6 @@ def test_a_checkpoint_opens_as_the_live_posterior(checkpoint: Any, changes: Any)
     found = ba.GaussianWeights.open(path, **changes)
     same(found, ba.Posterior.from_optimizer(model, optimizer, N, **changes))
     assert found.source is not None
-    assert found.source.checkpoint is not None
     assert (found.has_weights, found.n_data, found.origin.steps) == (True, N, (12, 12))
     assert ba.GaussianWeights.open(path, 7, prior_precision=2.0).replace(n_data=N).prior_precision["0.bias"] == 2.0
 

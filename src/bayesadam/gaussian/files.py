@@ -194,7 +194,12 @@ def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], di
     from torch.distributed.checkpoint.state_dict_loader import load
 
     source = Path(path)
-    header = _read_header(source)
+    try:
+        header = json.loads((source / _HEADER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{source} is a folder but not a saved posterior: {_HEADER_FILE}: {error}") from error
+    header = header if isinstance(header, dict) else {}
+    storage.check_version(source, header.get("format"))
     tensors: dict[str, Tensor] = {}
     for entry in stored_entries(source):
         if entry.shape is None:
@@ -212,15 +217,3 @@ def read_folder(path: AnyPath, parameters: Named) -> tuple[dict[str, Tensor], di
     except CheckpointException as failure:
         raise FileError(f"{source} cannot be read: {failure}") from failure
     return tensors, header
-
-
-def _read_header(source: Path) -> dict[str, Any]:
-    try:
-        header = json.loads((source / _HEADER_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{source} is a folder but not a saved posterior: it has no {_HEADER_FILE}") from None
-    except (OSError, ValueError) as error:
-        raise FileError(f"{source / _HEADER_FILE} cannot be read ({error})") from error
-    header = header if isinstance(header, dict) else {}
-    storage.check_version(source, header.get("format"))
-    return header

@@ -81,26 +81,24 @@ class LowRank(Structure):
 
     def directions(self, settings: Settings) -> Directions:
         """Qᵀ by parameter name, and 1/(1 + σ²)."""
-        if settings not in self._known:
-            self._known[settings] = self._whitened(settings)
-        return self._known[settings]
-
-    def _whitened(self, settings: Settings) -> Directions:
+        if settings in self._known:
+            return self._known[settings]
         if self.flat_weights(settings):
             raise ImproperError(
                 "a low-rank posterior needs a prior precision above 0, or a diagonal rest, for every weight: outside "
                 "its directions there is nothing else. posterior.replace(prior_precision=1.0), or calibrate"
             )
-        inside = settings.weight * self.values.pow(settings.power)
-        numbers = {delta for delta in settings.prior_precision.values() if not isinstance(delta, Tensor)}
-        whole = any(isinstance(delta, Tensor) for delta in settings.prior_precision.values())
-        if self.kind == "low-rank" and len(numbers) == 1 and not whole:
+        inside, deltas = settings.weight * self.values.pow(settings.power), list(settings.prior_precision.values())
+        if self.kind == "low-rank" and not any(isinstance(d, Tensor) or d != deltas[0] for d in deltas):
             # D is a number: U is Q.
-            return Directions(self.rows, (1 + inside / numbers.pop()).reciprocal())
-        variance = self.coordinate_variance(settings)
-        scaled = {name: _column(inside.sqrt(), r) * r * variance[name].sqrt() for name, r in self.rows.items()}
-        rows, singular = _orthonormal(scaled)
-        return Directions(rows, (1 + singular.square()).reciprocal())
+            found = Directions(self.rows, (1 + inside / deltas[0]).reciprocal())
+        else:
+            variance = self.coordinate_variance(settings)
+            scaled = {name: _column(inside.sqrt(), r) * r * variance[name].sqrt() for name, r in self.rows.items()}
+            rows, singular = _orthonormal(scaled)
+            found = Directions(rows, (1 + singular.square()).reciprocal())
+        self._known[settings] = found
+        return found
 
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
         """θ in the map form, θ − Σ δ θ in the likelihood form."""

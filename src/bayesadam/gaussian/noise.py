@@ -26,16 +26,14 @@ _BLOCK = 65_536
 _THREADED_FROM = 4 * _BLOCK
 
 
-def fresh_seed(generator: torch.Generator | None) -> int:
-    """One 63-bit seed from the user's generator, or from torch's default one."""
+def fresh_seed(generator: torch.Generator | None, named: Mapping[str, Tensor] | None = None) -> int:
+    """One 63-bit seed from the user's generator, or from torch's default one.
+
+    Of parameters that are sharded it is the first process's, so that the parts belong to one draw.
+    """
     device = generator.device if generator is not None else torch.device("cpu")
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
-
-
-def common_seed(generator: torch.Generator | None, named: Mapping[str, Tensor]) -> int:
-    """A fresh seed; where parameters are sharded, the first process's, so that the parts belong to one draw."""
-    seed = fresh_seed(generator)
-    shard = next((tensor for tensor in named.values() if is_sharded(tensor)), None)
+    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    shard = next((tensor for tensor in (named or {}).values() if is_sharded(tensor)), None)
     return seed if shard is None else agreed(seed, shard)
 
 
@@ -67,7 +65,7 @@ def draw(
 ) -> Tensor:
     """μ + ε (w v̂ᵖ + δ)^(-1/2), shape (n, *shape) or the parameter's own.
 
-    Besides the result at most a few blocks of memory are used, and on CUDA with Triton none. A sharded parameter is
+    Besides the result at most a few blocks of memory are used, on CUDA with Triton none. A sharded parameter is
     gathered and drawn on every process, which keeps its part.
     """
     if is_sharded(mode):
@@ -77,15 +75,16 @@ def draw(
     if out.numel():
         if isinstance(rule.delta, Tensor):
             rule = replace(rule, delta=rule.delta.to(mode).reshape(-1))
-        fill = _filler(mode.device.type, mode.dtype)
+        fill = _filler(mode, rule)
         fill(out.view(len(out), -1), mode.reshape(-1), second_moment.reshape(-1), rule, seed)
     return out if n is not None else out[0]
 
 
-def _filler(device: str, dtype: torch.dtype) -> Callable[..., None]:
-    if device == "cpu":
+def _filler(theta: Tensor, rule: PrecisionRule) -> Callable[..., None]:
+    if theta.device.type == "cpu":
         return _fill_on_cpu
-    if device == "cuda" and dtype == torch.float32 and torch.version.hip is None:
+    usual = rule.power == 0.5 and not rule.shrink and not isinstance(rule.delta, Tensor)
+    if usual and theta.device.type == "cuda" and theta.dtype == torch.float32 and torch.version.hip is None:
         with suppress(ImportError):
             from bayesadam.gaussian._triton import fill
 

@@ -141,7 +141,7 @@ class Structure(ABC):
         """The same structure with every tensor changed: moved, or gathered."""
 
     def part(self, name: str) -> Structure:
-        """The structure of one parameter alone, in memory; only where parameters are independent of another."""
+        """The structure of one parameter alone, in memory; only where there are no directions over all."""
         raise NotImplementedError(f"a {self.kind} structure has no parts")
 
     def diagonal(self, name: str) -> Tensor:
@@ -225,16 +225,16 @@ def novelty_share(structure: Structure) -> float:
 def novelty_settings(structure: Structure, settings: Settings, n_weights: int) -> Settings:
     """p = 1, s = 1 and δ = ε mean(w c), the mean over all weights, w = N B; with a prior of shape R ε mean(w c/R) R.
 
-    Neither calibration nor the units of the loss change what follows from them: v̂ N B is the curvature of the whole
-    training loss, and δ goes with it. An unknown B is taken as 100; a wrong one scales all variances alike.
+    Neither calibration nor the units of the loss change what follows from them. A wrong B scales all variances alike.
     """
     batch = settings.batch_size or _USUAL_BATCH
     base = replace(settings, power=1.0, scale=1.0, batch_size=batch, form="map")
     total = sum(float(whole(c.sum(dtype=c.dtype))) for c in structure.curvatures(1.0, base.prior_shape))
     delta = novelty_share(structure) * base.weight * total / n_weights
     prior = base.prior_at(delta or 1.0)
-    by_name = prior if isinstance(prior, dict) else dict.fromkeys(settings.prior_precision, prior)
-    return replace(base, prior_precision=by_name)
+    return replace(
+        base, prior_precision=prior if isinstance(prior, dict) else dict.fromkeys(base.prior_precision, prior)
+    )
 
 
 def keep_row(values: Tensor, theta: Tensor, row: int) -> None:

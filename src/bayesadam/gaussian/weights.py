@@ -24,7 +24,7 @@ from bayesadam.errors import FileError, ImproperError, MatchError, SettingError,
 from bayesadam.gaussian import files
 from bayesadam.gaussian.diagonal import DIAGONAL
 from bayesadam.gaussian.files import SETTING_NAMES, STRUCTURES, structure_named
-from bayesadam.gaussian.noise import common_seed, fresh_seed
+from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.gaussian.settings import CovariantPrior, Form, Precision, Prior, Settings, prior_by_name
 from bayesadam.gaussian.structure import (
     Directions,
@@ -54,7 +54,6 @@ from bayesadam.readers import (
     working_dtype,
 )
 from bayesadam.readers.formats.lazy import Lazy, meta
-from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.match import Match
 
 if TYPE_CHECKING:
@@ -91,11 +90,7 @@ class Marginals(ABC):
     def plot(self, *, ax: Any = None) -> Any:
         """The signal-to-noise ratios of the weights, layer by layer, with matplotlib; returns the axes.
 
-        Weights below 1 are smaller than their standard deviation: `prune` removes the smallest first. Ratios of 0 are
-        not shown; of a layer with more than a million weights every k-th is.
-
-        Args:
-            ax: axes to draw on; None for those of a new figure.
+        Ratios of 0 are not shown; of a layer with more than a million weights every k-th is.
         """
         require("matplotlib")
         from bayesadam import _plots as plots
@@ -117,7 +112,6 @@ class Source:
         format: the name of its format; `"posterior"` for a saved posterior.
         why: how it was read, a sentence each.
         weights: every tensor of the network in the file by name, buffers and frozen weights too; read when accessed.
-        checkpoint: the checkpoint as `read_checkpoint` gave it; None for a saved posterior opened by its path.
         match: each parameter with its optimiser state; None for a saved posterior.
     """
 
@@ -125,7 +119,6 @@ class Source:
     format: str
     why: tuple[str, ...]
     weights: Mapping[str, Tensor]
-    checkpoint: Checkpoint | None = None
     match: Match | None = None
 
 
@@ -187,8 +180,7 @@ class GaussianWeights(Marginals):
         """The Gaussian of a file, without a model: what a trainer saved, or what `save` or `export` wrote.
 
         Tensors stay on disk until they are used; second moments that are negative or not finite are refused then. A
-        Kronecker-factored one of a checkpoint is read at once. A saved posterior keeps its own settings, but for
-        `n_data` and `prior_precision` where they are given.
+        saved posterior keeps its own settings, but for `n_data` and `prior_precision` where they are given.
 
         Args:
             path: the file, see `read_checkpoint`, or what that returned.
@@ -196,12 +188,10 @@ class GaussianWeights(Marginals):
             prior_precision: δ; None takes N × the weight decay of each parameter's group, and 1 where that is 0.
             power: p of the curvature v̂ᵖ.
             batch_size: examples behind one gradient, needed for power=1; None takes what the file says.
-            form: `"map"` or `"likelihood"`.
             structure: `"diagonal"`, or `"kronecker"` with the eigenbases of a SOAP.
             **options: how the file is read, see `CheckpointOptions`.
         """
         reading = CheckpointOptions(**options)
-        given = path if isinstance(path, Checkpoint) else None
         file = path.path if isinstance(path, Checkpoint) else Path(path)
         if is_saved(path, reading.optimizer_path):
             if (power, batch_size, form, structure) != (0.5, None, "map", "diagonal"):
@@ -209,14 +199,12 @@ class GaussianWeights(Marginals):
                     f"{file} is a saved posterior with a power, batch_size, form and structure of its own: open it "
                     "without them, and change settings with .replace(...)"
                 )
-            no_levels = {"weights_key": reading.weights_keys, "optimizer_key": reading.optimizer_key}
-            refuse_keys(file, "a saved posterior has no levels", **no_levels)
-            return _open_saved(file, n_data, prior_precision, given)
+            return _open_saved(file, n_data, prior_precision)
         spec = structure_named(structure, recorded=False)
-        checkpoint = given or read_checkpoint(file, reading)
+        checkpoint = path if isinstance(path, Checkpoint) else read_checkpoint(file, reading)
         settings = Settings(checkpoint.n_data_or(n_data), {}, power, checkpoint.batch_size_or(batch_size), form)
         match = match_checkpoint(checkpoint, options=reading)
-        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, checkpoint, match)
+        source = Source(file, checkpoint.format, explain(checkpoint, match), checkpoint.weights, match)
         return replace(of_match(match, settings, prior_precision, spec), source=source)
 
     @property
@@ -336,7 +324,7 @@ class GaussianWeights(Marginals):
                 processes share a sharded posterior: there the first process's generator counts.
         """
         check_draws(n)
-        return self._drawn(common_seed(generator, outlined(self.mode)), n)
+        return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
 
     @torch.no_grad()
     def _drawn(self, seed: int, n: int | None) -> dict[str, Tensor]:
@@ -382,7 +370,6 @@ class GaussianWeights(Marginals):
         return replace(self.settings, **changes)
 
     def _prior(self, prior: Prior) -> dict[str, Precision]:
-        """δ by name, sharded as the parameters are."""
         if isinstance(prior, CovariantPrior):
             raise SettingError(f"{type(prior).__name__} needs a model: give it to a Posterior")
         return prior_by_name(prior, outlined(self.mode))
@@ -632,18 +619,19 @@ def _no_weights(structure: Structure, names: list[str]) -> Lazy:
     )
 
 
-def _open_saved(path: Path, n_data: float | None, prior: Any, checkpoint: Checkpoint | None) -> GaussianWeights:
+def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights:
     tensors, header = storage.read_mapped(path)
     found = unpacked(path, tensors, header, None)
     changes = {"n_data": n_data, "prior_precision": prior}
     found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    steps = " to ".join(f"{each:g}" for each in dict.fromkeys(found.origin.steps or ())) or "an unknown number of"
+    origin, version = found.origin, header.get("version", "of an unknown version")
+    steps = " to ".join(f"{each:g}" for each in dict.fromkeys(origin.steps or ())) or "an unknown number of"
     why = (
         f"{path}: format posterior, {found.structure.kind}, {'with' if found.has_weights else 'without'} weights.",
-        f"Written by bayesadam {header.get('version', 'of an unknown version')}: second moments of {steps} "
-        f"{'recorded gradients' if found.origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
+        f"Written by bayesadam {version}: second moments of {steps} "
+        f"{'recorded gradients' if origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
     )
-    return replace(found, source=Source(path, "posterior", why, found.mode, checkpoint))
+    return replace(found, source=Source(path, "posterior", why, found.mode))
 
 
 def check_draws(n: int | None) -> None:

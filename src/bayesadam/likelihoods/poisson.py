@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from bayesadam.errors import MatchError
 from bayesadam.likelihoods.component import Component
 from bayesadam.likelihoods.predictive import FEWEST_TO_JUDGE, function_draws
-from bayesadam.likelihoods.regression import NumericLikelihood, nodes_like, summed
+from bayesadam.likelihoods.regression import NumericLikelihood, nodes, nodes_like, summed
 
 # Nodes to the unit: of log p, centred on each target, and of the cumulative distribution, which has steep steps.
 _NODES_PER_UNIT = 2
@@ -65,17 +67,17 @@ class Poisson(NumericLikelihood):
 
     def log_density(self, c: Component, y: Tensor) -> Tensor:
         """log E[exp(y f − exp f)] − log y!."""
-        log_mean = _log_mean_over_draws if c.draws is not None else _log_mean_by_quadrature
-        return summed(log_mean(c, y) - torch.lgamma(y + 1), c.mean.dim())
+        if c.draws is None:
+            found = _log_mean_by_quadrature(c, y)
+        else:
+            first = -c.draws.dim()
+            found = (y.unsqueeze(first) * c.draws - c.draws.exp()).logsumexp(dim=first) - math.log(len(c.draws))
+        return summed(found - torch.lgamma(y + 1), c.mean.dim())
 
     def mass(self, c: Component, y: Tensor, upper: bool) -> Tensor:
         """P(Y ≤ k) is the upper incomplete gamma function at k + 1, and 0 below 0."""
-        if c.draws is None:
-            z, weights = nodes_like(_STEEP_NODES_PER_UNIT, c.mean.double())
-            f = c.mean.double() + z * c.variance.double().sqrt()
-        else:
-            f = c.draws.double()
-            weights = torch.full_like(f[:, :1], 1 / len(f))
+        draws = None if c.draws is None else c.draws.double()
+        weights, f = nodes(_STEEP_NODES_PER_UNIT, c.mean.double(), c.variance.double(), draws)
         gamma = torch.special.gammainc if upper else torch.special.gammaincc
         found = (weights * gamma((y.floor() + 1).clamp(min=1), f.clamp(max=_LARGEST).exp())).sum(dim=0)
         return torch.where(y < 0, float(upper), found)
@@ -95,13 +97,6 @@ class Poisson(NumericLikelihood):
             "on data like the held-out. Outputs are the logarithms of rates: of rates pass "
             "forward=lambda model, x: model(x).log()"
         )
-
-
-def _log_mean_over_draws(c: Component, y: Tensor) -> Tensor:
-    """log E[exp(y f − exp f)] over the draws."""
-    assert c.draws is not None
-    terms, first = y.unsqueeze(-c.draws.dim()) * c.draws - c.draws.exp(), -c.draws.dim()
-    return terms.logsumexp(dim=first) - torch.log(terms.new_tensor(len(c.draws)))
 
 
 def _log_mean_by_quadrature(c: Component, y: Tensor) -> Tensor:

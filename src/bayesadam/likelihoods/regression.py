@@ -350,18 +350,14 @@ class Heteroscedastic(GaussianLikelihood):
     def gaussians(self, c: Component) -> tuple[Tensor, Tensor, Tensor]:
         """One for each node, or draw, of g."""
         (mean, centre), (variance, width) = c.mean.chunk(2, dim=-1), c.variance.chunk(2, dim=-1)
-        if c.draws is None:
-            z, weights = nodes_like(_NODES_PER_UNIT, centre)
-            away = z * width.sqrt()
-        else:
-            away = c.draws.chunk(2, dim=-1)[1] - centre
-            weights = torch.full_like(away[:, :1], 1 / len(away))
+        weights, g = nodes(_NODES_PER_UNIT, centre, width, None if c.draws is None else c.draws.chunk(2, dim=-1)[1])
+        away = g - centre
         if c.covariance is not None:
             k = mean.shape[-1]
             cross = position_blocks(c.covariance, c.mean)[..., :k, k:].diagonal(dim1=-2, dim2=-1)
             slope = cross / width.clamp(min=torch.finfo(width.dtype).tiny)
             mean, variance = mean + slope * away, (variance - slope * cross).clamp(min=0)
-        return weights, mean.expand_as(away), (variance + (centre + away).exp()).sqrt()
+        return weights, mean.expand_as(away), (variance + g.exp()).sqrt()
 
 
 def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,6 +368,14 @@ def nodes_like(per_unit: int, mean: Tensor) -> tuple[Tensor, Tensor]:
     """
     z = torch.arange(-8 * per_unit, 8 * per_unit + 1, dtype=torch.float64).div(per_unit).view(-1, *[1] * mean.dim())
     return z.to(mean), (-0.5 * z.square()).softmax(dim=0).to(mean)
+
+
+def nodes(per_unit: int, mean: Tensor, variance: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and values, (n, batch, ...), that stand for f: quadrature over a Gaussian, or its draws."""
+    if draws is not None:
+        return torch.full_like(draws[:, :1], 1 / len(draws)), draws
+    z, weights = nodes_like(per_unit, mean)
+    return weights, mean + z * variance.sqrt()
 
 
 def summed(terms: Tensor, dims: int) -> Tensor:
