@@ -17,7 +17,7 @@ from bayesadam.readers.rotated import RotatedReader, Rotation, eigenbasis, is_or
 _MAX_SIDE = 10_000
 
 
-def kronecker_of(match: Match) -> Diagonal:
+def _of_state(match: Match) -> Diagonal:
     """The structure in the state of a SOAP or a Shampoo; what they do not rotate is diagonal."""
     moments: dict[str, Tensor] = {}
     bases: dict[str, Rotation] = {}
@@ -40,7 +40,7 @@ def kronecker_of(match: Match) -> Diagonal:
     return Diagonal(moments, bases)
 
 
-def kronecker_from_gradients(gradients: Named) -> Diagonal:
+def _of_gradients(gradients: Named) -> Diagonal:
     """Of recorded gradients, (K, *shape) by parameter name: bases of Σ G Gᵀ and Σ Gᵀ G, v̂ the mean square in them.
 
     A vector gets the basis of Σ g gᵀ where there are as many gradients as it has entries; with fewer that matrix is
@@ -66,7 +66,7 @@ def kronecker_from_gradients(gradients: Named) -> Diagonal:
 
 
 def _build(reading: Reading) -> Diagonal:
-    return kronecker_of(reading.match) if reading.gradients is None else kronecker_from_gradients(reading.gradients)
+    return _of_state(reading.match) if reading.gradients is None else _of_gradients(reading.gradients)
 
 
 def _load(stored: Stored) -> Diagonal:

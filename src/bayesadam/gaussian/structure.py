@@ -64,8 +64,6 @@ class Directions:
 class Structure(ABC):
     """The curvature of a Gaussian over named parameters, before N, δ and p are chosen.
 
-    Every method is a pure function of the structure, the trained weights θ (`mode`) and the settings.
-
     Attributes:
         kind: its name, as in `from_optimizer(..., structure=kind)` and in files.
         second_moment: v̂ in the coordinates in which the covariance is diagonal; tensors may be on the disk.

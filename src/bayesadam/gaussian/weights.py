@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -132,8 +132,7 @@ class GaussianWeights(Marginals):
         likelihood form  μ = w c/(w c + δ) θ_t        Σ = (w c + δ)⁻¹
 
     `GaussianWeights.open(path)` reads it from a checkpoint or a saved posterior, without a model. Tensors then stay on
-    disk: each access reads one. `parts()` goes through the parameters with one of them in memory at a time. Frozen:
-    `replace` returns a new one that shares its tensors.
+    disk: each access reads one. Frozen: `replace` returns a new one that shares its tensors.
 
     >>> from bayesadam.gaussian.diagonal import Diagonal
     >>> moments = {"w": torch.tensor([4.0, 9.0])}
@@ -221,10 +220,7 @@ class GaussianWeights(Marginals):
 
     @cached_property
     def coordinate_variance(self) -> Mapping[str, Tensor]:
-        """The variances in the coordinates in which Σ is diagonal, `variance` itself for a diagonal one.
-
-        Computed once for all predictions: do not write to it.
-        """
+        """The variances in the coordinates in which Σ is diagonal; cached, so do not write to it."""
         return self.structure.coordinate_variance(self.settings)
 
     @cached_property
@@ -287,17 +283,6 @@ class GaussianWeights(Marginals):
         """Whether its parameters are sharded over processes (FSDP2), each of which then holds its part of them."""
         return any(is_sharded(theta) for theta in outlined(self.mode).values())
 
-    def parts(self) -> Iterator[GaussianWeights]:
-        """The same over one parameter at a time, in memory; what depends on another, a low-rank one, comes whole.
-
-        A part has no model: it is a `GaussianWeights` also of a `Posterior`.
-        """
-        if self.structure.has_directions:
-            yield self
-        else:
-            for name in self.mode:
-                yield self.part(name)
-
     def part(self, name: str) -> GaussianWeights:
         """The same over one parameter alone, in memory."""
         return GaussianWeights(
@@ -320,8 +305,7 @@ class GaussianWeights(Marginals):
         Args:
             n: the number of draws, a leading dimension; None for one draw without it.
             generator: makes the draws reproducible; a parameter's draws depend on it and on the parameter's name
-                alone, not on the order of the parameters nor on what else is in the posterior, nor on how many
-                processes share a sharded posterior: there the first process's generator counts.
+                alone. Of a sharded posterior the first process's counts.
         """
         check_draws(n)
         return self._drawn(fresh_seed(generator, outlined(self.mode)), n)
@@ -334,10 +318,7 @@ class GaussianWeights(Marginals):
         return self._with_padding(drawn)
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay.
-
-        Padding rows count as any weights, so they need a prior here.
-        """
+        """log q(θ) of weights by name, summed in float64; leading dimensions, as `sample(n)` makes, stay."""
         self.require_weights()
         self.require_proper()
         shapes = self.shapes
@@ -445,10 +426,7 @@ class GaussianWeights(Marginals):
             storage.write(path, outlined(tensors), header, load=tensors.__getitem__)
 
     def export(self, out: AnyPath, *, compress: str | None = None) -> None:
-        """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use.
-
-        v̂ is in the file with the bias divided out, and N, B, the optimiser's name, its steps and δ.
-        """
+        """`save` without the weights, to publish beside them; warns where the curvature is too young to be of use."""
         require_safetensors(out)
         self.save(out, weights=False, compress=compress)
         warn_of_memory(self.origin, "the network" if self.source is None else self.source.path.name)
@@ -535,16 +513,8 @@ class GaussianWeights(Marginals):
             )
 
 
-def of_match(
-    match: Match,
-    settings: Settings,
-    prior_precision: Any,
-    spec: StructureSpec = DIAGONAL,
-) -> GaussianWeights:
-    """The Gaussian of parameters matched to optimiser states; tensors are read when they are accessed.
-
-    Second moments that are negative or not finite are refused when they are read.
-    """
+def of_match(match: Match, settings: Settings, prior_precision: Any, spec: StructureSpec = DIAGONAL) -> GaussianWeights:
+    """The Gaussian of parameters matched to optimiser states; tensors are read, and checked, when accessed."""
     entries = {entry.name: entry for entry in match.entries}
     types = {name: entry.parameter.dtype for name, entry in entries.items()}
     like = {name: meta(tuple(e.parameter.shape), working_dtype(types[name])) for name, e in entries.items()}
@@ -572,10 +542,7 @@ def with_prior(
 def unpacked(
     path: AnyPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], parameters: Mapping[str, Any] | None
 ) -> GaussianWeights:
-    """The Gaussian in a file's tensors and header, placed as the parameters of a model are; errors name `path`.
-
-    Without a model tensors stay on disk until they are used.
-    """
+    """The Gaussian in a file's tensors and header, placed as the parameters of a model; without one left on disk."""
     kind = str(header.get("structure"))
     if kind == "mixture":
         remedy = "save one of them (mixture.members) by itself" if parameters is None else "read it with Mixture.load"
@@ -624,14 +591,10 @@ def _open_saved(path: Path, n_data: float | None, prior: Any) -> GaussianWeights
     found = unpacked(path, tensors, header, None)
     changes = {"n_data": n_data, "prior_precision": prior}
     found = found.replace(**{key: value for key, value in changes.items() if value is not None})
-    origin, version = found.origin, header.get("version", "of an unknown version")
-    steps = " to ".join(f"{each:g}" for each in dict.fromkeys(origin.steps or ())) or "an unknown number of"
-    why = (
-        f"{path}: format posterior, {found.structure.kind}, {'with' if found.has_weights else 'without'} weights.",
-        f"Written by bayesadam {version}: second moments of {steps} "
-        f"{'recorded gradients' if origin.recorded else 'steps'}, kept as {header.get('compress', 'they are')}.",
-    )
-    return replace(found, source=Source(path, "posterior", why, found.mode))
+    kind, version = found.structure.kind, header.get("version", "of an unknown version")
+    weights, kept = "with" if found.has_weights else "without", header.get("compress", "they are")
+    why = f"{path}: format posterior, {kind}, {weights} weights, by bayesadam {version}, moments kept as {kept}."
+    return replace(found, source=Source(path, "posterior", (why,), found.mode))
 
 
 def check_draws(n: int | None) -> None:

@@ -43,9 +43,7 @@ class LogitPredictive(Predictive):
 
     Without draws of its own, a component's probabilities are by the probit approximation, `link="probit"`, or averages
     over 200 Gaussian draws of the logits, `link="sampling"`. Those draws, which `mutual_information` takes too, are
-    independent from logit to logit unless the prediction was made with `covariance=True`. Logits are correlated, a
-    shift of all of them changes no probability, and without their covariance both can be off. 200 draws alone leave
-    errors of .02 to .05 in the mutual information, more where variances are large.
+    independent from logit to logit unless the prediction was made with `covariance=True`.
 
     Where k outputs were asked for, `mean`, `variance`, `covariance` and `draws` are of their logits; `probs` are of all
     classes, and so are `log_prob`, `entropy` and `prediction_set`, the other classes' logits being at their mean.
@@ -66,12 +64,6 @@ class LogitPredictive(Predictive):
     def class_probs(self) -> Tensor:
         """The probability of every class, in the last dimension."""
         return self.likelihood.of_classes(self.probs)
-
-    @property
-    def logits(self) -> Tensor | None:
-        """E[f] of all classes, (batch, ..., classes), where some of them were asked for."""
-        found = [c.logits for c in self.components if c.logits is not None]
-        return average(self.weights, found) if found else None
 
     @property
     def rest_error(self) -> Tensor:
@@ -107,8 +99,7 @@ class LogitPredictive(Predictive):
     def mutual_information(self) -> Tensor:
         """I(y; m, θ) = I(y; m) + Σ π_m (H[E_m p] − E_m[H p]): what more data could still teach, by draws of the logits.
 
-        It is the posterior's also where `probs` are the mean network's (`averaged` is False), and may then exceed their
-        `entropy()`.
+        It is the posterior's also where `probs` are the mean network's (`averaged` is False).
         """
         each = []
         for c in self.components:

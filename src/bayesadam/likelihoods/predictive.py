@@ -193,8 +193,7 @@ class Predictive(ABC):
         """Draws of f, (n, batch, ...), where the method sampled; of several networks in turn and in proportion to π.
 
         Those of `"linearised-sampled"` are functions: one draw of the weights for the whole batch. Those of `"sampled"`
-        need not be: where every weight is in a linear layer, activations are drawn, independently from example to
-        example. For functions at drawn weights use `sampled()`.
+        need not be: activations may be drawn, independently from example to example.
         """
         drawn = [c.draws for c in self.components if c.draws is not None]
         if len(drawn) < len(self.components) or len(drawn) == 1:
@@ -333,15 +332,10 @@ class Predictive(ABC):
             x: one number for each example, such as a column of the inputs.
             targets: the observations.
             other: a predictive of other inputs, such as out-of-distribution ones.
-            kind: see the table; None takes the default.
-            level: of the intervals.
-            ax: axes to draw on; None for those of a new figure.
         """
         require("matplotlib")
         from bayesadam import _plots
 
-        if other is not None and not isinstance(other, Predictive):
-            raise SettingError(f"other must be a predictive of other inputs, got {type(other).__name__}")
         return _plots.predictive(self, x, targets, other, kind, level, ax)
 
 
