@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from bayesadam._storage import check_owner
 from bayesadam.errors import ImproperError
 from bayesadam.gaussian.diagonal import Diagonal
-from bayesadam.gaussian.noise import draw, stream_seed
-from bayesadam.gaussian.settings import Precision, PrecisionRule, Settings
+from bayesadam.gaussian.noise import standard_normal, stream_seed
+from bayesadam.gaussian.settings import Precision, Settings
 from bayesadam.gaussian.structure import Directions, Named, Reading, Stored, Structure, StructureSpec
 from bayesadam.readers import is_orthonormal, read_match, working_dtype
 
@@ -49,7 +48,6 @@ class LowRank(Structure):
     rest: Mapping[str, Tensor]
     kind: str = "low-rank"
     has_directions = True
-    flat_reason = "Outside its directions a low-rank posterior has the prior alone"
     _known: WeakKeyDictionary[Settings, Directions] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @property
@@ -104,10 +102,9 @@ class LowRank(Structure):
         """θ in the map form, θ − Σ δ θ in the likelihood form."""
         if settings.form == "map":
             return dict(mode)
-        pull = {name: _times(theta, settings.prior_precision[name]) for name, theta in mode.items()}
         variance, found = self.coordinate_variance(settings), self.directions(settings)
-        white = {name: tensor * variance[name].sqrt() for name, tensor in pull.items()}
-        pulled = found.scaled(white, found.variance)
+        pull = {n: _times(theta * variance[n].sqrt(), settings.prior_precision[n]) for n, theta in mode.items()}
+        pulled = found.scaled(pull, found.variance)
         return {name: theta - pulled[name] * variance[name].sqrt() for name, theta in mode.items()}
 
     def variance(self, settings: Settings) -> dict[str, Tensor]:
@@ -123,11 +120,8 @@ class LowRank(Structure):
     ) -> dict[str, Tensor]:
         """μ + D^(−½) (ε − Q (1 − (1 + σ²)^(−½)) Qᵀ ε)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
-        standard = PrecisionRule(weight=1.0, delta=0.0, power=1.0, shrink=False)
-        white = {}
-        for name, mu in mean.items():
-            place: Any = {"seed": stream_seed(seed, name), "n": n, "dtype": mu.dtype}
-            white[name] = draw(torch.zeros_like(mu), torch.ones_like(mu), standard, **place)
+        leading = () if n is None else (n,)
+        white = {name: standard_normal((*leading, *mu.shape), mu, stream_seed(seed, name)) for name, mu in mean.items()}
         shrunk = found.scaled(white, found.variance.sqrt())
         return {name: (mu + shrunk[name] * variance[name].sqrt()).to(dtypes[name]) for name, mu in mean.items()}
 
@@ -135,11 +129,9 @@ class LowRank(Structure):
         """|z|² + Σ σ² (Qᵀz)², z = D^½ (θ − μ)."""
         found, mean, variance = self.directions(settings), self.mean(mode, settings), self.coordinate_variance(settings)
         white = {name: (values[name].to(mu) - mu) / variance[name].sqrt() for name, mu in mean.items()}
-        inside = found.coordinates(white).double()
-        total = (inside.square() * (found.variance.double().reciprocal() - 1)).sum(dim=-1)
-        for name, z in white.items():
-            total = total + z.double().square().unsqueeze(-1).flatten(z.dim() - mean[name].dim()).sum(dim=-1)
-        return total
+        inside = found.coordinates(white).double().square() * (found.variance.double().reciprocal() - 1)
+        outside = self._outside.squared_distance(values, mean, replace(settings, form="map"))
+        return inside.sum(dim=-1) + outside.to(inside.device)
 
     def log_det(self, settings: Settings) -> Tensor:
         """log det D + Σ log(1 + σ²)."""

@@ -70,7 +70,6 @@ class Structure(ABC):
         bases: those coordinates, of the parameters whose own they are not.
         independent: whether the weights themselves are independent, each with a second moment of its own.
         has_directions: whether `directions` are ever other than None: parameters are then not independent of another.
-        flat_reason: why weights may have no precision at all, for messages.
     """
 
     kind: str
@@ -78,7 +77,6 @@ class Structure(ABC):
     bases: Mapping[str, Rotation] = MappingProxyType({})
     independent = False
     has_directions = False
-    flat_reason = "Their gradient was never other than zero: dead units or constant inputs"
 
     @abstractmethod
     def mean(self, mode: Named, settings: Settings) -> dict[str, Tensor]:
@@ -150,10 +148,7 @@ class Structure(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A saved posterior's tensors under `role.parameter`, the names of its parameters, and the model's parameters.
-
-    Without a model (`parameters` is None) tensors stay on the disk until they are used.
-    """
+    """A saved posterior's tensors under `role.parameter`; without a model's `parameters` they stay on the disk."""
 
     path: str | os.PathLike[str]
     tensors: Named

@@ -412,10 +412,8 @@ class GaussianWeights(Marginals):
         A sharded posterior is written by all processes together, to a folder of torch.distributed.checkpoint, whole.
 
         Args:
-            weights: False leaves out θ_t, for a file beside the weights: `Posterior.load` then uses the model's own,
-                and all that reads checkpoints uses the file as their optimiser state.
-            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser: see
-                `bayesadam.readers.compression.encode`.
+            weights: False leaves out θ_t, for a file beside the weights, which stands for their optimiser state.
+            compress: `"8bit"`, a quarter of the bytes of v̂, or `"factored"`, next to none and much coarser.
         """
         if not weights or compress is not None:
             self.require_whole("a file without weights, or a compressed one,")
@@ -486,7 +484,7 @@ class GaussianWeights(Marginals):
             name, count = next(iter(flat.items()))
             raise ImproperError(
                 f"{sum(flat.values())} weights have v = 0 and prior precision 0, so their variance is infinite (first "
-                f"{name!r}: {count} of {self.shapes[name].numel()}). {self.structure.flat_reason}. Give them a prior, "
+                f"{name!r}: {count} of {self.shapes[name].numel()}). Give them a prior, "
                 "prior_precision=1.0 or posterior.replace(prior_precision=1.0), or calibrate"
             )
 

@@ -139,7 +139,7 @@ class LogitPredictive(Predictive):
 
         Args:
             method: `"lac"` for the smallest sets; `"aps"` for sets that grow with the difficulty of the example;
-                `"raps"` for the same without a long tail of unlikely classes. The last two are randomised.
+                `"raps"` for the same without a long tail of unlikely classes.
             by_class: the guarantee for each class by itself, which needs 1/(1 − level) held-out examples of it; a class
                 with fewer is in every set.
             seed: of the random numbers.
@@ -257,11 +257,9 @@ class Classification(ClassLikelihood):
 
     def shaped(self, targets: Tensor, like: Tensor) -> Tensor:
         """Class indices, (n,)."""
-        if targets.is_floating_point() and not bool((targets == targets.floor()).all()):
-            raise MatchError("the targets of a classification are class indices, 0, 1, …: some are not whole numbers")
         found = targets.reshape(len(targets), -1).squeeze(1).to(like.device, torch.int64)
-        if found.numel() and int(found.min()) < 0:
-            raise MatchError(f"class indices must be at least 0, got {int(found.min())}")
+        if not bool((found == targets.reshape(found.shape).to(like.device)).all()) or bool((found < 0).any()):
+            raise MatchError("the targets of a classification are class indices, whole numbers of at least 0")
         return found
 
     def locations(self, outputs: Tensor) -> Tensor:
@@ -367,9 +365,8 @@ class Classification(ClassLikelihood):
         if not sums.numel() or bool((outputs < 0).any()) or not bool(((sums - 1).abs() < _SAME_SUM).all()):
             return None
         return (
-            "the outputs of each example are positive and sum to 1, as probabilities do, but "
-            "likelihood='classification' takes logits: leave out the softmax, or pass "
-            "forward=lambda model, x: model(x).log()"
+            "the outputs of each example are positive and sum to 1, as probabilities do, but classification takes "
+            "logits: leave out the softmax, or pass forward=lambda model, x: model(x).log()"
         )
 
 

@@ -227,8 +227,8 @@ class Predictive(ABC):
     def epistemic(self) -> Tensor:
         """½ tr(H Cov[f]), H the Hessian of −log p(y | f): to first order what y would teach about the weights, in nats.
 
-        One number for each example, or for each position of classes. Exact where the covariance is known, or where the
-        likelihood does not couple outputs; else an unbiased estimate, `score` has its standard error.
+        One number for each example, or for each position of classes; of coupled outputs without their covariance an
+        unbiased estimate, whose standard error `score` has.
         """
         each = [self.likelihood.epistemic(c) if c.score is None else c.score.value for c in self.components]
         if any(found is None for found in each):

@@ -152,8 +152,7 @@ class NumericPredictive(Predictive):
 class NumericLikelihood(Likelihood[NumericPredictive]):
     """p(y | f) of numbers. Its methods are of one component c.
 
-    A new one defines `expected`, `total_variance`, `sample` and `log_density`, besides what every likelihood defines.
-    Its intervals are then right to some hundredths of the probability; `mass` makes them exact.
+    Intervals of a new one are right to some hundredths of the probability; `mass` makes them exact.
 
     Attributes:
         resolution: half the distance of neighbouring targets or less; 0 where targets are real.
@@ -283,9 +282,8 @@ class Regression(GaussianLikelihood):
     def distance(self, c: Component, y: Tensor) -> Tensor:
         """√(rᵀ (Cov[f] + σ²)⁻¹ r), r = y − E[f]: the studentised residual |r|/√(σ² + Var[f]) of a single output.
 
-        For an example that the posterior has not seen this is, in a linear model, the textbook's |r|/(σ√(1 − h)), r and
-        h those of a fit with it. One that was trained on has pulled f towards itself, which is not corrected for:
-        Var[f] of a network is far too rough for that.
+        An example that was trained on has pulled f towards itself, which is not corrected for: Var[f] of a network is
+        far too rough for that.
         """
         if (joint := self._joint(c)) is None:
             return super().distance(c, y)
