@@ -337,7 +337,7 @@ def test_a_covariance_structure(monkeypatch, tmp_path):
     ):
         assert type(again.structure) is type(posterior.structure)
         assert_close(again.log_prob(drawn)[:5], posterior.log_prob(drawn)[:5])
-        assert [part.structure.kind for part in again.parts()] == ["one-sided"] * 2
+        assert [again.part(name).structure.kind for name in again.mode] == ["one-sided"] * 2
 
     # A linear network: Var[f] = J Σ Jᵀ.
     x = torch.randn(4, 3).double()

@@ -149,7 +149,7 @@ def _examined(gaussian: GaussianWeights, name: str, numel: int, entry: Entry | N
     low, high = extremes(v) if numel else (0.0, 0.0)
     # A count takes memory, and most have none.
     bad = 0 if 0 <= low <= high < math.inf else int(whole((~torch.isfinite(v) | (v < 0)).sum()))
-    return Examined(name, numel, part, int(zeros(v)), bad or int(hidden), "", share)
+    return Examined(name, numel, part, zeros(v), bad or int(hidden), "", share)
 
 
 def diagnose(

@@ -26,7 +26,7 @@ from bayesadam.calibration.held_out import HeldOut, aligned, cut, examples_of, n
 from bayesadam.errors import HeldOutWarning, SettingError, UnusedPosteriorWarning
 from bayesadam.gaussian.noise import fresh_seed
 from bayesadam.likelihoods import Component, Link, Predictive, agreed
-from bayesadam.likelihoods.conformal import Guarantee
+from bayesadam.likelihoods.conformal import Guarantee, joined
 from bayesadam.likelihoods.predictive import FEWEST_SCORED, CalibrationMethod
 from bayesadam.posterior import Mixture, Posterior
 from bayesadam.posterior.report import CalibrationReport, settings_of
@@ -303,7 +303,7 @@ def _chosen(
             UnusedPosteriorWarning,
         )
     n = n_examples(data.batches)
-    guarantee = Guarantee.joined([each[best] for each in scores.conformity], scores.novelty)
+    guarantee = joined([each[best] for each in scores.conformity], scores.novelty)
     report = CalibrationReport(
         likelihood=data.options.likelihood,
         method=networks[0].method,

@@ -213,7 +213,7 @@ def _draw_functions(axes: Axes, below: Axes, demo: Demo) -> None:
     where: Any = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
     axes.text(0.985, 0.02, note, color=plots.MUTED, fontsize=8, **where)
     below.plot(demo.grid.x.squeeze(1), demo.predictive.novelty, color=plots.colour("badam"), linewidth=1.5)
-    usual = float(demo.predictive.guarantee.novelty.double().quantile(1 - _FLAGGED))
+    usual = float(demo.predictive.guarantee["novelty"].double().quantile(1 - _FLAGGED))
     below.axhline(usual, color=plots.MUTED, linewidth=1, linestyle="--", label="exceeded by 5 % of held-out points")
     below.set(title="(b) Novelty", xlabel="x", ylabel="nats", xlim=TEST_INTERVAL, ylim=(0, None))
     below.legend(loc="lower right")

@@ -17,7 +17,7 @@ from bayesadam._alone import unwrap
 from bayesadam._checks import require_kind
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
-from bayesadam.gaussian.settings import precision
+from bayesadam.gaussian.settings import curvature
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.readers.match import listed_optimizers
@@ -305,7 +305,7 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
     for name, gone in removed.items():
         here = gone.to(posterior.mode[name].device)
         theta, v = posterior.mode[name][here], posterior.structure.second_moment[name][here]
-        costs = precision(v, settings.weight / settings.n_data, 0.0, settings.power).mul_(theta.square())
+        costs = curvature(v, settings.power).mul_(settings.weight / settings.n_data).mul_(theta.square())
         cost += 0.5 * float(costs.sum(dtype=wide(costs)))
     return PruningReport.total(rows, cost)
 
