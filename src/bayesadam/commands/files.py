@@ -167,6 +167,6 @@ def run_inspect(
         if out is not None:
             run.finish({file.name: png(inspection_picture(inspection))}, inspection.to_dict(), name=record)
         elif plot:
-            run.write({file.name: png(inspection_picture(inspection))})
+            print(*run.write({file.name: png(inspection_picture(inspection))}))
     if json:
         print(as_json(inspection.to_dict()))
