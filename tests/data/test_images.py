@@ -60,19 +60,8 @@ def test_the_test_pair_alone_can_be_loaded(small):
     (folder / "train-images-idx3-ubyte.gz").unlink()
     x, y = load_split("mnist", "test")
     assert (x.shape, y.shape) == ((4, 6), (4,))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz.*'digits'"):
         load_images("mnist")
-    for part in ("train-images-idx3-ubyte.gz", "the test pair is there: load_split('mnist', 'test')", "'digits'"):
-        assert part in str(caught.value)
-
-
-def test_without_any_file_no_test_pair_is_promised(small):
-    folder, _ = small
-    for path in folder.iterdir():
-        path.unlink()
-    with pytest.raises(DataError) as caught:
-        load_images("mnist")
-    assert "test pair" not in str(caught.value)
 
 
 def test_a_truncated_file_is_named(small):

@@ -8,35 +8,24 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import time
 import zipfile
 import zlib
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
 from bayesadam._progress import Bar
-from bayesadam.errors import DataError, FileError, MissingExtraError, SettingError
+from bayesadam.errors import DataError, MissingExtraError, SettingError
 
 DATA_VARIABLE = "BAYESADAM_DATA"
 CACHE_VARIABLE = "BAYESADAM_CACHE"
-
-# Rounds over the sources that may yet answer, and the seconds before the second; each later wait is twice as long.
-ROUNDS = 3
-FIRST_WAIT = 0.5
 TIMEOUT = 20.0
-# HTTP answers that a second try may change.
-_PASSING = {408, 425, 429}
-_CHUNK = 1 << 16
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One form of a file in a folder: as published, or packed."""
 
     name: str
@@ -46,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that a loader reads: as published, compressed, where such a copy is known, and its public sources.
+    """A file that a loader reads: as published, compressed where such a copy is known, and its public sources.
 
     One that ends in .gz or .zip, where the file's own name does not, delivers it packed.
     """
@@ -82,8 +71,7 @@ class DataSet:
         return not self.files
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A file on this machine, and the form in which it is there."""
 
     copy: Copy
@@ -218,13 +206,14 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folders: Collection[Path | None] | None = None) -> dict[str, Found]:
-    """The files of a data set in some folders, by default the usual ones, by published name; nothing is fetched."""
+def find(name: str, folder: Path | None = None) -> dict[str, Found]:
+    """The files of a data set in one folder, or in the usual ones, by published name; nothing is fetched."""
     record, found = data_set(name), dict[str, Found]()
-    for file, folder in product(record.files, (data_folder(), cache_folder()) if folders is None else folders):
-        for copy in file.copies:
-            if folder is not None and (path := folder / record.folder / copy.name).is_file():
-                found.setdefault(file.name, Found(copy, path))
+    for place in filter(None, (folder,) if folder else (data_folder(), cache_folder())):
+        for file in record.files:
+            for copy in file.copies:
+                if (path := place / record.folder / copy.name).is_file():
+                    found.setdefault(file.name, Found(copy, path))
     return found
 
 
@@ -238,18 +227,16 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     for file in record.files:
         if files is not None and file.name not in files:
             continue
-        found = present.get(file.name)
-        if found is None:
+        if file.name not in present:
             paths[file.name] = _download(record, file, cache_folder(), progress)
             continue
         # A truncated file is caught without reading it.
-        size = found.path.stat().st_size
-        if size != found.copy.n_bytes:
+        copy, paths[file.name] = present[file.name]
+        if (size := paths[file.name].stat().st_size) != copy.n_bytes:
             raise DataError(
-                f"{found.path} has {size:,} bytes, expected {found.copy.n_bytes:,}: it is truncated or another file; "
+                f"{paths[file.name]} has {size:,} bytes, expected {copy.n_bytes:,}: it is truncated or another file; "
                 f"remove it, then `bayesadam data fetch {record.name}`"
             )
-        paths[file.name] = found.path
     return paths
 
 
@@ -265,7 +252,7 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     record, users = data_set(name), data_folder()
     target = cache_folder() if folder is None else Path(folder)
     paths = []
-    for file, check in zip(record.files, verify(name, None if folder is None else (Path(folder),)), strict=True):
+    for file, check in zip(record.files, verify(name, None if folder is None else Path(folder)), strict=True):
         if check.status == "wrong checksum" and check.path and users in check.path.parents:
             raise DataError(
                 f"{check.path} is damaged: its sha256 is {check.found}, expected {check.expected}: replace it, or "
@@ -276,116 +263,84 @@ def fetch(name: str, *, folder: str | Path | None = None, progress: bool = True)
     return tuple(paths)
 
 
-def verify(name: str, folders: Collection[Path] | None = None) -> list[FileCheck]:
+def verify(name: str, folder: Path | None = None) -> list[FileCheck]:
     """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
-    record, present, checks = data_set(name), find(name, folders), []
+    record, present, checks = data_set(name), find(name, folder), []
     for file in record.files:
-        found = present.get(file.name)
-        if found is None:
+        if file.name not in present:
             checks.append(FileCheck(record.name, file.name, "missing", file.published.sha256))
             continue
-        digest = _sha256(found.path)
-        status: Literal["ok", "wrong checksum"] = "ok" if digest == found.copy.sha256 else "wrong checksum"
-        checks.append(FileCheck(record.name, file.name, status, found.copy.sha256, digest, found.path))
+        copy, path = present[file.name]
+        digest = _sha256(path)
+        status: Literal["ok", "wrong checksum"] = "ok" if digest == copy.sha256 else "wrong checksum"
+        checks.append(FileCheck(record.name, file.name, status, copy.sha256, digest, path))
     return checks
 
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-class _FailedError(Exception):
-    """A source did not deliver."""
-
-
-class _FailedForGoodError(_FailedError):
-    """A second try would not help."""
-
-
 def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bool) -> Path:
-    """Download one file into `folder`; it has its name only once it is whole."""
-    named = data_folder()
-    looked = [f"{DATA_VARIABLE} (not set)" if named is None else str(named / record.folder)]
-    looked += [] if folder is None else [str(folder / record.folder)]
+    """Download one file into `folder` from the first source that delivers it; it has its name only once it is whole."""
     absent = (
-        f"{file.name} of the data set {record.name!r} is in none of {', '.join(looked)}: put it there by hand, "
-        f"or use the embedded set {record.instead!r}, which needs no file"
+        f"{file.name} of the data set {record.name!r} is neither in {DATA_VARIABLE} ({data_folder() or 'not set'}) nor "
+        f"in {folder}, below {record.folder}: put it there by hand, or use the embedded set {record.instead!r}"
     )
-    if not file.urls:
-        raise DataError(f"{absent}; no public source is known")
     try:
         require("pooch")
     except MissingExtraError as error:
         raise DataError(f"{absent}; to download it, {error}") from error
-    if folder is None:
-        raise DataError(f"{absent}; to download it, name a folder in {CACHE_VARIABLE}")
-    target = folder / record.folder / file.name
-    reasons, waiting = dict.fromkeys(file.urls, ""), list(file.urls)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for number in range(ROUNDS):
-            if number and waiting:
-                time.sleep(FIRST_WAIT * 2 ** (number - 1))
-            for url in tuple(waiting):
-                try:
-                    with replacing(target) as temporary:
-                        _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else None)
-                        _check(url, temporary, file)
-                    return target
-                except _FailedError as error:
-                    reasons[url] = str(error)
-                    if isinstance(error, _FailedForGoodError):
-                        waiting.remove(url)
-    except FileError as error:
-        raise DataError(str(error)) from error
-    except OSError as error:
-        raise DataError(f"cannot save to {target}: {error.strerror or error}") from error
-    answers = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-    raise DataError(f"{absent}; no source delivered it ({answers})")
+    target, reasons = (folder or Path()) / record.folder / file.name, []
+    for url in file.urls:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as temporary:
+                _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else "")
+                _unpack(temporary, PurePosixPath(url).suffix, file)
+                if (digest := _sha256(temporary)) != file.published.sha256:
+                    raise DataError(f"wrong checksum: sha256 {digest}, expected {file.published.sha256}")
+            return target
+        except OSError as error:
+            reasons.append(f"{url}: {error}")
+    raise DataError(f"{absent}; no source delivered it ({'; '.join(reasons) or 'no public source is known'})")
 
 
-def _get(url: str, target: Path, bar: str | None) -> None:
+def _get(url: str, path: Path, bar_name: str) -> None:
     # It comes with pooch.
     requests = require("requests")
-    # A server that packs what it sends would have it unpacked on arrival, .gz files included.
-    asked: Any = {"stream": True, "timeout": TIMEOUT, "headers": {"Accept-Encoding": "identity"}}
     try:
-        with requests.get(url, **asked) as answer, target.open("wb") as file:
-            if 400 <= answer.status_code < 500 and answer.status_code not in _PASSING:
-                raise _FailedForGoodError(f"HTTP {answer.status_code} {answer.reason}")
+        # A server that packs what it sends would have it unpacked on arrival, .gz files included.
+        plain = {"Accept-Encoding": "identity"}
+        with requests.get(url, stream=True, timeout=TIMEOUT, headers=plain) as answer, path.open("wb") as file:
             answer.raise_for_status()
-            with Bar(bar or "", int(answer.headers.get("content-length", 0)) or None) as shown:
-                for chunk in answer.iter_content(_CHUNK):
+            with Bar(bar_name, int(answer.headers.get("content-length", 0)) or None) as bar:
+                for chunk in answer.iter_content(1 << 16):
                     file.write(chunk)
-                    if bar:
-                        shown.step(len(chunk))
+                    if bar_name:
+                        bar.step(len(chunk))
     except requests.RequestException as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None or cause.__context__ is not None:
-            cause = cause.__cause__ or cause.__context__ or cause
-        raise _FailedError(str(cause) or type(cause).__name__) from error
+        raise DataError(str(error)) from error
 
 
-def _check(url: str, path: Path, file: DataFile) -> None:
-    """Unpack what the source delivers packed, and compare it with the published checksum."""
-    packing, wanted = PurePosixPath(url).suffix, file.published
-    if packing in (".gz", ".zip") and not file.name.endswith(packing):
-        try:
-            with ExitStack() as stack:
-                if packing == ".gz":
-                    stream: Any = stack.enter_context(gzip.open(path))
-                else:
-                    archive = stack.enter_context(zipfile.ZipFile(path))
-                    stream = archive.open(max(archive.infolist(), key=lambda member: member.file_size))
-                # One byte more than expected shows a wrong file, whatever it would unpack to.
-                content = stream.read(wanted.n_bytes + 1)
-        except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-            raise _FailedForGoodError(f"not a {packing} file ({error})") from error
-        path.write_bytes(content)
-    if (digest := _sha256(path)) != wanted.sha256:
-        size = f"{path.stat().st_size:,} bytes of sha256 {digest}, expected {wanted.n_bytes:,} of {wanted.sha256}"
-        raise _FailedForGoodError(f"wrong checksum: {size}")
+def _unpack(path: Path, packing: str, file: DataFile) -> None:
+    """Replace what a source delivers packed by the file in it, of an archive the largest."""
+    if packing not in (".gz", ".zip") or file.name.endswith(packing):
+        return
+    # One byte more than expected shows a wrong file, whatever it would unpack to.
+    size = file.published.n_bytes + 1
+    try:
+        if packing == ".gz":
+            with gzip.open(path) as stream:
+                content = stream.read(size)
+        else:
+            with zipfile.ZipFile(path) as archive:
+                largest = max(archive.infolist(), key=lambda member: member.file_size)
+                content = archive.open(largest).read(size)
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"not a {packing} file: {error}") from error
+    path.write_bytes(content)
