@@ -459,14 +459,10 @@ def list_data() -> None:
     wide, wider = (max(len(getattr(record, part)) for record in data_sets()) for part in ("name", "title"))
     for record in data_sets():
         found = find(record.name)
-        where = " and ".join(dict.fromkeys(str(item.path.parent) for item in found.values()))
-        if record.embedded:
-            where = "embedded"
-        elif not found:
-            where = "absent" if all(file.urls for file in record.files) else "absent, and no public source is known"
-        elif len(found) < len(record.files):
+        where = " and ".join(dict.fromkeys(str(path.parent) for path in found.values())) or "absent"
+        if found and len(found) < len(record.files):
             where = f"{len(found)} of {len(record.files)} files: {where}"
-        typer.echo(f"{record.name:{wide}}  {record.title:{wider}}  {where}")
+        typer.echo(f"{record.name:{wide}}  {record.title:{wider}}  {'embedded' if record.embedded else where}")
 
 
 @data_app.command("fetch")
@@ -485,15 +481,13 @@ def fetch_data(
     # Every name is checked before any work.
     for record in data_sets() if sets == ["all"] else [data_set(name) for name in sets]:
         try:
-            paths = fetch(record.name, folder=out, progress=not quiet)
+            for path in fetch(record.name, folder=out, progress=not quiet):
+                typer.echo(path)
         except BayesAdamError as error:
             typer.echo(f"bayesadam: {error}", err=True)
             failed = True
-            continue
         if record.embedded and not quiet:
             typer.echo(f"{record.name} is embedded: there is nothing to fetch")
-        for path in paths:
-            typer.echo(path)
     if failed:
         raise typer.Exit(1)
 
@@ -512,13 +506,12 @@ def verify_data(
     failed, every = False, sets in (None, [], ["all"])
     for record in data_sets() if every else [data_set(name) for name in sets or ()]:
         checks = verify(record.name)
-        needed = not every or any(check.status != "missing" for check in checks)
+        begun = any(check.path for check in checks)
         for check in checks:
-            wrong = check.status == "wrong checksum" or (check.status == "missing" and needed)
+            wrong = check.status == "wrong checksum" or (check.status == "missing" and (begun or not every))
             failed |= wrong
-            where = f"{check.data_set}/{check.file}" if check.path is None else str(check.path)
-            hashes = f": expected sha256 {check.expected}, found {check.found}"
+            hashes = f": expected sha256 {check.expected}, found {check.found}" if wrong and check.path else ""
             if wrong or not quiet:
-                typer.echo(f"{check.status}  {where}{hashes * (check.status == 'wrong checksum')}", err=wrong)
+                typer.echo(f"{check.status}  {check.path or f'{record.name}/{check.file}'}{hashes}", err=wrong)
     if failed:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bayesadam.data import fetch, fetching, find, locate, verify
-from bayesadam.data.fetching import Copy, DataFile, DataSet
+from bayesadam.data.fetching import DataFile, DataSet
 from bayesadam.errors import DataError, SettingError
 from processes import PATIENCE, SOURCE, eventually, run_python
 
@@ -82,9 +82,8 @@ def digest(content: bytes) -> str:
 
 
 def record(*urls: str) -> DataSet:
-    published = Copy("tiny.csv", len(CONTENT), digest(CONTENT))
-    packed = Copy("tiny.csv.gz", len(PACKED), digest(PACKED))
-    return DataSet("tiny", "a test", "tables/tiny", (DataFile(published, packed, urls),), instead="wheel")
+    file = DataFile("tiny.csv", len(CONTENT), digest(CONTENT), urls)
+    return DataSet("tiny", "a test", "tables/tiny", (file,), instead="wheel")
 
 
 @pytest.fixture
@@ -333,20 +332,21 @@ def test_verify_tells_ok_missing_and_wrong(tiny, tmp_path, monkeypatch):
     (check,) = verify("tiny")
     assert (check.status, check.path, check.found) == ("missing", None, None)
     assert check.expected == digest(CONTENT)
-    wrong = b"x" + PACKED[1:]
-    path = users(tmp_path, monkeypatch, "tiny.csv.gz", wrong)
+    path = users(tmp_path, monkeypatch, "tiny.csv.gz", gzip.compress(b"other"))
     (check,) = verify("tiny")
     assert (check.status, check.path) == ("wrong checksum", path)
-    assert (check.expected, check.found) == (digest(PACKED), digest(wrong))
+    assert (check.expected, check.found) == (digest(CONTENT), digest(b"other"))
+    path.write_bytes(PACKED[:100])
+    assert verify("tiny")[0].status == "wrong checksum"
     path.write_bytes(PACKED)
     assert verify("tiny")[0].status == "ok"
 
 
 def test_a_truncated_file_is_refused_by_its_size(tiny, server, tmp_path, monkeypatch):
-    path = users(tmp_path, monkeypatch, "tiny.csv.gz", PACKED[:-10])
+    path = users(tmp_path, monkeypatch, "tiny.csv", CONTENT[:-10])
     with pytest.raises(DataError, match="truncated") as caught:
         locate("tiny")
-    for part in (str(path), f"{len(PACKED) - 10:,} bytes", f"{len(PACKED):,}", "bayesadam data fetch tiny"):
+    for part in (str(path), f"{len(CONTENT) - 10:,} bytes", f"{len(CONTENT):,}", "bayesadam data fetch tiny"):
         assert part in str(caught.value)
     assert server.asked == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bayesadam.data import fetching, find, load_images, load_split
-from bayesadam.data.fetching import Copy, DataFile, DataSet
+from bayesadam.data.fetching import DataFile, DataSet
 from bayesadam.errors import BayesAdamError, DataError, FileError, SettingError
 from floats import approx, assert_close
 
@@ -38,7 +38,7 @@ def small(tmp_path, monkeypatch):
     for name, array in arrays.items():
         content = idx(array)
         (folder / name).write_bytes(content)
-        files.append(DataFile(Copy(name, len(content), hashlib.sha256(content).hexdigest())))
+        files.append(DataFile(name, len(content), hashlib.sha256(content).hexdigest()))
     monkeypatch.setitem(fetching.DATA_SETS, "mnist", DataSet("mnist", "small", "mnist", tuple(files), "digits"))
     monkeypatch.setenv("BAYESADAM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("BAYESADAM_CACHE", str(tmp_path / "cache"))
@@ -89,7 +89,7 @@ def test_images_and_labels_must_belong_together(small):
     content = idx(arrays[name][:3])
     (folder / name).write_bytes(content)
     record = fetching.DATA_SETS["mnist"]
-    changed = DataFile(Copy(name, len(content), ""))
+    changed = DataFile(name, len(content), "")
     files = tuple(changed if file.name == name else file for file in record.files)
     fetching.DATA_SETS["mnist"] = DataSet("mnist", "small", "mnist", files, "digits")
     with pytest.raises(DataError, match=r"\(4, 2, 3\), labels of shape \(3,\)"):

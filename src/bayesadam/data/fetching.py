@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import lzma
 import os
 import zipfile
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from bayesadam._extras import require
 from bayesadam._files import replacing
@@ -25,34 +26,17 @@ CACHE_VARIABLE = "BAYESADAM_CACHE"
 TIMEOUT = 20.0
 
 
-class Copy(NamedTuple):
-    """One form of a file in a folder: as published, or packed."""
+@dataclass(frozen=True)
+class DataFile:
+    """A file that a loader reads, and its public sources; a folder may also hold it compressed, as .gz or .xz.
+
+    A source that ends in .gz or .zip, where the file's own name does not, delivers it packed.
+    """
 
     name: str
     n_bytes: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A file that a loader reads: as published, compressed where such a copy is known, and its public sources.
-
-    One that ends in .gz or .zip, where the file's own name does not, delivers it packed.
-    """
-
-    published: Copy
-    packed: Copy | None = None
     urls: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The published name."""
-        return self.published.name
-
-    @property
-    def copies(self) -> tuple[Copy, ...]:
-        """Every form that may be in a folder."""
-        return (self.published,) if self.packed is None else (self.published, self.packed)
 
 
 @dataclass(frozen=True)
@@ -71,16 +55,9 @@ class DataSet:
         return not self.files
 
 
-class Found(NamedTuple):
-    """A file on this machine, and the form in which it is there."""
-
-    copy: Copy
-    path: Path
-
-
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` found for one file, by its published name: its sha256, and that of the form that is there."""
+    """What `verify` found for one file: its published sha256, and that of what is there, unpacked."""
 
     data_set: str
     file: str
@@ -91,7 +68,7 @@ class FileCheck:
 
 
 # Folder and name, bytes, sha256.
-_COPIES = """
+_FILES = """
 mnist/train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
 mnist/train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
 mnist/t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
@@ -101,27 +78,14 @@ fashion-mnist/train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc9
 fashion-mnist/t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
 fashion-mnist/t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
 bandits/mushroom/agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
-bandits/mushroom/agaricus-lepiota.data.gz 29462 bf2157cb0f7aca0b2ce5537471c6b9636380b20e322a5aa97af985ba45affffa
 bandits/financial/raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
-bandits/financial/raw_stock_contexts.gz 309822 5a23e986d9fa77ed80abef9153cd590bd3c9c777ccabc5e432c67e215f7a8805
 bandits/jester/jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
-bandits/jester/jester-data-1.csv.xz 2719700 168e8e87e4617422e7e3142366d31ceadf7fc44a08a31a544dd77ad0afc5d0cc
 bandits/statlog/shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
-bandits/statlog/shuttle.trn.gz 313387 7e5b6c9db2350161b89b562a6b73c3ec2eea2c1d6f632bf568401236ad49b751
 bandits/adult/adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
-bandits/adult/adult.data.gz 408969 c7a2b4716a97f930123e0baf879188d701e798172631a654fc703d4b082907f3
 bandits/adult/adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
-bandits/adult/adult.test.gz 205254 8a2c1bffa6e7ce5abfa43881ae5e87c4311ebc2b3cd526c9c40a43f19f06f799
 bandits/covertype/covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
-bandits/covertype/covtype.data.xz 7036792 bbaed4fe81a7ac1b4ce6d3df1bcf79f1e11fefcc2336dbcdecf2ca69fe7cf26d
 bandits/census/USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
 """
-_KNOWN = {
-    path: Copy(path.rpartition("/")[2], int(n), digest)
-    for path, n, digest in map(str.split, _COPIES.strip().splitlines())
-}
-
-
 _TITLES = {
     "mnist": "MNIST: 70,000 handwritten digits of 28 × 28 pixels",
     "fashion-mnist": "Fashion-MNIST: 70,000 pictures of clothes of 28 × 28 pixels",
@@ -158,12 +122,12 @@ def _record(name: str, title: str) -> DataSet:
     """A set by the name of its folder."""
     sources = [url for known, url in map(str.split, _SOURCES.strip().splitlines()) if known == name]
     files, folder = [], ""
-    for path, copy in _KNOWN.items():
-        if path.split("/")[-2] == name and path.rpartition(".")[0] not in _KNOWN:
-            packed = _KNOWN.get(f"{path}.gz") or _KNOWN.get(f"{path}.xz")
-            urls = tuple(url + copy.name if url.endswith("/") else url for url in sources)
-            files.append(DataFile(copy, packed, urls))
-            folder = path.rpartition("/")[0]
+    for path, n_bytes, digest in map(str.split, _FILES.strip().splitlines()):
+        parent, _, file = path.rpartition("/")
+        if parent.split("/")[-1] == name:
+            urls = tuple(url + file if url.endswith("/") else url for url in sources)
+            files.append(DataFile(file, int(n_bytes), digest, urls))
+            folder = parent
     return DataSet(name, title, folder, tuple(files), "wheel" if folder.startswith("bandits/") else "digits")
 
 
@@ -206,14 +170,14 @@ def cache_folder() -> Path | None:
         return None
 
 
-def find(name: str, folder: Path | None = None) -> dict[str, Found]:
+def find(name: str, folder: Path | None = None) -> dict[str, Path]:
     """The files of a data set in one folder, or in the usual ones, by published name; nothing is fetched."""
-    record, found = data_set(name), dict[str, Found]()
+    record, found = data_set(name), dict[str, Path]()
     for place in filter(None, (folder,) if folder else (data_folder(), cache_folder())):
         for file in record.files:
-            for copy in file.copies:
-                if (path := place / record.folder / copy.name).is_file():
-                    found.setdefault(file.name, Found(copy, path))
+            for form in (file.name, f"{file.name}.gz", f"{file.name}.xz"):
+                if (path := place / record.folder / form).is_file():
+                    found.setdefault(file.name, path)
     return found
 
 
@@ -227,14 +191,11 @@ def locate(name: str, files: Collection[str] | None = None, *, progress: bool = 
     for file in record.files:
         if files is not None and file.name not in files:
             continue
-        if file.name not in present:
-            paths[file.name] = _download(record, file, cache_folder(), progress)
-            continue
+        path = paths[file.name] = present.get(file.name) or _download(record, file, cache_folder(), progress)
         # A truncated file is caught without reading it.
-        copy, paths[file.name] = present[file.name]
-        if (size := paths[file.name].stat().st_size) != copy.n_bytes:
+        if path.name == file.name and (size := path.stat().st_size) != file.n_bytes:
             raise DataError(
-                f"{paths[file.name]} has {size:,} bytes, expected {copy.n_bytes:,}: it is truncated or another file; "
+                f"{path} has {size:,} bytes, expected {file.n_bytes:,}: it is truncated or another file; "
                 f"remove it, then `bayesadam data fetch {record.name}`"
             )
     return paths
@@ -267,21 +228,23 @@ def verify(name: str, folder: Path | None = None) -> list[FileCheck]:
     """Read every file of a data set, as `find` does, and compare its sha256 with the published one."""
     record, present, checks = data_set(name), find(name, folder), []
     for file in record.files:
-        if file.name not in present:
-            checks.append(FileCheck(record.name, file.name, "missing", file.published.sha256))
-            continue
-        copy, path = present[file.name]
-        digest = _sha256(path)
-        status: Literal["ok", "wrong checksum"] = "ok" if digest == copy.sha256 else "wrong checksum"
-        checks.append(FileCheck(record.name, file.name, status, copy.sha256, digest, path))
+        path = present.get(file.name)
+        digest = None if path is None else _sha256(path, packed=path.name != file.name)
+        status: Any = "missing" if path is None else "ok" if digest == file.sha256 else "wrong checksum"
+        checks.append(FileCheck(record.name, file.name, status, file.sha256, digest, path))
     return checks
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, *, packed: bool = False) -> str:
+    """Of the content, unpacked where it is packed; of nothing where it cannot be."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with (openers[path.suffix] if packed else open)(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return "none: it cannot be unpacked"
     return digest.hexdigest()
 
 
@@ -302,8 +265,8 @@ def _download(record: DataSet, file: DataFile, folder: Path | None, progress: bo
             with replacing(target) as temporary:
                 _get(url, temporary, f"{record.name}/{file.name}, bytes" if progress else "")
                 _unpack(temporary, PurePosixPath(url).suffix, file)
-                if (digest := _sha256(temporary)) != file.published.sha256:
-                    raise DataError(f"wrong checksum: sha256 {digest}, expected {file.published.sha256}")
+                if (digest := _sha256(temporary)) != file.sha256:
+                    raise DataError(f"wrong checksum: sha256 {digest}, expected {file.sha256}")
             return target
         except OSError as error:
             reasons.append(f"{url}: {error}")
@@ -332,7 +295,7 @@ def _unpack(path: Path, packing: str, file: DataFile) -> None:
     if packing not in (".gz", ".zip") or file.name.endswith(packing):
         return
     # One byte more than expected shows a wrong file, whatever it would unpack to.
-    size = file.published.n_bytes + 1
+    size = file.n_bytes + 1
     try:
         if packing == ".gz":
             with gzip.open(path) as stream:
