@@ -2,7 +2,7 @@
 
 A check compares two samples of a run; a difference must exceed two standard errors. All checks passed: the claim held.
 None: it did not. Some: in part. A claim to be better than all others fails where one of them is better. A claim about
-the table holds only with the settings that the paper states; with our own alone it holds in part.
+the table holds only with the settings that the paper states; with our own it holds in part at best.
 """
 
 from __future__ import annotations
@@ -84,23 +84,24 @@ class Finished:
         return "trained with a gap in the data" if self.experiment == "regression" and self.settings.get("gap") else ""
 
     @property
+    def own_settings(self) -> bool:
+        """Whether a run of the table has settings that the paper does not state."""
+        return self.settings.get("settings", "paper") != "paper" or bool(self.settings.get("changes"))
+
+    @property
     def departures(self) -> str:
-        """All the ways in which the run differs from the paper's but its settings' name, in words."""
+        """All the ways in which the run differs from the paper's, in words."""
         asked, paper, found = self.settings, _PAPER[self.experiment], [self.other_data]
         name, what = ("runs", "runs") if self.experiment == "bandits" else ("n_seeds", "seeds")
+        if self.own_settings:
+            changes = [f"{name} = {value}" for name, value in (asked.get("changes") or {}).items()]
+            found.append(f"with our own settings, {', '.join([asked['settings'], *changes])}")
         if self.too_short:
             epochs = asked.get("epochs", 0)
             found.append(f"{epochs:,} epochs instead of {paper.epochs:,}" if epochs else f"{asked['rounds']:,} rounds")
         if asked[name] < getattr(paper, name):
             found.append(f"{asked[name]} {what} instead of {getattr(paper, name)}")
-        changes = ", ".join(f"{name} = {value}" for name, value in (asked.get("changes") or {}).items())
-        return ", ".join(filter(None, (*found, changes and f"with {changes}")))
-
-    @property
-    def own_settings(self) -> str:
-        """The name of our own settings, where a run of the table has them; empty where it has the paper's."""
-        named = self.settings.get("settings", "paper")
-        return "" if named == "paper" else str(named)
+        return ", ".join(filter(None, found))
 
 
 def read(root: Path, name: str, experiment: str) -> Finished | None:
@@ -132,13 +133,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: what, whether it came out as claimed (None: too close to tell), its numbers, and the settings."""
+    """One comparison: what, whether it came out as claimed (None: too close to tell), and its numbers."""
 
     what: str
     passed: bool | None
     numbers: str
     values: tuple[float, ...]
-    under: str = ""
 
 
 Test = Callable[[Sample, Sample], bool | None]
@@ -224,7 +224,7 @@ class Claim:
         """Which run answers it."""
         return {"figure1": "regression", "figure2": "pruning"}.get(self.key.partition("-")[0], "bandits")
 
-    def checks(self, run: Finished, under: str = "") -> list[Check]:
+    def checks(self, run: Finished) -> list[Check]:
         """Every comparison that the run has measured."""
         found = []
         for what, first, second, name, *required in self.comparisons:
@@ -234,17 +234,17 @@ class Claim:
                 means = (ours.mean, theirs.mean)
                 if ours.values and theirs.values:
                     shown = words.format(*map(show, means))
-                    found.append(Check(problem, test(ours, theirs), shown, means, under))
+                    found.append(Check(problem, test(ours, theirs), shown, means))
                 elif ours.values and required:
                     shown = f"{show(ours.mean)}; the other was not measured"
-                    found.append(Check(problem, None, shown, means[:1], under))
+                    found.append(Check(problem, None, shown, means[:1]))
         if not self.most or not found:
             return found
         n, clearly = len(found), sum(check.passed is True for check in found)
         led = [check.what for check in found if check.values[0] > check.values[1]]
         passed = True if clearly > n / 2 else None if len(led) > n / 2 else False
         shown = f"ahead in {len(led)} of {n} ({', '.join(led)}), {clearly} of them beyond two standard errors"
-        return [Check("most columns", passed, shown, (float(len(led)), float(n)), under)]
+        return [Check("most columns", passed, shown, (float(len(led)), float(n)))]
 
 
 CLAIMS = tuple(
@@ -269,21 +269,10 @@ class Judged:
         return {"claim": self.claim.key, **words, **found, "checks": [asdict(check) for check in self.checks]}
 
 
-_PAPERS_SETTINGS = "the settings that the paper states"
-
-
-def judged(claim: Claim, run: Finished | None, papers_own: Finished | None = None) -> Judged:
-    """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone.
-
-    A run with our own settings is judged together with `papers_own`, that with the paper's, where there is one.
-    """
-    if run is None or run.experiment != claim.experiment:
-        return Judged(claim, Verdict.UNMEASURED)
-    ours = run.own_settings
-    checks = claim.checks(run, f"our settings, “{ours}”" if ours else "")
-    if ours and checks and papers_own is not None and not papers_own.too_short:
-        checks += claim.checks(papers_own, _PAPERS_SETTINGS)
-    if not checks:
+def judged(claim: Claim, run: Finished | None) -> Judged:
+    """What the run says to the claim; one on other data than the paper's, or a shorter one, shows its checks alone."""
+    checks = [] if run is None or run.experiment != claim.experiment else claim.checks(run)
+    if run is None or not checks:
         return Judged(claim, Verdict.UNMEASURED)
     outcomes = {check.passed for check in checks}
     if run.other_data or run.too_short:
@@ -292,24 +281,8 @@ def judged(claim: Claim, run: Finished | None, papers_own: Finished | None = Non
         verdict = Verdict.OPEN
     elif True not in outcomes or (claim.all_others and False in outcomes):
         verdict = Verdict.FAILED
-    elif outcomes == {True} and not (ours and all(check.under != _PAPERS_SETTINGS for check in checks)):
+    elif outcomes == {True} and not run.own_settings:
         verdict = Verdict.HELD
     else:
         verdict = Verdict.PARTLY
     return Judged(claim, verdict, tuple(checks), run.departures)
-
-
-def settings_note(run: Finished, papers_own: Finished | None) -> str:
-    """Whose settings the table has, and what the paper's own give; text in backticks is code."""
-    if not run.own_settings:
-        return "Played with the settings that the paper states."
-    lead = f"Played with our own settings, “{run.own_settings}”, not with those that the paper states."
-    reaches = next(claim for claim in CLAIMS if claim.key == "table1-reaches")
-    checks = [] if papers_own is None else reaches.checks(papers_own)
-    if not checks:
-        return f"{lead} Those were not played here: `bayesadam bandits --settings paper`."
-    reached = [check.what for check in checks if check.passed]
-    told = f"with them Badam reaches its row in {len(reached)} of {len(checks)} columns"
-    told += f" ({', '.join(reached)})" if reached else ""
-    gives = "give" if len(reached) == len(checks) else "do not give"
-    return f"{lead} The paper's own settings {gives} its table: {told}."

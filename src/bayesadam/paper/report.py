@@ -17,7 +17,7 @@ from bayesadam.data import data_set, find, locate
 from bayesadam.errors import BayesAdamError, DataError
 from bayesadam.paper import bandits, pruning, regression
 from bayesadam.paper.bandits import BanditSettings, run_bandits
-from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged, read, settings_note
+from bayesadam.paper.claims import CLAIMS, EXPERIMENTS, Finished, Judged, Verdict, judged, read
 from bayesadam.paper.pruning import PruningSettings, run_pruning
 from bayesadam.paper.regression import RegressionSettings, run_regression
 
@@ -51,16 +51,12 @@ class Report:
 
     @property
     def claims(self) -> list[Judged]:
-        """Every claim, failed ones first, by its main run; Table 1's also by that with the paper's settings."""
-        main = {experiment: next(iter(runs), None) for experiment, runs in self.runs.items()}
-        found = [judged(claim, main.get(claim.experiment), self.papers_own) for claim in CLAIMS]
+        """Every claim, failed ones first, by its main run; Table 1's by that with the paper's settings, if any is."""
+        found = []
+        for claim in CLAIMS:
+            runs = self.runs.get(claim.experiment, ())
+            found.append(judged(claim, min(runs, key=lambda run: run.own_settings or run.too_short, default=None)))
         return sorted(found, key=lambda one: list(Verdict).index(one.verdict))
-
-    @property
-    def papers_own(self) -> Finished | None:
-        """Table 1's run with the settings that the paper states, and no others."""
-        played = self.runs.get("bandits", ())
-        return next((run for run in played if not run.own_settings and not run.settings.get("changes")), None)
 
     @property
     def every_run(self) -> list[Finished]:
@@ -79,8 +75,8 @@ class Report:
         """The whole file, out of the template `report.html`; what is not markup already is escaped."""
         loader = PackageLoader(__package__, ".")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-        tools: Any = {"tables_of": tables_of, "settings_note": settings_note, "verdicts": list(Verdict)}
-        tools |= {"headings": HEADINGS, "base64": lambda content: base64.b64encode(content).decode()}
+        tools: Any = {"tables_of": tables_of, "verdicts": list(Verdict), "headings": HEADINGS}
+        tools["base64"] = lambda content: base64.b64encode(content).decode()
         return environment.get_template("report.html").render(report=self, version=__version__, **tools)
 
 
