@@ -72,14 +72,6 @@ def test_panels_share_their_axes():
     assert all(map(math.isfinite, rows[SMALL.methods[0]]["std"]))
 
 
-def test_without_gpytorch_the_process_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(regression, "find_spec", lambda name: None)
-    settings = replace(SMALL, methods=("gp", "badam"))
-    run_regression(seed=0, out=tmp_path, quiet=False, settings=settings, jobs=1)
-    assert set(results_of(tmp_path)) == {"badam"}
-    assert "left out: gp" in capsys.readouterr().out
-
-
 # --- stopping and going on --------------------------------------------------------------------------------------------
 
 

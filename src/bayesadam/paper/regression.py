@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +146,12 @@ def picture(rows: Mapping[str, Row], seed: int, settings: RegressionSettings) ->
 def run_regression(
     *, seed: int, out: Path, quiet: bool, settings: RegressionSettings, jobs: int = 2
 ) -> tuple[Path, ...]:
-    """The `regression` command; without gpytorch the Gaussian process is left out."""
-    run, methods = Run("regression", seed, out, asdict(settings), quiet=quiet), settings.methods
-    if methods != ("gp",) and find_spec("gpytorch") is None:
-        methods = tuple(name for name in methods if name != "gp")
+    """The `regression` command."""
+    run = Run("regression", seed, out, asdict(settings), quiet=quiet)
     with run.prepared():
         work = partial(fit_group, seed=seed, settings=settings)
-        found = run_parts(run, methods, work, groups=groups, jobs=jobs)
+        found = run_parts(run, settings.methods, work, groups=groups, jobs=jobs)
         rows = {name: found[name] for name in TITLES if name in found}
         results = {method: row["scores"] for method, row in rows.items()}
-        left_out = [f"left out: {name}" for name in settings.methods if name not in rows]
-        run.show(table(results, settings.n_seeds), *left_out)
+        run.show(table(results, settings.n_seeds))
         return run.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)
