@@ -127,7 +127,7 @@ def load_table(name: str, *, dtype: npt.DTypeLike = np.float32, progress: bool =
 def read_mushroom(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:
     """22 categorical columns as 117; "?" counts as a value. The label is 1 where edible."""
     rows = _read(path, ",", 23, str)
-    return Table("mushroom", _one_hot(rows.T[1:], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
+    return Table("mushroom", _one_hot([*rows.T[1:]], dtype), (rows[:, 0] == "e").astype(np.int64), 2)
 
 
 def read_financial(path: str | Path, *, dtype: npt.DTypeLike = np.float32) -> Table:

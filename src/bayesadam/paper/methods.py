@@ -364,7 +364,8 @@ def _trained_gp(x: Tensor, y: Tensor, step: Callable[[], None]) -> Callable[[Ten
         return theta[-3].exp() * torch.exp(-0.5 * ((x[:, None] - at) / theta[:-3].exp()).square().sum(dim=-1))
 
     def factor() -> Tensor:
-        return torch.linalg.cholesky(kernel(x) + (theta[-2].exp() + 1e-6) * torch.eye(len(x), dtype=x.dtype))
+        root: Tensor = torch.linalg.cholesky(kernel(x) + (theta[-2].exp() + 1e-6) * torch.eye(len(x), dtype=x.dtype))
+        return root
 
     def weights(root: Tensor) -> Tensor:
         return torch.cholesky_solve((y - theta[-1])[:, None], root).squeeze(1)
