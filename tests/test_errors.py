@@ -164,7 +164,7 @@ def test_a_line_s_error_is_not_called_a_damaged_file(tmp_path):
     path.write_text("1 2\n")
     with pytest.raises(ba.errors.DataError) as caught:
         read_statlog(path)
-    assert str(caught.value) == f"{path}, line 1: 2 columns, expected 10"
+    assert str(caught.value) == f"cannot read {path}: 1 rows of 2 columns, expected 10"
 
 
 def test_a_radius_out_of_range_is_not_called_a_text():
