@@ -382,7 +382,7 @@ def test_an_adapter_read_into_what_peft_loads(wrote: Any) -> None:
         loaded = peft.PeftModel.from_pretrained(base, trained.folder, is_trainable=trainable)
         orders = read_checkpoint(trained.folder).rules.orders
         assert orders is not None
-        assert orders(loaded) == [trained.order]
+        assert trained.order in orders(loaded)
         loaded.unload()
         base = seeded(bert)
 
@@ -471,7 +471,7 @@ def test_what_was_trained_beside_the_adapter_is_not_made_up(wrote: Any, tmp_path
     weights = load_file(tmp_path / "adapter_model.safetensors")
     lost = next(name for name in weights if "LayerNorm" in name)
     save_file({name: w for name, w in weights.items() if name != lost}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(MatchError, match="something was trained that is not in the file"):
+    with pytest.raises(MatchError, match=r"does not hold .*LayerNorm.* which the optimiser trained"):
         ba.Posterior.from_checkpoint(tmp_path, seeded(lora, seed=1), n_data=N)
 
 

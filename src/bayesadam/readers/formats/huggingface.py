@@ -19,6 +19,7 @@ from bayesadam._extras import require
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers.formats.contents import Contents, Recorded, Rules, recorded_in
 from bayesadam.readers.formats.registry import Format, format_of, refuse_keys
+from bayesadam.readers.formats.torch_files import shortened
 from bayesadam.readers.pairing import clean_names
 
 # In the order in which transformers itself looks for them.
@@ -251,7 +252,7 @@ def build_model(path: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
             return made(made.config_class.from_dict(plain))  # type: ignore[no-any-return]
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = shortened(error)
         raise MatchError(f"{path}: transformers cannot build {name!r} from it ({reason}): {remedy}") from error
 
 

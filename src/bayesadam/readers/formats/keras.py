@@ -146,7 +146,7 @@ def _contents(config: Mapping[str, Any], tree: Tree) -> Contents:
     keys: list[Any] = [name for name in weights if trained[name]] if ordered else list(range(len(states)))
     if ordered and [weights[name].shape for name in keys] != [state["exp_avg"].shape for state in states]:
         raise FileError(
-            f"the optimiser's {len(states)} states have other shapes than the {len(keys)} variables that are trained by "
+            f"its optimiser's {len(states)} states have other shapes than the {len(keys)} variables trained by "
             f"{_CONFIG}: a layer was frozen or exchanged since, or has a LoRA. {_AGAIN}"
         )
     return Contents(

@@ -201,8 +201,12 @@ def damage_named(name: object, writer: str) -> Iterator[None]:
     except FileError:
         raise
     except DAMAGED as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({reason})") from error
+        raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({shortened(error)})") from error
+
+
+def shortened(error: Exception) -> str:
+    """A foreign error in one short line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 class _Reader(Window):
