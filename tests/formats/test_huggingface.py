@@ -448,7 +448,7 @@ def test_adapters_that_are_refused(wrote: Any, tmp_path: Path) -> None:
     few = Path(shutil.copytree(trained.folder, tmp_path / "few"))
     weights = load_file(few / "adapter_model.safetensors")
     save_file({name: w for name, w in weights.items() if "LayerNorm" not in name}, few / "adapter_model.safetensors")
-    with pytest.raises(MatchError, match="something was trained that is not in the file"):
+    with pytest.raises(MatchError, match="may belong to"):
         ba.Posterior.from_checkpoint(few, lora(), n_data=N)
     (few / "adapter_config.json").write_text("{}")
     with pytest.raises(FileError, match="no 'peft_type'"):

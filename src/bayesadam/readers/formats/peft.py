@@ -23,7 +23,6 @@ from bayesadam.readers.formats.contents import Contents, Rules
 from bayesadam.readers.formats.pickles import said
 from bayesadam.readers.formats.registry import refuse_keys
 from bayesadam.readers.formats.torch_files import shortened
-from bayesadam.readers.pairing import names_in
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
@@ -63,7 +62,7 @@ def _adapters_in(path: Path) -> list[Path]:
     return [*own, *(folder for folder in inner if (folder / _ADAPTER_CONFIG).is_file())]
 
 
-def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, Any] | None) -> Contents:
+def _read_adapter(path: Path, weights_key: str | None) -> Contents:
     refuse_keys(path, "it has one set of weights", weights_key=weights_key)
     folders = _adapters_in(path)
     # An adapter of another name than PEFT's first has a folder of that name.
@@ -77,28 +76,20 @@ def _adapter_with(path: Path, weights_key: str | None, optimizer: Mapping[str, A
     if not isinstance(config.get("peft_type"), str):
         raise FileError(f"{folders[0] / _ADAPTER_CONFIG} has no 'peft_type': it is not PEFT's; copy it again")
     weights, _ = hf.read_weights(folders[0], _WEIGHTS)
-    shapes = {key: tensor.shape for key, tensor in weights.items()}
-    count = None
-    if optimizer is not None and names_in(optimizer) is None:
-        count = sum(len(group["params"]) for group in optimizer["param_groups"])
-    adapter = _Adapter(path, folders[0], names[0], config, shapes, count)
+    adapter = _Adapter(path, folders[0], names[0], config, {key: tensor.shape for key, tensor in weights.items()})
     rules = Rules(model=adapter.model, names=adapter.names, orders=adapter.orders, partial=True)
-    return Contents(weights, optimizer, hf.summary_of(path, weights), recorded=hf.trainer_record(path), rules=rules)
+    return Contents(weights, None, hf.summary_of(path, weights), recorded=hf.trainer_record(path), rules=rules)
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The folder that was given, the one with the adapter, PEFT's name for it, its configuration, its tensors' shapes.
-
-    `count` is the number of the optimiser's parameters; None where they have names, or where there is no optimiser.
-    """
+    """The folder that was given, the one with the adapter, PEFT's name for it, its configuration, its shapes."""
 
     path: Path
     folder: Path
     name: str
     config: Mapping[str, Any]
     shapes: Mapping[str, torch.Size]
-    count: int | None
 
     def names(self, model: nn.Module) -> dict[str, str]:
         """The model's name for each stored one: PEFT leaves out the name of the adapter."""
@@ -118,17 +109,11 @@ class _Adapter:
         return {key: compared[fitting[0]][0][key] for key in self.shapes}
 
     def orders(self, model: nn.Module) -> hf.Orders:
-        """The Trainer's orders of what the file holds: whatever else was trained is lost, and that is refused."""
+        """The Trainer's orders of what the file holds: what else was trained is lost, and no order fits."""
         held = set(self.names(model).values())
         named = dict(model.named_parameters())
         stored = [name for name in named if name in held]
         trained = [name for name in stored if named[name].requires_grad]
-        if self.count not in (None, len(trained), len(stored), len(named)):
-            raise MatchError(
-                f"{self.path}: the optimiser has {self.count} parameters, the adapter {len(stored)} tensors: something "
-                "was trained that is not in the file. Pass param_names=[...] in the optimiser's order, or read it from "
-                "the live model and optimiser (Posterior.from_optimizer)"
-            )
         return hf.distinct([*hf.decay_orders(model, trained), *hf.decay_orders(model, stored), [list(named)]])
 
     def model(self) -> nn.Module:
@@ -253,4 +238,4 @@ def _classes(adapter: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
     return list(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
-ADAPTER = hf.folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _adapter_with)
+ADAPTER = hf.folder_format("PEFT adapter", lambda path, head: bool(_adapters_in(path)), _read_adapter)
