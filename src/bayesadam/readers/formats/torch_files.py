@@ -41,9 +41,9 @@ from bayesadam.readers.formats.registry import Format
 from bayesadam.readers.pairing import memory_of
 
 # What reading a damaged file may raise.
-DAMAGED = (
-    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
-    *(OverflowError, MemoryError, struct.error),
+_DAMAGED = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError),
+    *(struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
 )
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # The first as pickle writes it.
@@ -56,10 +56,6 @@ _DEEPEST = 3
 # Times the size of a compressed archive that is unpacked into memory.
 _MOST_UNPACKED = 64
 _BOMB = f"the archive unpacks to more than {_MOST_UNPACKED} times its size"
-_UNREADABLE = (
-    *(EOFError, OSError, OverflowError, struct.error, zlib.error, NotImplementedError, RuntimeError),
-    *(zipfile.BadZipFile, tarfile.TarError),
-)
 _ZIP = b"PK\x03\x04"
 # As deep as anything is looked for in a file.
 _LEVELS = 3
@@ -92,14 +88,15 @@ def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
 
 
 class _File(io.RawIOBase):
+    """Bytes as a file, without a copy of them."""
+
     def __init__(self, view: memoryview) -> None:
         self._view, self._position = view, 0
 
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = max(0, (0, self._position, len(self._view))[whence] + offset)
@@ -113,7 +110,7 @@ class _File(io.RawIOBase):
 
 
 def as_file(view: memoryview) -> BinaryIO:
-    """Bytes as a file, without a copy of them."""
+    """Bytes as a buffered file."""
     return io.BufferedReader(_File(view))
 
 
@@ -121,22 +118,17 @@ def zip_members(view: memoryview) -> dict[str, memoryview]:
     """The members of an archive by name; compressed ones are unpacked, unless that takes absurdly much memory."""
     found: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
-    try:
-        with zipfile.ZipFile(as_file(view)) as archive:
-            for info in archive.infolist():
-                if info.is_dir():
-                    continue
-                if info.compress_type == zipfile.ZIP_STORED:
-                    header = inside(view, info.header_offset, _LOCAL_HEADER)
-                    start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
-                    found[info.filename] = inside(view, start, info.file_size)
-                    continue
-                left -= info.file_size
-                if left < 0:
-                    raise BadPickle(_BOMB)
-                found[info.filename] = memoryview(bytearray(archive.read(info)))
-    except _UNREADABLE as error:
-        raise BadPickle(f"no whole zip archive: {error}") from None
+    with zipfile.ZipFile(as_file(view)) as archive:
+        for info in archive.infolist():
+            if info.compress_type == zipfile.ZIP_STORED:
+                header = inside(view, info.header_offset, _LOCAL_HEADER)
+                start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+                found[info.filename] = inside(view, start, info.file_size)
+                continue
+            left -= info.file_size
+            if left < 0:
+                raise BadPickle(_BOMB)
+            found[info.filename] = memoryview(bytearray(archive.read(info)))
     return found
 
 
@@ -145,21 +137,15 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     packed = bytes(view[:2]) == b"\x1f\x8b"
     found: dict[str, memoryview] = {}
     left = _CHUNK + _MOST_UNPACKED * len(view)
-    try:
-        with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
-            for member in archive:
-                left -= member.size if packed else 0
-                if left < 0:
-                    raise BadPickle(_BOMB)
-                if not member.isfile() or member.issparse():
-                    continue
+    with tarfile.open(fileobj=as_file(view), mode="r|gz" if packed else "r:") as archive:
+        for member in archive:
+            left -= member.size if packed else 0
+            if left < 0:
+                raise BadPickle(_BOMB)
+            if member.isfile() and not member.issparse():
                 file = archive.extractfile(member) if packed else None
                 content = memoryview(bytearray(file.read())) if file else inside(view, member.offset_data, member.size)
                 found[member.name.removeprefix("./")] = content
-    except BadPickle:
-        raise
-    except (*_UNREADABLE, ValueError) as error:
-        raise BadPickle(f"no whole tar archive: {error}") from None
     return found
 
 
@@ -179,13 +165,7 @@ def load_torch(view: memoryview, depth: int = 0) -> Loaded:
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
     with damage_named(name, "torch.save"):
-        try:
-            return as_weights(load_torch(view)[0])
-        except HostilePickle as error:
-            raise FileError(
-                f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
-                "load it with torch.load(weights_only=False)"
-            ) from None
+        return as_weights(load_torch(view)[0])
 
 
 def load_tree(path: Path) -> Any:
@@ -200,7 +180,12 @@ def damage_named(name: object, writer: str) -> Iterator[None]:
         yield
     except FileError:
         raise
-    except DAMAGED as error:
+    except HostilePickle as error:
+        raise FileError(
+            f"{name} would call {error} if it were unpickled: it is made to run code. Nothing was run here; do not "
+            "load it with torch.load(weights_only=False)"
+        ) from None
+    except _DAMAGED as error:
         raise FileError(f"{name} is truncated, damaged or not a file of {writer} ({shortened(error)})") from error
 
 
@@ -304,8 +289,8 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
 def is_old_archive(view: memoryview) -> bool:
     """Whether it is a tar archive with the four members that torch wrote before 0.1.10."""
     try:
-        return bytes(view[257:262]) == b"ustar" and set(tar_members(view)) >= _OLD_NAMES
-    except BadPickle:
+        return bytes(view[257:262]) == b"ustar" and tar_members(view).keys() >= _OLD_NAMES
+    except _DAMAGED:
         return False
 
 
@@ -354,37 +339,28 @@ def _exchanged(tree: Any, made: Callable[[StandIn], Any], level: int = 0) -> Any
     return values
 
 
-def is_module(held: StandIn) -> bool:
-    """Whether it was a torch module, or one of TorchScript's."""
-    state = held.state
-    return isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
-
-
 def _tensors(held: StandIn, prefix: str, above: frozenset[int], visits: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, then children, in the order of `state_dict`; of TorchScript, attributes in file order."""
-    if not is_module(held) or id(held) in above or len(above) == _DEEPEST_MODULE:
+    state = held.state
+    is_module = isinstance(state, Mapping) and ("_modules" in state or held.name.startswith("__torch__."))
+    if not is_module or id(held) in above or len(above) == _DEEPEST_MODULE:
         return
     if next(visits) == _MOST_MODULES:
         raise BadPickle(f"more than {_MOST_MODULES:,} modules in one")
-    state = own = children = held.state
+    own = children = state
     if "_modules" in state:
         skipped = state.get("_non_persistent_buffers_set")
         if isinstance(skipped, StandIn):
             # A set, which old protocols make from a list.
             skipped = skipped.arguments[0] if skipped.arguments else ()
-        transient = set(map(str, skipped)) if isinstance(skipped, list | tuple | set | frozenset) else set()
-        buffers = {key: value for key, value in _named(state.get("_buffers")).items() if key not in transient}
-        own, children = {**_named(state.get("_parameters")), **buffers}, _named(state["_modules"])
+        buffers = {key: value for key, value in (state.get("_buffers") or {}).items() if key not in (skipped or ())}
+        own, children = {**(state.get("_parameters") or {}), **buffers}, state["_modules"]
     for key, value in own.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
     for key, value in children.items():
         if isinstance(value, StandIn):
             yield from _tensors(value, f"{prefix}{key}.", above | {id(held)}, visits)
-
-
-def _named(held: Any) -> dict[str, Any]:
-    return {key: value for key, value in held.items() if isinstance(key, str)} if isinstance(held, Mapping) else {}
 
 
 def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
@@ -466,21 +442,21 @@ def names_in_zip(path: Path, head: bytes) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    except _DAMAGED:
         return set()
 
 
 def _is_torch(path: Path, head: bytes) -> bool:
     # torch's first member is the pickle; TorchScript's need not be.
-    first = head[_LOCAL_HEADER:][: int.from_bytes(head[26:28], "little")]
-    return head.startswith(_ZIP) and (
-        first.endswith(b"data.pkl") or any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
+    first = head[_LOCAL_HEADER:][: int.from_bytes(head[26:28], "little")].decode("latin1")
+    return head.startswith(_ZIP) and any(
+        name.rpartition("/")[2] == "data.pkl" for name in (first, *names_in_zip(path, head))
     )
 
 
 def _is_old(path: Path, head: bytes) -> bool:
-    named = head[:32].rstrip(b"\0").endswith(tuple(map(str.encode, _OLD_NAMES)))
-    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (named and is_old_archive(mapped(path)))
+    is_tar = head[257:262] == b"ustar"
+    return any(magic in head[:32] for magic in _MAGIC_BYTES) or (is_tar and is_old_archive(mapped(path)))
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
