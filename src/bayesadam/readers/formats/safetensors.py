@@ -83,11 +83,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
     summary = f"the posterior of {len(names)} parameters"
     if stored is None:
         summary += " without weights: give the file with the weights, and this one beside it or as optimizer_path="
-    known = [", ".join(origin.optimizers)] if origin.optimizers else []
-    if origin.steps:
-        counts = " to ".join(f"{steps:g}" for steps in dict.fromkeys(origin.steps))
-        known += [f"{counts} {'recorded gradients' if origin.recorded else 'steps'}"]
-    known += [f"kept as {header['compress']}"] if header.get("compress") else []
+    known = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     return Contents(
         weights=stored,
         optimizer={
@@ -98,7 +94,7 @@ def _read_posterior(path: Path, weights_key: str | None, optimizer_key: str | No
         recorded=Recorded(
             step=(header.get("steps") or [None])[-1], n_data=n_data, batch_size=settings.get("batch_size")
         ),
-        notes=("the second moments are a saved posterior's" + (f" ({'; '.join(known)})" if known else ""),),
+        notes=("the second moments are a saved posterior's" + (f" ({', '.join(known)})" if known else ""),),
     )
 
 

@@ -149,23 +149,17 @@ def tar_members(view: memoryview) -> dict[str, memoryview]:
     return found
 
 
-# What was saved, and where each storage is, by the address of its memory: a zip member's name, or an offset.
-Loaded = tuple[Any, Mapping[int, str | int]]
-
-
-def load_torch(view: memoryview, depth: int = 0) -> Loaded:
+def load_torch(view: memoryview, depth: int = 0) -> Any:
     """What `torch.save` or `pickle.dump` wrote, whichever version; raises ValueError where it makes no sense."""
     if bytes(view[:4]) == _ZIP:
-        return _load_zip(view, depth)
-    if is_old_archive(view):
-        return _load_tar(view)
-    return _load_pickles(view, depth)
+        return _load_zip(view, depth, {})
+    return _load_tar(tar_members(view)) if is_old_archive(view) else _load_pickles(view, depth)
 
 
 def load_view(view: memoryview, name: str) -> Any:
     """What `torch.save` wrote, modules as their state dicts; `name` is the file's in messages."""
     with damage_named(name, "torch.save"):
-        return as_weights(load_torch(view)[0])
+        return as_weights(load_torch(view))
 
 
 def load_tree(path: Path) -> Any:
@@ -209,18 +203,18 @@ class _Reader(Window):
     def _nested(self, content: Any = b"", *_: Any) -> Any:
         if not isinstance(content, bytes) or self._depth == _DEEPEST:
             raise BadPickle("a storage in a storage in a storage")
-        return load_torch(memoryview(bytearray(content)), self._depth + 1)[0]
+        return load_torch(memoryview(bytearray(content)), self._depth + 1)
 
-    def storage(self, dtype: torch.dtype) -> tuple[Storage, int]:
-        """The next storage, after its number of entries, and where it begins."""
+    def storage(self, dtype: torch.dtype) -> Storage:
+        """The next storage, after its number of entries."""
         (count,) = struct.unpack("<q", self.read(8))
-        start = self.position
-        held = inside(self.view, start, count * dtype.itemsize)
+        held = inside(self.view, self.position, count * dtype.itemsize)
         self.position += len(held)
-        return Storage(as_memory(held, dtype.itemsize), dtype), start
+        return Storage(as_memory(held, dtype.itemsize), dtype)
 
 
-def _load_zip(view: memoryview, depth: int) -> Loaded:
+def _load_zip(view: memoryview, depth: int, storages: dict[str, torch.UntypedStorage]) -> Any:
+    """What a zip archive holds; `storages` takes the memory of every member that tensors lie in."""
     members = zip_members(view)
     roots = [name.removesuffix("data.pkl") for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(roots) != 1:
@@ -228,19 +222,15 @@ def _load_zip(view: memoryview, depth: int) -> Loaded:
     root = roots[0]
     if bytes(members.get(f"{root}byteorder", b"little")) != b"little":
         raise BadPickle("its numbers are of a big-endian machine")
-    storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent(found: Any) -> Storage:
         kind, key = _described(found)
         name = f"{root}data/{key}"
-        if name not in members:
-            raise BadPickle(f"it has no {name}")
         if name not in storages:
             storages[name] = as_memory(members[name], kind.itemsize)
         return Storage(storages[name], kind)
 
-    tree = _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
-    return tree, {memory.data_ptr(): name for name, memory in storages.items()}
+    return _Reader(members[f"{root}data.pkl"], depth).pickled(persistent)
 
 
 def _described(found: Any) -> tuple[torch.dtype, str]:
@@ -253,18 +243,18 @@ def _described(found: Any) -> tuple[torch.dtype, str]:
     return storage_type(kind), str(key)
 
 
-def _load_pickles(view: memoryview, depth: int) -> Loaded:
+def _load_pickles(view: memoryview, depth: int) -> Any:
     reader = _Reader(view, depth)
     first = reader.pickled()
     if not isinstance(first, int) or first != _MAGIC:
-        return first, {}
+        return first
     version, system = reader.pickled(), reader.pickled()
     if version != _PROTOCOL:
         raise BadPickle("a file of another version")
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise BadPickle("its numbers are of a big-endian machine")
     kinds: dict[str, torch.dtype] = {}
-    storages: dict[str, tuple[Storage, int]] = {}
+    storages: dict[str, Storage] = {}
 
     def persistent(found: Any) -> Any:
         if isinstance(found, tuple) and found[:1] == ("module",):
@@ -273,7 +263,7 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
         kinds[key] = kind
         if key not in storages:
             return None
-        held = Storage(storages[key][0].memory, kind)
+        held = Storage(storages[key].memory, kind)
         return held.part(*found[5][1:]) if len(found) > 5 and found[5] is not None else held
 
     # The storages, whose types the pickle has, come after it: it is read once for these, and again with the storages.
@@ -282,8 +272,7 @@ def _load_pickles(view: memoryview, depth: int) -> Loaded:
     for key in map(str, reader.pickled()):
         storages[key] = reader.storage(kinds[key])
     reader.position = begin
-    tree = reader.pickled(persistent)
-    return tree, {held.memory.data_ptr(): start for held, start in storages.values()}
+    return reader.pickled(persistent)
 
 
 def is_old_archive(view: memoryview) -> bool:
@@ -294,13 +283,12 @@ def is_old_archive(view: memoryview) -> bool:
         return False
 
 
-def _load_tar(view: memoryview) -> Loaded:
-    members = tar_members(view)
+def _load_tar(members: Mapping[str, memoryview]) -> Any:
     known: dict[int, Any] = {}
     reader = _Reader(members["storages"])
     for _ in range(int(reader.pickled())):
         key, _, kind = reader.pickled()
-        known[int(key)], _ = reader.storage(storage_type(kind))
+        known[int(key)] = reader.storage(storage_type(kind))
     for key, root, offset, size in reader.pickled():
         known[int(key)] = known[int(root)].part(offset, size)
     reader = _Reader(members["tensors"])
@@ -309,7 +297,7 @@ def _load_tar(view: memoryview) -> Loaded:
         (dims,) = struct.unpack("<I4x", reader.read(8))
         *sizes, offset = struct.unpack(f"<{2 * dims + 1}q", reader.read(8 * (2 * dims + 1)))
         known[int(key)] = tensor(known[int(storage)], offset, sizes[:dims], sizes[dims:])
-    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)]), {}
+    return _Reader(members["pickle"]).pickled(lambda found: known[int(found)])
 
 
 def as_weights(tree: Any) -> Any:
@@ -381,11 +369,12 @@ def _state_dict(held: StandIn, names: Mapping[tuple[Any, ...], str]) -> Any:
 
 
 def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys], Tensor], target: Path) -> None:
-    """Write the same file with other values for some weights; everything else is copied, byte for byte."""
+    """Write the same zip archive with other values for some weights; every other member is copied, byte for byte."""
     view = mapped(source)
-    loaded, stored = load_torch(view)
-    tree = as_weights(loaded)
-    changed: dict[str | int, Tensor] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
+    tree = as_weights(_load_zip(view, 0, storages))
+    members = {memory.data_ptr(): name for name, memory in storages.items()}
+    changed: dict[str, Tensor] = {}
     for keys in positions:
         old = tree
         for part in keys:
@@ -393,41 +382,27 @@ def rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys],
         if not old.numel():
             continue
         memory = old.untyped_storage()
-        if memory.data_ptr() not in stored:
-            raise FileError(
-                f"{source}: {keys[-1]!r} lies inside a pickle, which is not written again; choose a path that ends in "
-                ".safetensors"
-            )
-        position = stored[memory.data_ptr()]
-        if position not in changed:
-            changed[position] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
-        held = changed[position].untyped_storage()
+        if memory.data_ptr() not in members:
+            raise FileError(f"{source}: {keys[-1]!r} lies inside a pickle; choose a path that ends in .safetensors")
+        name = members[memory.data_ptr()]
+        if name not in changed:
+            changed[name] = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
+        held = changed[name].untyped_storage()
         new = torch.empty(0, dtype=old.dtype).set_(held, old.storage_offset(), old.shape, old.stride())
         new.copy_(weights(keys))
-    if bytes(view[:2]) == b"PK":
-        _rewrite_zip(view, changed, target)
-        return
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        for start, content in changed.items():
-            file.seek(int(start))
-            file.write(content.numpy().tobytes())
-
-
-def _rewrite_zip(view: memoryview, changed: Mapping[str | int, Tensor], target: Path) -> None:
-    with zipfile.ZipFile(as_file(view)) as old, target.open("wb") as file, zipfile.ZipFile(file, "w") as new:
-        for info in old.infolist():
+    with zipfile.ZipFile(as_file(view)) as before, target.open("wb") as file, zipfile.ZipFile(file, "w") as after:
+        for info in before.infolist():
             large = info.file_size >= zipfile.ZIP64_LIMIT
             made = zipfile.ZipInfo(info.filename, info.date_time)
             # torch begins every member at a multiple of 64 bytes, so that it can be mapped.
             padding = -(file.tell() + _LOCAL_HEADER + len(info.filename.encode()) + 4 + 20 * large) % _ALIGNED
             made.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
             made.file_size = info.file_size
-            with new.open(made, "w", force_zip64=large) as out:
+            with after.open(made, "w", force_zip64=large) as out:
                 if info.filename in changed:
                     out.write(changed[info.filename].numpy().tobytes())
                 else:
-                    with old.open(info) as member:
+                    with before.open(info) as member:
                         shutil.copyfileobj(member, out, _CHUNK)
 
 
@@ -460,5 +435,5 @@ def _is_old(path: Path, head: bytes) -> bool:
 
 
 TORCH = Format("torch", _is_torch, _read, rewrite)
-OLD_TORCH = Format("torch before 1.6", _is_old, _read, rewrite)
+OLD_TORCH = Format("torch before 1.6", _is_old, _read)
 PICKLE = Format("pickle", lambda path, head: head.startswith(_PICKLED), _read)
