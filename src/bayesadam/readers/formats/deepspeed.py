@@ -83,10 +83,7 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
             # Where the float32 weights, rounded, are not the model's, the moments are not its own, either.
             master, weight = masters[name]["weight"], saved["module"][name]
             if not torch.equal(master.to(weight.dtype).nan_to_num(), weight.nan_to_num()):
-                raise FileError(
-                    f"{folder}: what the ranks have of {name!r} is not what {_MODEL} has: the files are of different "
-                    f"saves. {_COPY}"
-                )
+                raise FileError(f"{folder}: the ranks' {name!r} is not that of {_MODEL}: different saves. {_COPY}")
         groups.append({**base_states[0]["param_groups"][number], "params": list(shapes)})
     # Both names of a tied tensor are in the model's file, one of them in the groups; buffers and frozen ones in none.
     owner = {name: saved["shared_params"].get(name, name) for name in saved["module"]}

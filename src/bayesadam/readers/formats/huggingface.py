@@ -96,9 +96,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
             raise FileError(f"{index} has {shard!r}, which is not in its own folder: nothing outside is read")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
-        raise FileError(
-            f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files: copy all"
-        )
+        raise FileError(f"{index.parent} lacks {', '.join(missing)}, {len(missing)} of the {len(shards)} files")
     tensors = {shard: _tensors_in(index.parent / shard)[0] for shard in shards}
     for name, shard in shard_of.items():
         if name not in tensors[shard]:
@@ -142,9 +140,7 @@ def folder_format(
             if found.optimizer is None:
                 raise FileError(f"{path / chosen} holds no optimiser's state: found {found.summary}")
         except FileError as error:
-            raise FileError(
-                f"{error}. Pass another file with the state as optimizer_path= (--optimizer-file)"
-            ) from error
+            raise FileError(f"{error}. Pass another file as optimizer_path= (--optimizer-file)") from error
         return replace(contents, optimizer=found.optimizer)
 
     return Format(name, recognises, read, read_with=read_with, folder=True)

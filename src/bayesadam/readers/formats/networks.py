@@ -181,11 +181,10 @@ def choose(found: Found, source: object, weights_key: str | None, optimizer_key:
         identify_reader(next(iter(states.values())))
     shown = pairs or [Choice((network,), path, ("its shapes do not fit",)) for network in sets for path in states]
     rows = "".join(f"\n  {pair} ({pair.notes[0]})" for pair in shown[:_MOST_ROWS])
-    more = f"\n  and {len(shown) - _MOST_ROWS} more" if len(shown) > _MOST_ROWS else ""
     raise FileError(
         f"{source} holds weights under {_listed([network.path for network in sets])} and states under "
         f"{_listed(list(states))}{'' if pairs else ', and no shapes fit'}. Say which, several networks in their order, "
-        f"with{rows}{more}"
+        f"with{rows}"
     )
 
 

@@ -149,7 +149,8 @@ class _Adapter:
         saved = {key: known[id(tensor)] for key, tensor in tensors.items() if id(tensor) in known}
         # Without a PeftModel around it, transformers' own model saves under the names that it would have inside one.
         names = {key: key for key in own} | {f"base_model.model.{key}": held for key, held in saved.items()} | saved
-        kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+        inner: Any = getattr(model, "get_base_model", lambda: model)
+        kind = type(inner()).__name__
         misfits = {}
         for key in {**self.shapes, **saved}:
             stored, built = self.shapes.get(key), own[names[key]].shape if key in names else None
@@ -190,7 +191,7 @@ class _Adapter:
         """The model of this class with the adapter, if it has exactly the tensors that the file has."""
         model = self._put_on(hf.build_model(source, name, config))
         names, misfits = self._compared(model, self.name)
-        own, changes = hf.tensors_of(model), {}
+        own, changes = hf.tensors_of(model), dict[str, int]()
         for key in (key for key in misfits if key in self.shapes and key in names):
             stored, built = self.shapes[key], own[names[key]].shape
             if stored[1:] == built[1:]:

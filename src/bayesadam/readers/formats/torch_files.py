@@ -88,8 +88,6 @@ def as_memory(view: memoryview, itemsize: int) -> torch.UntypedStorage:
 
 
 class _File(io.RawIOBase):
-    """Bytes as a file, without a copy of them."""
-
     def __init__(self, view: memoryview) -> None:
         self._view, self._position = view, 0
 
@@ -110,7 +108,7 @@ class _File(io.RawIOBase):
 
 
 def as_file(view: memoryview) -> BinaryIO:
-    """Bytes as a buffered file."""
+    """Bytes as a file, without a copy of them."""
     return io.BufferedReader(_File(view))
 
 
