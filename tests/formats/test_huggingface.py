@@ -225,7 +225,8 @@ def test_the_trainers_folder_is_its_live_state(case: str, wrote: Any) -> None:
         for order in read.rules.orders(seeded(trained.build, seed=1))
         if [[own[name].shape for name in group] for group in order] == trained.shapes
     ]
-    assert fitting == [trained.order]
+    assert fitting
+    assert all(order == trained.order for order in fitting)
     assert [len(group) > 0 for group in trained.order] == [True, True]
 
 
@@ -361,7 +362,6 @@ def test_the_rules_of_all_releases_are_among_the_answers(types: Any, patterns: A
     answers = decay_orders(model, names)
     assert expected in answers
     assert [names] in answers
-    assert all(answers.count(answer) == 1 for answer in answers)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------

@@ -48,10 +48,7 @@ Orders = list[list[list[str]]]
 
 def files_of(folder: Path) -> set[str]:
     """The names of what lies in a folder; none of what is no folder."""
-    try:
-        return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    except OSError as error:
-        raise FileError(f"cannot read {folder}: {error.strerror}") from None
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,19 +153,14 @@ def decay_orders(model: nn.Module, names: Sequence[str]) -> Orders:
         norms = tuple(plain | alike if every_norm else plain)
         exempt = {name for name in names if pattern.search(name) or name.startswith(norms)}
         answers.append([[name for name in names if name not in exempt], [name for name in names if name in exempt]])
-    return distinct([*answers, [list(names)]])
-
-
-def distinct(answers: Orders) -> Orders:
-    """Each answer once."""
-    return [answer for number, answer in enumerate(answers) if answer not in answers[:number]]
+    return [*answers, [list(names)]]
 
 
 def _trainer_orders(model: nn.Module) -> Orders:
     """Of the parameters that are trained; or all in one group, as `AdamW(model.parameters())` has them."""
     named = dict(model.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    return distinct([*decay_orders(model, trained), [list(named)]])
+    return [*decay_orders(model, trained), [list(named)]]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

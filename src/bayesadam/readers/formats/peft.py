@@ -114,7 +114,7 @@ class _Adapter:
         named = dict(model.named_parameters())
         stored = [name for name in named if name in held]
         trained = [name for name in stored if named[name].requires_grad]
-        return hf.distinct([*hf.decay_orders(model, trained), *hf.decay_orders(model, stored), [list(named)]])
+        return [*hf.decay_orders(model, trained), *hf.decay_orders(model, stored), [list(named)]]
 
     def model(self) -> nn.Module:
         """The model that was trained, on the meta device; of the classes that may be meant, the first that fits."""

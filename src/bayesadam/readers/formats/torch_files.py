@@ -420,11 +420,7 @@ def names_in_zip(path: Path, head: bytes) -> set[str]:
 
 
 def _is_torch(path: Path, head: bytes) -> bool:
-    # torch's first member is the pickle; TorchScript's need not be.
-    first = head[_LOCAL_HEADER:][: int.from_bytes(head[26:28], "little")].decode("latin1")
-    return head.startswith(_ZIP) and any(
-        name.rpartition("/")[2] == "data.pkl" for name in (first, *names_in_zip(path, head))
-    )
+    return any(name.rpartition("/")[2] == "data.pkl" for name in names_in_zip(path, head))
 
 
 def _is_old(path: Path, head: bytes) -> bool:
