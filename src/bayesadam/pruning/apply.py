@@ -14,7 +14,6 @@ from torch.nn.utils import prune as torch_prune
 from torch.optim import Optimizer
 
 from bayesadam._alone import unwrap
-from bayesadam._checks import require_kind
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.gaussian.settings import precision
@@ -55,8 +54,6 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
 
 def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks by the first names of their parameters, each boolean and of its parameter's shape; or an error."""
-    require_kind(model, nn.Module, "model")
-    require_kind(masks, Mapping, "masks")
     parameters = dict(model.named_parameters())
     known = {owner.name: name for name, held in owners(model).items() for owner in held}
     found: dict[str, Tensor] = {}
@@ -77,29 +74,18 @@ def checked_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
+@torch.no_grad()
 def prune(model: Model, masks: Mapping[str, Tensor], *, inplace: bool = True) -> Model:
     """θ ← θ where the mask is True, 0 elsewhere.
 
     Every name and shape is checked before a weight is written. Parameters without a mask are left alone; the model may
     be wrapped for data parallelism or compiled. `inplace=False` prunes and returns a deep copy.
     """
-    checked_masks(unwrap(model), masks)
-    if not inplace:
-        model = copied(model)
+    model = model if inplace else copy.deepcopy(model)
     for parameter, removed in _removals(model, masks):
-        _clear(parameter, removed)
+        # Not a product: it would keep NaN, and make −0.
+        parameter.masked_fill_(removed, 0)
     return model
-
-
-def copied(model: Model) -> Model:
-    """A deep copy, tied parameters still tied."""
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        raise SettingError(
-            f"{type(model).__name__} cannot be copied ({error}). Where torch.nn.utils.prune holds some of its weights, "
-            "make that permanent first with its remove(module, name)"
-        ) from error
 
 
 def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -107,12 +93,6 @@ def _removals(model: nn.Module, masks: Mapping[str, Tensor]) -> list[tuple[nn.Pa
     parameters = dict(unwrap(model).named_parameters())
     found = ((parameters[name], ~mask) for name, mask in checked_masks(unwrap(model), masks).items())
     return [(parameter, removed.to(parameter.device)) for parameter, removed in found if bool(removed.any())]
-
-
-@torch.no_grad()
-def _clear(tensor: Tensor, removed: Tensor) -> None:
-    # Not a product: it would keep NaN, and make −0.
-    tensor.masked_fill_(removed, 0)
 
 
 class HeldWeights:
@@ -167,7 +147,7 @@ def keep_pruned(
         for state in (each.state.get(parameter, {}) for each in optimizers):
             for moment in (state.get(key) for key in _MOMENTUM_KEYS):
                 if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                    _clear(moment, removed)
+                    moment.masked_fill_(removed, 0)
     return HeldWeights([(parameter, removed, 0.0) for parameter, removed in removals], optimizers)
 
 
@@ -246,8 +226,8 @@ class PrunedParameter:
         return 1 - self.kept / self.weights if self.weights else 0.0
 
     def _cells(self) -> list[str]:
-        sizes = [_in_words(self.bytes_dense), _in_words(self.bytes_sparse)]
-        return [self.name, f"{self.weights:,}", f"{self.kept:,}", f"{self.sparsity:.1%}", *sizes]
+        counts = [f"{count:,}" for count in (self.weights, self.kept, self.bytes_dense, self.bytes_sparse)]
+        return [self.name, *counts[:2], f"{self.sparsity:.1%}", *counts[2:]]
 
 
 @dataclass(frozen=True)
@@ -278,7 +258,7 @@ class PruningReport(PrunedParameter):
         return {**{key: getattr(self, key) for key in own}, "rows": rows}
 
     def __str__(self) -> str:
-        heading = ["parameter", "weights", "kept", "removed", "dense", "sparse"]
+        heading = ["parameter", "weights", "kept", "removed", "bytes", "without zeros"]
         lines = [heading, *(row._cells() for row in (*self.rows, self))]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
         table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
@@ -308,11 +288,3 @@ def pruning_report(model_or_posterior: nn.Module | Posterior, masks: Mapping[str
         costs = precision(v, settings.weight / settings.n_data, 0.0, settings.power).mul_(theta.square())
         cost += 0.5 * float(costs.sum(dtype=wide(costs)))
     return PruningReport.total(rows, cost)
-
-
-def _in_words(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

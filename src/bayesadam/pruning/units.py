@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from bayesadam.errors import MatchError
 from bayesadam.gaussian.diagonal import wide
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
-from bayesadam.pruning.apply import copied, prune
+from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
 from bayesadam.pruning.masks import (
     Ranking,
@@ -58,7 +59,7 @@ def neuron_masks(
         # The best of a layer is put out of reach, and the count cut to what is left.
         ranked = {name: scores[name].index_fill(0, scores[name].argmax(), torch.inf) for name in names}
         total = sum(len(score) for score in ranked.values())
-        chosen = lowest(ranked, scores, names, min(round(share * total), total - len(names)))
+        chosen = lowest(ranked, names, min(round(share * total), total - len(names)))
         removed |= {name: chosen(name) for name in names}
     masks = nothing_removed(posterior)
     for units in found:
@@ -129,7 +130,8 @@ def path_scores(posterior: Posterior, *, ranking: Ranking = "snr", example_input
             square = square + scores[f"{units.name}.bias"].square()
         arriving = _of_mean_one(square.sqrt())
         for read, reader in _readers_in(scores, units):
-            scores[read] = reader.scaled(scores[read], arriving)
+            scaled = reader.by_unit(scores[read], units.width) * arriving[:, None]
+            scores[read] = scaled.reshape(scores[read].shape)
     # b, from the output back, by the scores without a.
     for units in reversed(found):
         total = torch.zeros(units.width, dtype=torch.float64, device=own[f"{units.name}.weight"].device)
@@ -170,7 +172,7 @@ def shrink(model: nn.Module, masks: Mapping[str, Tensor] | None = None, *, examp
         example_input: a batch that the model takes (a tensor, a tuple of arguments, a mapping of keywords). The outputs
             on it must agree, or this raises.
     """
-    small = copied(unwrap(model))
+    small = copy.deepcopy(unwrap(model))
     if masks is not None:
         prune(small, masks)
     with torch.no_grad(), in_eval_mode(small):
@@ -195,9 +197,10 @@ def _take_out(units: Units, seen: Mapping[str, Seen]) -> bool:
     unread = torch.ones_like(constant)
     for reader in units.readers:
         unread &= (reader.by_unit(reader.layer.weight, width) == 0).all(3).all(1).all(0).to(unread.device)
-        if reader.uneven or _pads_zeros(reader.layer):
-            zero = seen[reader.name].zero.view(reader.layout.outer, width, -1).all(2).all(0)
-            constant &= zero.to(constant.device)
+        first, even = seen[reader.name]
+        # A constant reaches the reader as one number at every position, zero padding included, or it cannot be folded.
+        even = even & (first == 0) if _pads_zeros(reader.layer) else even
+        constant &= even.view(reader.layout.outer, width, -1).all(2).all(0).to(constant.device)
     gone = unread | constant
     if bool(gone.all()):
         gone[0] = False
