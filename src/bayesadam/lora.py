@@ -84,17 +84,17 @@ def scaling_of_folder(path: Path) -> Scaling:
 
 
 class Adapter(NamedTuple):
-    """B (out, rank), A (rank, in), the second moments of their gradients, and s."""
+    """B (out, rank), A (rank, in), the second moments of their gradients, and s; s = 1 stands for one not known."""
 
     up: Tensor
     down: Tensor
     up_moment: Tensor
     down_moment: Tensor
-    scale: float
+    scale: float | None
 
     def change(self) -> Tensor:
         """ΔW = s B A."""
-        return self.scale * (self.up @ self.down)
+        return (self.scale or 1.0) * (self.up @ self.down)
 
     def curvature(self) -> Tensor:
         """E[G²] of ΔW as rank one, r_i c_j, from the second moments of both factors.
@@ -109,14 +109,14 @@ class Adapter(NamedTuple):
         """
         rows, columns = self.up_moment.sum(dim=1), self.down_moment.sum(dim=0)
         by_up, by_down = (columns * self.down.square()).sum(), (rows[:, None] * self.up.square()).sum()
-        scale = self.scale**2 * (by_up * by_down).sqrt()
+        scale = (self.scale or 1.0) ** 2 * (by_up * by_down).sqrt()
         product = torch.outer(rows, columns)
         return product / scale if bool(scale > 0) else torch.zeros_like(product)
 
     def nearest(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """B and A of this rank and scale with s B A nearest to ΔW, the singular values split evenly between them."""
         rank = len(self.down)
-        left, values, right = torch.linalg.svd(change / self.scale, full_matrices=False)
+        left, values, right = torch.linalg.svd(change / (self.scale or 1.0), full_matrices=False)
         root = values[:rank].sqrt()
         up, down = left[:, :rank] * root, root[:, None] * right[:rank]
         missing = rank - up.shape[1]
