@@ -44,23 +44,7 @@ class Anchor:
     The penalty is not added to the loss. After every k-th step of the optimiser, k times as far, and for the remaining
     steps at the end, it is an implicit step :math:`\theta \leftarrow \theta + (A + P)^{-1} P\, (\mu - \theta)` with
     :math:`A = N D/(k \lambda)`, D = (√v̂ + ε)/lr of that optimiser. So neither its moments nor a `Recorder` see the
-    penalty, and the next posterior is of the new data alone:
-
-    >>> model = torch.nn.Linear(3, 2)
-    >>> def trained(optimizer):
-    ...     for _ in range(20):
-    ...         optimizer.zero_grad()
-    ...         model(torch.randn(8, 3)).square().mean().backward()
-    ...         optimizer.step()
-    >>> first = torch.optim.Adam(model.parameters())
-    >>> trained(first)
-    >>> before = Posterior.from_optimizer(model, first, 160, power=1, batch_size=8, prior_precision=1.0)
-    >>> second = torch.optim.Adam(model.parameters())
-    >>> with anchor(second, before, n_data=160):
-    ...     trained(second)
-    >>> after = before + Posterior.from_optimizer(model, second, 160, power=1, batch_size=8, prior_precision=1.0)
-    >>> after.n_data
-    320
+    penalty, and the next posterior is of the new data alone.
 
     λ = 1 is Bayes' rule, and right for a Kronecker-factored posterior; a diagonal one is best at more. A parameter with
     more rows than before, a head with new classes, is held in its old rows. Parameters that the posterior does not have

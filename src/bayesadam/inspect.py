@@ -305,14 +305,4 @@ def quantiles(values: Tensor, levels: Sequence[float]) -> list[float]:
 
 
 def _share(count: int, total: int) -> str:
-    """A percentage that says 0 or 100 only where it is.
-
-    >>> _share(0, 10), _share(1, 3000), _share(2, 3)
-    ('0 %', '<0.1 %', '66.7 %')
-    """
-    if not total or count in (0, total):
-        return "100 %" if count else "0 %"
-    share = 100 * count / total
-    if share < 0.1:
-        return "<0.1 %"
-    return ">99.9 %" if share > 99.9 else f"{share:.1f} %"
+    return f"{100 * count / max(total, 1):.1f} %"

@@ -69,9 +69,8 @@ def scaling_of_folder(path: Path) -> Scaling:
     file = (path if path.is_dir() else path.parent) / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        general = config.get("lora_alpha")
-        patterns = {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        general, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    except (ValueError, AttributeError) as error:
         raise FileError(f"{file} is not the configuration of an adapter ({error}): copy it again") from None
 
     def scaling(prefix: str, adapter: str | None, rank: int) -> float | None:
@@ -195,8 +194,7 @@ def _precisions(up: Tensor, down: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
     least = _LEAST * (rows * columns).mean()
     if not bool(least > 0):
         raise SettingError(
-            f"{pair.up!r} or {pair.down!r} is 0, as B is before training: there is no product for a LoraPrior to be "
-            "on. Train the adapter, load its weights, or leave it out"
+            f"{pair.up!r} or {pair.down!r} is 0, as B is before training: there is no product for a LoraPrior to be on"
         )
 
     def floored(own: Tensor, other: Tensor) -> Tensor:

@@ -71,20 +71,6 @@ def merge(
     averaged, batch norm's running statistics among them; integers are the first model's. The factors of a LoRA adapter
     are merged as their product. The report says which were.
 
-    >>> from bayesadam import Posterior
-    >>> def fine_tuned(seed):
-    ...     torch.manual_seed(seed)
-    ...     model = torch.nn.Linear(2, 1)
-    ...     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    ...     for _ in range(100):
-    ...         optimizer.zero_grad()
-    ...         model(torch.randn(8, 2)).square().mean().backward()
-    ...         optimizer.step()
-    ...     return Posterior.from_optimizer(model, optimizer, n_data=800)
-    >>> merged = merge([fine_tuned(0), fine_tuned(1)])
-    >>> sorted(merged)
-    ['bias', 'weight']
-
     Args:
         models: posteriors, paths of what trainers saved, or pairs of paths (weights, optimiser's state).
         method: one of the three; None is gradient matching with a base, else Fisher.

@@ -64,6 +64,11 @@ class MergedLayer:
     shares: tuple[float, ...]
     overlap: float
 
+    @classmethod
+    def of(cls, name: str, sums: Sums) -> MergedLayer:
+        """The row of the sums over its weights."""
+        return cls(name, sums.weights, tuple((sums.shares / sums.weights).tolist()), sums.least_overlap())
+
 
 @dataclass(frozen=True)
 class MergeReport:
@@ -86,16 +91,11 @@ class MergeReport:
     @classmethod
     def of(cls, method: str, labels: Sequence[str], sums: Mapping[str, Sums], notes: Iterable[str]) -> MergeReport:
         """The report of sums by parameter name."""
-        layers: dict[str, list[Sums]] = {}
+        parts: dict[str, list[Sums]] = {}
         for name, found in sums.items():
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(found)
-        rows = []
-        for name, parts in layers.items():
-            total = Sums.total(parts)
-            shares = (total.shares / max(total.weights, 1)).tolist()
-            rows.append(MergedLayer(name, total.weights, tuple(shares), total.least_overlap()))
-        least = Sums.total(sums.values()).least_overlap()
-        return cls(method, tuple(labels), tuple(rows), least, tuple(notes))
+            parts.setdefault(name.rpartition(".")[0] or name, []).append(found)
+        layers = tuple(MergedLayer.of(name, Sums.total(found)) for name, found in parts.items())
+        return cls(method, tuple(labels), layers, Sums.total(sums.values()).least_overlap(), tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

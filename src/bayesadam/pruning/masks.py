@@ -26,7 +26,7 @@ from bayesadam.gaussian.weights import GaussianWeights
 from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_one_network
 from bayesadam.posterior.running import biases_before_norms, norm_widths
-from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, near, owners
+from bayesadam.pruning.apply import Owner, PrunedParameter, PruningReport, owners
 from bayesadam.readers import CheckpointKeywords, read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy, meta
 
@@ -165,7 +165,7 @@ def pruning_masks(
         kept = _pattern_masks(posterior, pattern, ranking, eligible)
     else:
         scores = weight_scores(posterior, ranking, eligible)
-        removed = _removed(scores, eligible, scope, fraction)
+        removed = removals(scores, eligible, scope, fraction)
         kept = {name: ~chosen(name) for name, chosen in removed.items()}
     whole = nothing_removed(posterior)
     return whole | {name: mask.to(whole[name].device) for name, mask in kept.items()}
@@ -220,37 +220,27 @@ def prune_checkpoint(
     saved = replace(saved, structure=Diagonal(Lazy(outline, saved.structure.diagonal)))
     eligible = _eligible(saved, ranking, exclude, checkpoint.weights)
     scores = Lazy(outline, lambda name: weight_scores(saved, ranking, [name])[name])
-    removed = _removed(scores, eligible, scope, fraction)
+    removed = removals(scores, eligible, scope, fraction)
     masks = Lazy({n: meta(outline[n].shape, torch.bool) for n in eligible}, lambda name: ~removed[name](name))
     write_pruned(checkpoint, masks, out)
     found = ((name, tensor) for name, tensor in checkpoint.weights.items() if name in saved.mode)
     return PruningReport.total([PrunedParameter.of(name, tensor, masks.get(name)) for name, tensor in found])
 
 
-def _removed(
-    scores: Mapping[str, Tensor], names: Sequence[str], scope: Scope, fraction: object
+def removals(
+    scores: Mapping[str, Tensor], names: Iterable[str], scope: Scope, fraction: Any, spared: int = 0
 ) -> dict[str, Callable[[str], Tensor]]:
-    """By parameter name, a function of the name: True at the weights to remove."""
-    share = checked_fraction(fraction)
-    found: dict[str, Callable[[str], Tensor]] = {}
-    for group in competing(names, scope):
-        count = round(share * sum(outlined(scores)[name].numel() for name in group))
-        found |= dict.fromkeys(group, lowest(scores, group, count))
-    return found
-
-
-def checked_fraction(fraction: Any) -> float:
-    """A share between 0 and 1."""
+    """By parameter name, a function of the name: True at what to remove; so many of a parameter stay in any case."""
     if not is_number(fraction) or not 0 <= fraction <= 1:
         raise SettingError(f"fraction must be a number from 0 to 1, the share of weights to remove, got {fraction!r}")
-    return float(fraction)
-
-
-def competing(names: Iterable[str], scope: Scope) -> list[list[str]]:
-    """The names in groups whose weights compete: all of them, or each alone."""
     if scope not in get_args(Scope):
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
-    return [list(names)] if scope == "global" else [[name] for name in names]
+    found: dict[str, Callable[[str], Tensor]] = {}
+    for group in [list(names)] if scope == "global" else [[name] for name in names]:
+        total = sum(outlined(scores)[name].numel() for name in group)
+        count = min(round(fraction * total), total - spared * len(group))
+        found |= dict.fromkeys(group, lowest(scores, group, count))
+    return found
 
 
 def nothing_removed(posterior: GaussianWeights) -> dict[str, Tensor]:
@@ -281,7 +271,6 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     A kind that the model has none of is passed over; a pattern that matches nothing is an error.
     """
-    has_model = isinstance(posterior, Posterior)
     alone = {name: [Owner(name, None, name.rpartition(".")[2])] for name in posterior.mode}
     held = owners(posterior.model) if isinstance(posterior, Posterior) else alone
 
@@ -293,17 +282,14 @@ def excluded(posterior: GaussianWeights, patterns: str | Sequence[str]) -> set[s
 
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if pattern in _CLASSES and not has_model:
+        if pattern in _CLASSES and not isinstance(posterior, Posterior):
             raise SettingError(
                 f"exclude={pattern!r} goes by the classes of the model's modules, which a file does not have: write "
                 f"patterns of names instead, such as '*.norm*.weight'. Its parameters are {', '.join(sorted(held)[:8])}"
             )
         chosen = {name for name, ways in held.items() if any(means(pattern, owner) for owner in ways)}
         if not chosen and pattern not in (*_CLASSES, "biases"):
-            raise MatchError(
-                f"exclude={pattern!r} matches no parameter; near it: {near(pattern.strip('*'), held)}. The kinds are "
-                + ", ".join(map(repr, (*(_CLASSES if has_model else ()), "biases")))
-            )
+            raise MatchError(f"exclude={pattern!r} matches no parameter; they are {', '.join(sorted(held)[:8])}")
         found |= chosen
     return found
 

@@ -17,16 +17,7 @@ from bayesadam.posterior import Posterior
 from bayesadam.posterior.mixture import require_posterior
 from bayesadam.pruning.apply import prune
 from bayesadam.pruning.graph import Layer, Reader, Seen, Units, arguments, inputs_seen, understand
-from bayesadam.pruning.masks import (
-    Ranking,
-    Scope,
-    checked_fraction,
-    competing,
-    excluded,
-    lowest,
-    nothing_removed,
-    weight_scores,
-)
+from bayesadam.pruning.masks import Ranking, Scope, excluded, nothing_removed, removals, weight_scores
 
 # Of the largest output; sums are taken in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -53,18 +44,15 @@ def neuron_masks(
         scope, exclude: as in `pruning_masks`, of layers by the names of their weights.
         example_input: a batch that the model takes, to follow the units through it.
     """
-    share, (found, scores) = checked_fraction(fraction), ranked_units(posterior, ranking, exclude, example_input)
-    removed: dict[str, Tensor] = {}
-    for names in competing(scores, scope):
-        # The best of a layer is put out of reach, and the count cut to what is left.
-        ranked = {name: scores[name].index_fill(0, scores[name].argmax(), torch.inf) for name in names}
-        total = sum(len(score) for score in ranked.values())
-        chosen = lowest(ranked, names, min(round(share * total), total - len(names)))
-        removed |= {name: chosen(name) for name in names}
+    found, scores = ranked_units(posterior, ranking, exclude, example_input)
+    # The best of a layer is out of reach.
+    ranked = {name: score.index_fill(0, score.argmax(), torch.inf) for name, score in scores.items()}
+    removed = removals(ranked, ranked, scope, fraction, spared=1)
     masks = nothing_removed(posterior)
     for units in found:
+        gone = removed[f"{units.name}.weight"](f"{units.name}.weight")
         for mask in _by_unit(units, masks):
-            mask[removed[f"{units.name}.weight"].to(mask.device)] = False
+            mask[gone.to(mask.device)] = False
     return masks
 
 
