@@ -350,7 +350,7 @@ def test_parameters_without_a_past_are_free_and_listed():
     with anchor(second, before) as held:
         assert held.anchored == ("body.weight", "body.bias")
         assert held.free == ("heads.1.weight", "heads.1.bias")
-        assert "2 parameters held, 2 free" in repr(held)
+        assert (len(held.anchored), len(held.free)) == (2, 2)
     with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
         anchor(torch.optim.Adam(model.heads[1].parameters()), before)
     smaller = nn.ModuleDict({"body": model.body})

@@ -91,31 +91,19 @@ class Anchor:
         self.anchored = tuple(name for name, p in self._parameters.items() if id(p) in trained)
         self.free = tuple(name for name, p in named.items() if id(p) in trained and name not in self.anchored)
         if not self.anchored:
-            raise MatchError(
-                f"the optimiser trains none of the posterior's parameters, {sorted(posterior.mode)[:4]}: pass the "
-                "optimiser of the same model, or model=, the one that it trains now"
-            )
+            raise MatchError("the optimiser trains none of the posterior's parameters: pass model=, what it trains")
         mean = posterior.mean
         self._mean = {name: mean[name].to(p.device, copy=True) for name, p in self._parameters.items()}
         self._pull = Pull.of(posterior.structure, posterior.settings, self._mean)
         if not any(bool(values.any()) for each in (self._pull.diagonal, self._pull.rows) for values in each.values()):
-            raise ImproperError(
-                "the posterior's precision is 0 for every trained weight, and so is the penalty: it has seen no "
-                "gradient, and has no prior"
-            )
+            raise ImproperError("the posterior's precision is 0 for every trained weight: no gradient and no prior")
         self._pending: dict[str, float | Tensor] = {}
         self._steps = [0] * len(self._optimizers)
         groups = [group for index in range(len(self._optimizers)) for group in self._trained(index).values()]
         if decay := max((float(group.get("weight_decay") or 0.0) for group in groups), default=0.0):
-            warn(
-                f"the optimiser has a weight decay of {decay:g}, which pulls to 0 what the anchor holds at the mean; "
-                "the posterior's prior is in the anchor already: train with weight_decay=0.0"
-            )
+            warn(f"a weight decay of {decay:g} pulls to 0 beside the anchor: train with weight_decay=0.0")
         if posterior.calibration is not None:
-            warn(
-                "the posterior is calibrated, which fits probabilities and says nothing of forgetting: anchor to the "
-                "posterior as it was before calibrate"
-            )
+            warn("anchor to the posterior as it was before calibrate, which says nothing of forgetting")
         self._handles = [
             each.register_step_post_hook(partial(self._after_step, index))
             for index, each in enumerate(self._optimizers)
@@ -166,12 +154,6 @@ class Anchor:
         self._pull = Pull.load(state["precision"], self._mean)
         self.strength, self.n_data, self.every = (state[name] for name in _SETTINGS)
         self._steps, self._pending = list(state["steps"]), dict(state["pending"])
-
-    def __repr__(self) -> str:
-        return (
-            f"Anchor({len(self.anchored)} parameters held, {len(self.free)} free, strength={self.strength:g}, "
-            f"N={self.n_data:g}, every={self.every})"
-        )
 
     def _gaps(self) -> dict[str, Tensor]:
         """μ − θ, of the old rows."""
@@ -235,10 +217,7 @@ def _held(named: Mapping[str, nn.Parameter], posterior: Posterior, free: Sequenc
         raise MatchError(f"free names {idle[:4]}, which are no parameters or modules")
     missing = [name for name in posterior.mode if name not in named and not chosen(name, free)]
     if missing:
-        raise MatchError(
-            f"the posterior has parameters {missing[:4]} that the model has not: pass model=, the one that is trained "
-            f"now, or leave them out, free={missing[:4]}"
-        )
+        raise MatchError(f"the model has not all of the posterior's parameters: pass model=, or free={missing[:4]}")
     held = {name: named[name] for name in posterior.mode if name in named and not chosen(name, free)}
     for name, parameter in held.items():
         check_growth(name, posterior.mode[name].shape, parameter.shape, "the posterior", "the model")

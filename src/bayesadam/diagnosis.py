@@ -225,12 +225,9 @@ def _dead(examined: Sequence[Examined], prior: Mapping[str, Precision]) -> Itera
     if zeros:
         count, total = sum(zeros.values()), sum(result.numel for result in examined)
         improper = any(bool((torch.as_tensor(prior.get(name, 1.0)) == 0).any()) for name in zeros)
-        text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. " + (
-            "Without a prior their variance is infinite and a draw destroys the network; pass prior_precision > 0 or "
-            "calibrate"
-            if improper
-            else "Their variance is the prior's alone, 1/δ"
-        )
+        text = f"{count:,} of {total:,} weights ({count / total:.1%}) have v = 0: dead units or constant inputs. "
+        infinite = "Without a prior their variance is infinite: pass prior_precision > 0, or calibrate"
+        text += infinite if improper else "Their variance is the prior's alone, 1/δ"
         yield Finding("zero-curvature", "warning" if improper else "note", text, tuple(zeros))
 
 

@@ -244,15 +244,9 @@ def _rule(gaussian: GaussianWeights, known: float | None, is_checkpoint: bool) -
             "|μ|/σ = |θ| v̂^¼, which is N = 1: the number of examples is not known. Every |μ|/σ grows as √N, so only "
             "the order of the weights means something; give n_data (--n-data) for more."
         )
-    settings, prior = gaussian.settings, list(gaussian.prior_precision.values())
-    numbers = sorted({float(delta) for delta in prior if not isinstance(delta, Tensor)})
-    ends = " to ".join(f"{each:g}" for each in dict.fromkeys([*numbers[:1], *numbers[-1:]]))
-    delta = "one for each weight" if any(isinstance(each, Tensor) for each in prior) else ends
-    of = "the posterior's own: 1/σ²"
-    if not gaussian.structure.independent:
-        of = f"the marginal one of the {gaussian.structure.kind} posterior, Λ"
-    power = "½" if settings.power == 0.5 else f"{settings.power:g}"
-    text = f"σ is {of} = {settings.weight:g} v̂^{power} + δ, with N = {settings.n_data:g}, δ = {delta}."
+    settings, kind = gaussian.settings, gaussian.structure.kind
+    text = f"σ is that of the {kind} posterior, with N = {settings.n_data:g}, 1/σ² = {settings.weight:g} v̂^p + δ, "
+    text += f"p = {settings.power:g}, and its own δ."
     if gaussian.has_weights:
         return text
     return (

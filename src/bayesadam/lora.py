@@ -166,7 +166,7 @@ class LoraPrior(CovariantPrior):
         pairs = [pair for pair in pairs_in(weights) if pair.down in mode or pair.up in mode]
         if not pairs:
             raise MatchError(
-                "LoraPrior found no adapter in the posterior, a lora_A with its lora_B: give prior_precision a number"
+                "LoraPrior found no lora_A with its lora_B in the posterior: give prior_precision a number"
             )
         scaling = scaling_of_model(model)
         found: dict[str, Precision] = dict.fromkeys(mode, self.precision)
@@ -177,9 +177,7 @@ class LoraPrior(CovariantPrior):
                 raise MatchError(f"{pair.up!r} and {pair.down!r} of shapes {shapes} are not the factors of a product")
             scale = self.scaling or scaling(pair.prefix, pair.adapter, len(down))
             if scale is None:
-                raise SettingError(
-                    f"the scaling of the product of {pair.prefix!r} is not known: LoraPrior(scaling=...)"
-                )
+                raise SettingError(f"s of {pair.prefix!r} is not known: LoraPrior(scaling=...)")
             for name, delta in zip((pair.up, pair.down), _precisions(up, down, pair), strict=True):
                 if name in mode:
                     delta = (self.precision * scale**2 * delta).to(mode[name].dtype)
@@ -193,9 +191,7 @@ def _precisions(up: Tensor, down: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
     columns = up.double().square().transpose(0, 1).flatten(1).sum(dim=1)
     least = _LEAST * (rows * columns).mean()
     if not bool(least > 0):
-        raise SettingError(
-            f"{pair.up!r} or {pair.down!r} is 0, as B is before training: there is no product for a LoraPrior to be on"
-        )
+        raise SettingError(f"{pair.up!r} or {pair.down!r} is 0, as B is before training")
 
     def floored(own: Tensor, other: Tensor) -> Tensor:
         # 1 where both are 0 and nothing depends on it.

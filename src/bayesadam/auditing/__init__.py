@@ -194,10 +194,7 @@ def _noise(posterior: Posterior, residuals: list[Tensor]) -> Tensor | None:
         found = (every.abs().median(dim=0).values / _QUARTILE).square() if noise is None else noise.to(every).flatten()
         noise = found.expand(every.shape[1])
         if not bool((noise > 0).all()):
-            raise SettingError(
-                "the noise variance is 0, so that no residual is small: give the posterior one, "
-                "posterior.replace(noise_variance=...), or calibrate it on held-out data"
-            )
+            raise SettingError("the noise variance is 0: give one, posterior.replace(noise_variance=...), or calibrate")
     return noise
 
 
@@ -237,10 +234,10 @@ def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tens
     targets = record.shaped(y, f)
     # The gradient of each example's training loss is that of −log p, but for the number of targets and the noise.
     (error,) = torch.autograd.grad(record.loss(f[:, None], targets[:, None]).sum() * targets[0].numel(), f)
+    covariance = c.covariance.double()
     if noise is not None:
-        mean, variance, covariance = c.mean.double(), c.variance.double(), c.covariance.double()
-        c = Component(mean, variance, covariance, noise_variance=noise.view(mean[0].shape))
-    error = error if noise is None else error / (2 * noise)
+        c = Component(c.mean.double(), c.variance.double(), covariance, noise_variance=noise.view(c.mean[0].shape))
+        error = error / (2 * noise)
     network = record.predictive([Component(f.detach(), torch.zeros_like(f), noise_variance=noise)])
     if isinstance(record, ClassLikelihood):
         assert c.novel is not None
@@ -250,7 +247,7 @@ def _measured(record: Any, c: Component, y: Tensor, novelty: Tensor, noise: Tens
         labels, predicted = targets.long(), network.class_probs.argmax(dim=-1)
     else:
         suspicion, labels, predicted = record.distance(c, y), targets, rows(record.expected(c))
-    change, loss = (c.covariance.double() @ error.unsqueeze(-1)).squeeze(-1), -network.log_prob(targets)
+    change, loss = (covariance @ error.unsqueeze(-1)).squeeze(-1), -network.log_prob(targets)
     return {
         "suspicion": torch.where(keep, suspicion, math.nan),
         "novelty": novelty,
@@ -273,7 +270,4 @@ def _check_order(batches: Any) -> None:
     for sampler in (batches.sampler, getattr(batches.batch_sampler, "sampler", None)):
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
         if is_shuffled or isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-            raise SettingError(
-                f"the loader shuffles ({type(sampler).__name__}), so an example's number would not say which it is: "
-                "pass DataLoader(dataset, batch_size=..., shuffle=False)"
-            )
+            raise SettingError(f"the loader shuffles ({type(sampler).__name__}): examples need numbers, shuffle=False")

@@ -342,8 +342,7 @@ def _merged_adapters(
         adapters = [_adapter(each, pair, networks[0].weights[pair.up].device) for each in networks]
         if len({adapter.scale is None for adapter in adapters}) > 1:
             raise MatchError(
-                f"the scaling of the adapter of {pair.prefix!r} is known of some models alone: put adapter_config.json "
-                "beside the weights of each, or merge posteriors of the live models"
+                f"put adapter_config.json beside all weights: some scalings of {pair.prefix!r} are unknown"
             )
         ranks = [len(adapter.down) for adapter in adapters]
         largest = ranks.index(max(ranks))
@@ -376,8 +375,7 @@ def _check_bases(networks: Sequence[Network], trained: Sequence[str]) -> None:
     for network in networks:
         if not any(network.has_bases(name) for name in trained):
             raise SettingError(
-                f"method='kronecker' needs eigenbases, and {network.label} has none: train with a Recorder or SOAP and "
-                "build Posterior.from_optimizer(..., structure='kronecker'), or use method='fisher'"
+                f"method='kronecker' needs eigenbases, and {network.label} has none: see Recorder, or SOAP"
             )
         origin = network.gaussian.origin  # type: ignore[union-attr]
         if origin.recorded and origin.fewest is not None and origin.fewest < LEAST_GRADIENTS:

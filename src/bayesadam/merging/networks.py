@@ -142,14 +142,9 @@ def _rotates(gaussian: GaussianWeights) -> bool:
 def networks_of(models: Sequence[Source], options: CheckpointKeywords, *, bases: bool = False) -> list[Network]:
     """The networks behind models, of one architecture: named by their files, by paths where these have one name."""
     if isinstance(models, str) or not isinstance(models, Sequence) or len(models) < 2:
-        raise SettingError(
-            "merging takes one list of two or more models, merge([a, b]): posteriors, or paths of checkpoints"
-        )
+        raise SettingError("merging takes one list of two or more models, merge([a, b]): posteriors, or paths")
     if options.get("optimizer_path") is not None:
-        raise SettingError(
-            "optimizer_path= is the file of one state, and merging reads several: in place of the path of the weights "
-            "pass the pair (weights, state)"
-        )
+        raise SettingError("pass the pair (weights, state) in place of a path: optimizer_path= is of one file")
     firsts = [source[0] if isinstance(source, tuple) else source for source in models]
     paths = [each if isinstance(each, str | os.PathLike) else f"model {i}" for i, each in enumerate(firsts, 1)]
     names = [Path(path).name for path in paths]

@@ -88,8 +88,7 @@ def understand(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Uni
         results = _Run(traced, example).results
     except Exception as error:
         raise SettingError(
-            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}), so which layer reads "
-            "which is not known: pass the part of it that has no control flow on its inputs"
+            f"torch.fx cannot trace {type(model).__name__}: {error}. Pass a part without control flow"
         ) from error
     return traced, list(_Paths(model, traced.graph, results).units())
 

@@ -96,10 +96,7 @@ def weight_scores(
             f"parameter name; got {ranking!r}"
         )
     elif not posterior.structure.independent:
-        raise SettingError(
-            f"ranking {ranking!r} needs a second moment for each weight, which a {posterior.structure.kind!r} "
-            "posterior has not: pass ready scores, such as ranking=posterior.snr()"
-        )
+        raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
     for name in wanted:
         score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name)
@@ -107,10 +104,7 @@ def weight_scores(
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
-            raise MatchError(
-                f"{bad} of the {score.numel()} scores of {name!r} are NaN, so its weights have no order: is the "
-                "parameter finite? See bayesadam.doctor"
-            )
+            raise MatchError(f"{bad} of the {score.numel()} scores of {name!r} are NaN: see bayesadam.doctor")
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
 
