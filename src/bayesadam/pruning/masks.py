@@ -99,8 +99,8 @@ def weight_scores(
         raise SettingError(f"a {posterior.structure.kind!r} posterior needs ready scores: ranking=posterior.snr()")
     scores = {}
     for name in wanted:
-        score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name)
         theta = posterior.mode[name]
+        score = ranking[name] if isinstance(ranking, Mapping) else _ranked(posterior, ranking, name, theta)
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
         if bad := int(torch.isnan(score).sum()):
@@ -109,9 +109,11 @@ def weight_scores(
     return scores
 
 
-def _ranked(posterior: GaussianWeights, ranking: str | Callable[[Tensor, Tensor], Tensor], name: str) -> Tensor:
+def _ranked(
+    posterior: GaussianWeights, ranking: str | Callable[[Tensor, Tensor], Tensor], name: str, theta: Tensor
+) -> Tensor:
     """The scores of one parameter; by a name, chunk by chunk, for less memory."""
-    theta, v = posterior.mode[name], posterior.structure.second_moment[name]
+    v = posterior.structure.second_moment[name]
     if callable(ranking):
         return ranking(theta, v)
     rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
@@ -361,13 +363,14 @@ def lowest(scores: Mapping[str, Tensor], names: Sequence[str], count: int) -> Ca
         left -= min(left, sum(int((piece == bound).sum()) for piece in pieces(name))) if left else 0
 
     def taken(name: str) -> Tensor:
-        chosen, left = [], ties[name]
+        found, left, start = torch.zeros(outline[name].numel(), dtype=torch.bool), ties[name], 0
         for piece in pieces(name):
             tied = piece == bound
             tied &= tied.cumsum(0) <= left
             left -= int(tied.sum())
-            chosen.append(tied | (piece < bound))
-        return torch.cat(chosen).view(outline[name].shape)
+            found[start : start + len(piece)] = tied.logical_or_(piece < bound)
+            start += len(piece)
+        return found.view(outline[name].shape)
 
     return taken
 
