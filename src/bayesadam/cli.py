@@ -216,7 +216,6 @@ def inspect(
     plot: Annotated[bool, Option("--plot", help="Draw the ratios: to --out, or to NAME-snr.png here.")] = False,
     json: Json = False,
     why: Annotated[bool, Option("--why", help="Say how the file was read: keys, optimiser, matching.")] = False,
-    seed: Seed = 0,
     out: Annotated[Path | None, _out("PATH", "A folder for metrics.json and the picture, or that .png.")] = None,
     quiet: Quiet = False,
 ) -> None:

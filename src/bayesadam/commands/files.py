@@ -116,7 +116,6 @@ def run_doctor(
 
 def run_inspect(
     *,
-    seed: int,
     out: Path | None,
     quiet: bool,
     checkpoint: Path,
@@ -138,14 +137,15 @@ def run_inspect(
     file, record = target(out or Path(f"{checkpoint.resolve().stem}-snr.png"), "inspect.png")
     if file.suffix != ".png":
         raise SettingError(f"--out {file}: the picture is a PNG, name a file that ends in .png, or a folder")
-    run = Run("inspect", seed, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
+    run = Run("inspect", 0, file.parent, _plain({"path": checkpoint, **settings}, options), quiet=quiet)
     with run.prepared() if out is not None else nullcontext():
-        inspection = inspect_checkpoint(checkpoint, seed=seed, track=run.track, **settings, **vars(options))
+        inspection = inspect_checkpoint(checkpoint, track=run.track, **settings, **vars(options))
     if not json:
         heading, *rows = inspection.rows()
         what = "Signal-to-noise ratio |μ|/σ" if inspection.has_weights else "Standard deviation σ"
-        reasons, notes = ["\n".join(inspection.why)] if why else [], f"{inspection.legend}\n{inspection.scale_note}"
-        run.show(*reasons, str(inspection.diagnosis), Table(f"{what} of the weights", heading, rows), notes)
+        table = Table(f"{what} of the weights", heading, rows)
+        reasons = ["\n".join(inspection.why)] if why else []
+        run.show(*reasons, str(inspection.diagnosis), table, inspection.legend)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         picture = {file.name: png(inspection_picture(inspection))} if plot or out is not None else {}
         if out is not None:
