@@ -150,8 +150,7 @@ def fit_networks(
     found = []
     for number, (epoch, trained) in enumerate(zip(best.epoch.tolist(), best.epochs.tolist(), strict=True)):
         tensors = {**best.tensors, "step": torch.tensor([float(steps * epoch)])}
-        at_best = float(rate(torch.tensor([steps * (epoch - 1.0)], dtype=torch.float64)))
-        state = optimizer_state_dict(network, tensors, number, rule, lr=at_best)
+        state = optimizer_state_dict(network, tensors, number, rule)
         params = member(unflatten(network, best.tensors["weights"].cpu()), number)
         found.append(Trained(params, state, epoch, trained, size))
     return found
