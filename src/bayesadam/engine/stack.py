@@ -162,15 +162,11 @@ class Stack:
         return {"weights": self.weights, **averaged, "n_data": self.n_data, "scale": self.scale, **self.state}
 
 
-def train(
-    stack: Stack, blocks: Iterable[Tensor], schedule: Schedule, proceed: Callable[[], bool] = lambda: True
-) -> None:
-    """The training loop: block after block, as long as `proceed`, called after each, returns True."""
+def train(stack: Stack, blocks: Iterable[Tensor], schedule: Schedule) -> None:
+    """The training loop, block after block."""
     for rows in blocks:
         stack.prepare(rows, schedule)
         stack.run(len(rows))
-        if not proceed():
-            return
 
 
 def _captured(step: Callable[[], None], generators: Sequence[torch.Generator]) -> Callable[[], None]:
