@@ -81,7 +81,7 @@ class Rule(ABC):
         return None
 
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:  # noqa: B027
-        """Write the weights at which the gradient is taken into `out`."""
+        """Write the weights at which the gradient is taken into `out`; `noise` may be overwritten."""
 
     @abstractmethod
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -235,9 +235,22 @@ class Perturbed(Rule):
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
         """The Gaussian over the weights."""
 
+    @abstractmethod
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+        """One step, in place, by averages over draws of the gradient and of `product`; these may be overwritten."""
+
+    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        """What else the rule averages over draws, in new memory: the gradient times the perturbation σ ε."""
+        return gradient * noise
+
     def at(self, weights: Tensor, state: State, noise: Tensor, step: Step, out: Tensor) -> None:
-        """μ + σ ε."""
-        torch.addcmul(weights, self.gaussian(weights, state, step.n_data).variance.sqrt_(), noise, out=out)
+        """μ + σ ε; the noise becomes σ ε, in place."""
+        noise.mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
+        torch.add(weights, noise, out=out)
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+        """One step with one draw."""
+        self.move(weights, gradient, self.product(gradient, noise), state, step)
 
     def noise(self, streams: Streams, network: Network, batch: int, *lead: int) -> Tensor:
         """ε ~ N(0, 1) for every weight."""
@@ -262,13 +275,13 @@ class BayesByBackprop(Perturbed):
         own = {f"rho.{name}": tensor for name, tensor in adam_state(weights).items()}
         return {"rho": rho, **adam_state(weights), **own}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
         """Adam for μ and for ρ."""
         std = F.softplus(state["rho"])
-        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).addcmul_(gradient, noise)
-        gradient.add_(weights * (self.prior_precision / step.n_data))
+        by_std = (std * self.prior_precision).sub_(std.reciprocal()).div_(step.n_data).add_(product.div_(std))
+        gradient.add_(mean * (self.prior_precision / step.n_data))
         own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
-        adam_update(weights, gradient, state, step.lr, self.betas)
+        adam_update(mean, gradient, state, step.lr, self.betas)
         adam_update(state["rho"], by_std.mul_(state["rho"].sigmoid()), own, step.lr, self.betas)
 
     def gaussian(self, weights: Tensor, state: State, n_data: Number) -> Gaussian:
@@ -289,18 +302,15 @@ class Vadam(Perturbed):
         second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second.clamp_(min=0)}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step with the square of one gradient."""
-        self.move(weights, gradient, gradient.square(), state, step)
+    def product(self, gradient: Tensor, noise: Tensor) -> Tensor:
+        """g²."""
+        return gradient.square()
 
-    def move(self, mean: Tensor, gradient: Tensor, square: Tensor, state: State, step: Step) -> None:
-        """m ← β₁ m + (1−β₁)(ĝ + δμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + δ/N), in place.
-
-        `square` is ĥ, the average of the squared gradients; `gradient` is overwritten.
-        """
+    def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
+        """m ← β₁ m + (1−β₁)(ĝ + δμ/N), v ← β₂ v + (1−β₂) ĥ, μ ← μ − α m̂/(√v̂ + δ/N)."""
         momentum, second, pull = state["momentum"], state["second_moment"], self.prior_precision / step.n_data
         momentum.mul_(self.betas[0]).add_(gradient.add_(mean * pull), alpha=1 - self.betas[0])
-        second.mul_(self.betas[1]).add_(square, alpha=1 - self.betas[1])
+        second.mul_(self.betas[1]).add_(product, alpha=1 - self.betas[1])
         denominator = second.div(step.second).sqrt_().add_(pull)
         mean.sub_(momentum.div(denominator).mul_(step.lr / step.first))
 
@@ -315,8 +325,7 @@ class IVON(Perturbed):
 
     Attributes:
         averages: (β₁, β₂), which are not Adam's.
-        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4, which keeps the step finite on a flat
-            loss.
+        prior_precision: δ = N d; None takes d = `weight_decay`, at least 1e-4: a flat loss has no other curvature.
         initial_hessian: h₀; None takes the one with the standard deviation `initial_std`.
     """
 
@@ -344,15 +353,10 @@ class IVON(Perturbed):
         first = torch.as_tensor(self.initial_std**-2 / n_data - self.decay(n_data)).to(weights)
         return {**state, "hessian": torch.zeros_like(weights).add_(first), "initial_hessian": first}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
-        """One step with the product of one gradient and its perturbation."""
-        product = (gradient * noise).mul_(self.gaussian(weights, state, step.n_data).variance.sqrt_())
-        self.move(weights, gradient, product, state, step)
-
     def move(self, mean: Tensor, gradient: Tensor, product: Tensor, state: State, step: Step) -> None:
         """g ← β₁ g + (1−β₁) ĝ, h ← β₂ h + (1−β₂) f + ½(1−β₂)²(h−f)²/(h+d), m ← m − α(h₀+d)(g/(1−β₁ᵗ) + d m)/(h+d).
 
-        In place. `product` is the average of n ∇L(m + n), and is overwritten; f is N (h + d) times that.
+        `product` is the average of n ∇L(m + n); f is N (h + d) times that.
         """
         momentum, hessian = state["momentum"], state["hessian"]
         (beta1, beta2), decay = self.betas, self.decay(step.n_data)

@@ -64,7 +64,8 @@ class Stack:
         self._at = torch.empty_like(self.weights) if rule.needs_noise else self.weights
         self._gradient = StackedGradient(network, self._at)
         self._predraw = predraw and self.device.type == "cuda"
-        self._rows = self._rates = self._noise = torch.empty(0)
+        # Rates, rows and random numbers of the prepared block.
+        self._block: list[Tensor] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Callable[[], None] | None = None
         # In its first steps a library chooses its kernels, which cannot be captured; a restored stack has them too.
@@ -82,17 +83,18 @@ class Stack:
         done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.device)
         corrections = [1 - beta ** (done + 1) for beta in self.rule.betas]
         newest = 1 - (done / (done + 1)).clamp_(max=self.average)
-        before = self._rates, self._rows, self._noise
-        self._rates = _into(self._rates, torch.stack([schedule(done), *corrections, newest], dim=1).float())
-        self._rows = _into(self._rows, rows.to(self.device))
-        self._next.zero_()
+        block = [torch.stack([schedule(done), *corrections, newest], dim=1).float(), rows.to(self.device)]
         if self._predraw:
             noise = self.rule.noise(self.streams, self.network, rows.shape[2], len(rows))
-            if noise.numel():
-                self._noise = _into(self._noise, noise.transpose(0, 1))
-        if any(old is not new for old, new in zip(before, (self._rates, self._rows, self._noise), strict=True)):
+            block += [noise.transpose(0, 1)] if noise.numel() else []
+        self._next.zero_()
+        pairs = list(zip(self._block, block, strict=False))
+        if pairs and all(old.shape[1:] == new.shape[1:] and len(old) >= len(new) for old, new in pairs):
+            for old, new in pairs:
+                old[: len(new)].copy_(new)
+        else:
             # A graph reads the memory that it was captured with.
-            self._replay = None
+            self._block, self._replay = [tensor.contiguous().clone() for tensor in block], None
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
@@ -108,13 +110,10 @@ class Stack:
         self.done += steps
 
     def _step(self) -> None:
-        rows = self._rows.index_select(0, self._next)[0]
-        lr, first, second, newest = self._rates.index_select(0, self._next)[0].unbind()
+        rates, rows, *drawn = (tensor.index_select(0, self._next)[0] for tensor in self._block)
+        lr, first, second, newest = rates.unbind()
         step, rule = Step(lr, first, second, self.n_data), self.rule
-        if self._predraw:
-            noise = self._noise.index_select(0, self._next)[0] if self._noise.numel() else self._noise
-        else:
-            noise = rule.noise(self.streams, self.network, rows.shape[1])
+        noise = drawn[0] if drawn else rule.noise(self.streams, self.network, rows.shape[1])
         x, slope = self.batch(rows)
         rule.at(self.weights, self.state, noise, step, self._at)
         masks = rule.masks(noise, self.network)
@@ -195,11 +194,3 @@ def constant(lr: float) -> Schedule:
 def cosine(lr: float, steps: int) -> Schedule:
     """α ½(1 + cos πt/T), from α down to nothing."""
     return lambda done: 0.5 * lr * (1 + torch.cos(math.pi * done / steps))
-
-
-def _into(memory: Tensor, values: Tensor) -> Tensor:
-    """The values in the same memory where they fit, as a captured graph needs, otherwise in new memory."""
-    if memory.shape[1:] != values.shape[1:] or len(memory) < len(values):
-        return values.contiguous().clone()
-    memory[: len(values)].copy_(values)
-    return memory

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bayesadam._checks import count, not_negative, positive
-from bayesadam.engine.rules import IVON, Step, Vadam
+from bayesadam.engine.rules import Perturbed, Step
 from bayesadam.errors import MatchError, SettingError, StateError
 from bayesadam.gaussian.noise import fresh_seed, standard_normal, stream_seed
 from bayesadam.gaussian.settings import Precision
@@ -26,8 +26,7 @@ _SHARED = ("n_data", "samples", "seed", "passes")
 class PerturbedOptimizer(Optimizer, ABC):
     """An optimiser that holds a Gaussian q over the weights and asks for gradients at draws from it.
 
-    The equations are those of a rule of the engine. A subclass says which product of gradient and noise the rule
-    averages over the samples.
+    The equations are those of a rule of the engine.
     """
 
     reader: ClassVar[StateReader]
@@ -52,16 +51,8 @@ class PerturbedOptimizer(Optimizer, ABC):
         self._inside = False
 
     @abstractmethod
-    def _check_own(self, settings: Group) -> None:
-        """Refuse the subclass's own settings."""
-
-    @abstractmethod
-    def _rule(self, group: Group) -> Vadam | IVON:
+    def _rule(self, group: Group) -> Perturbed:
         """The equations, with the settings of a group."""
-
-    @abstractmethod
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        """What is averaged over the samples with the gradient, in new memory."""
 
     @abstractmethod
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
@@ -180,7 +171,6 @@ class PerturbedOptimizer(Optimizer, ABC):
         not_negative("lr", settings["lr"])
         if len(betas := settings["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise SettingError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
-        self._check_own(settings)
 
     def _grouped(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Every parameter with its group, in the optimiser's order."""
@@ -209,10 +199,11 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _gather(self) -> None:
         """Add the last pass to the sums; only now, so that its gradients can be clipped after the block."""
+        rules = {parameter: self._rule(group) for parameter, group in self._grouped()}
         for parameter, gradient, noise in self._open:
             # A copy: data-parallel training reuses the memory of its gradients.
             gradient = gradient.detach().to_dense().to(noise.dtype, copy=True)
-            product = self._product(gradient, noise)
+            product = rules[parameter].product(gradient, noise)
             if parameter in self._sums:
                 self._sums[parameter][0].add_(gradient)
                 self._sums[parameter][1].add_(product)

@@ -84,16 +84,14 @@ class IVON(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "initial_hessian": initial_hessian, "weight_decay": weight_decay}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check_own(self, settings: Group) -> None:
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
         positive("initial_hessian", settings["initial_hessian"], "what h starts from")
         not_negative("weight_decay", settings["weight_decay"])
 
     def _rule(self, group: Group) -> Rule:
         prior = group["n_data"] * group["weight_decay"]
         return Rule(group["betas"], prior_precision=prior, initial_hessian=group["initial_hessian"])
-
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        return gradient.mul(noise)
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         prior = float(group["n_data"] * group["weight_decay"])

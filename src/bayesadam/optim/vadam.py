@@ -81,7 +81,8 @@ class Vadam(PerturbedOptimizer):
         own = {"lr": lr, "betas": betas, "prior_precision": prior_precision, "initial_precision": initial_precision}
         super().__init__(params, own, n_data=n_data, samples=samples, generator=generator)
 
-    def _check_own(self, settings: Group) -> None:
+    def _check(self, settings: Group) -> None:
+        super()._check(settings)
         prior, initial = settings["prior_precision"], settings["initial_precision"]
         positive("prior_precision", prior, "λ of the prior N(0, 1/λ)")
         positive("initial_precision", initial, "what q starts from")
@@ -90,9 +91,6 @@ class Vadam(PerturbedOptimizer):
 
     def _rule(self, group: Group) -> Rule:
         return Rule(group["betas"], group["prior_precision"], group["initial_precision"] ** -0.5)
-
-    def _product(self, gradient: Tensor, noise: Tensor) -> Tensor:
-        return gradient.square()
 
     def _prior(self, curvature: Tensor, group: Group) -> Precision:
         return float(group["prior_precision"])
