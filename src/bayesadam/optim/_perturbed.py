@@ -199,11 +199,11 @@ class PerturbedOptimizer(Optimizer, ABC):
 
     def _gather(self) -> None:
         """Add the last pass to the sums; only now, so that its gradients can be clipped after the block."""
-        rules = {parameter: self._rule(group) for parameter, group in self._grouped()}
+        rule = self._rule(self.param_groups[0])
         for parameter, gradient, noise in self._open:
             # A copy: data-parallel training reuses the memory of its gradients.
             gradient = gradient.detach().to_dense().to(noise.dtype, copy=True)
-            product = rules[parameter].product(gradient, noise)
+            product = rule.product(gradient, noise)
             if parameter in self._sums:
                 self._sums[parameter][0].add_(gradient)
                 self._sums[parameter][1].add_(product)

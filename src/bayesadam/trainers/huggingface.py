@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,7 @@ class PosteriorCallback(PosteriorKeeper, transformers.TrainerCallback):  # type:
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
-        read = partial(self._read, kwargs["model"], kwargs["optimizer"])
-        self._end_epoch(round(state.epoch), read, self.trainer.log)
+        self._end_epoch(round(state.epoch), kwargs["model"], kwargs["optimizer"], self.trainer.log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""

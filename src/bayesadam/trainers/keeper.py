@@ -128,9 +128,9 @@ class PosteriorKeeper:
     def _settings(self) -> Any:
         return {**self.options, "batch_size": self.batch_size, "n_data": self.n_data}
 
-    def _end_epoch(self, epochs: int, read: Callable[[], Posterior], log: Log) -> None:
+    def _end_epoch(self, epochs: int, model: Any, optimizers: Any, log: Log) -> None:
         if self.every_n_epochs and epochs % self.every_n_epochs == 0:
-            self._log(log, read(), {})
+            self._log(log, self._read(model, optimizers), {})
 
     def _log(self, log: Log, posterior: Posterior, calibration: Mapping[str, float]) -> None:
         """Pass the median of |μ|/σ, the share below 1, and the numbers of the calibration to the trainer's logger."""
@@ -234,8 +234,7 @@ def held_out_numbers(
         means.append(found.mean[keep])
         variances.append(found.variance[keep])
         targets.append(y[keep])
-    own: Any = {"noise_variance": posterior.noise_variance}
-    own |= {"temperature": posterior.temperature, "averaged": posterior.averaged}
+    own: Any = {name: getattr(posterior, name) for name in ("noise_variance", "temperature", "averaged")}
     joined = record.predictive([Component(torch.cat(means), torch.cat(variances), **own)])
     y = torch.cat(targets)
     if isinstance(joined, NumericPredictive):

@@ -1,6 +1,5 @@
 """`PosteriorCallback` for Lightning's Trainer, `lightning.pytorch` and `pytorch_lightning` alike."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,7 @@ class PosteriorCallback(PosteriorKeeper, Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the signal-to-noise ratio every few epochs."""
-        read = partial(self._read, pl_module, trainer.optimizers)
-        self._end_epoch(trainer.current_epoch + 1, read, _logger(trainer))
+        self._end_epoch(trainer.current_epoch + 1, pl_module, trainer.optimizers, _logger(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the anchor; read, calibrate, log, save."""
