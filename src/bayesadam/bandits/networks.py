@@ -115,7 +115,6 @@ class NetworkLearner(Learner):
             average=settings.average,
             clip=settings.clip,
             predraw=True,
-            steps_per_graph=settings.train_steps,
         )
         self.params = self.stack.params
         self._batches = self._stream("batches", self.owners)
@@ -212,8 +211,8 @@ class NetworkLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, the rule's memory, the counts, and the errors from which the noise is estimated."""
-        # A training writes the scale and the deviations before it reads them.
-        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name not in ("scale", "std")}
+        # A training writes the scale before it reads it.
+        learnt = {name: tensor for name, tensor in self.stack.tensors().items() if name != "scale"}
         return learnt | self._memory | {"steps": torch.tensor(self.stack.done)}
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, forward, member
-from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam, optimizer_state_dict
+from bayesadam.engine.rules import Adam, BayesByBackprop, Dropout, Rule, Vadam
 from bayesadam.engine.stack import Stack
 from bayesadam.engine.streams import Streams
 from bayesadam.posterior import Posterior
@@ -287,10 +287,7 @@ class BadamLearner(RuleLearner):
 
     def read(self, model: nn.Module) -> tuple[Posterior, float]:
         """The trained network's posterior, out of Adam's state, and its mean_n Σ J_n²: Var[f] where Var[θ] = 1."""
-        stack = self.stack
-        assert isinstance(stack.rule, Adam)
-        state = optimizer_state_dict(stack.network, stack.state, 0, stack.rule, lr=_RATES[0])
-        found = Posterior.from_state_dict(model, state, self.request.n_data)
+        found = Posterior.from_state_dict(model, self.stack.state_dict(0), self.request.n_data)
         ones = {name: torch.ones_like(theta) for name, theta in found.mode.items()}
         unit = Posterior.from_moments(model, found.mode, ones, 1.0).replace(noise_variance=1.0)
         return found, float(unit.predict(self.x, likelihood="regression", novelty=False).variance.mean())
